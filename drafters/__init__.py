@@ -1,0 +1,15 @@
+"""The built-in drafters, one file each, registered through the same door as everyone else's."""
+
+from ..framework.hookspecs import hookimpl
+
+
+@hookimpl
+def crossdraft_register_drafters(register):
+    register("none", f"{__name__}.none:NoDrafter", summary="plain autoregressive decoding, the baseline")
+    register("prompt-lookup", f"{__name__}.prompt_lookup:PromptLookup", summary="copies what followed an earlier n-gram")
+    register("small-lm", f"{__name__}.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length")
+    register(
+        "dynamic-threshold",
+        f"{__name__}.dynamic_threshold:DynamicThreshold",
+        summary="a smaller model drafts until it is unsure",
+    )

@@ -1,0 +1,23 @@
+"""No drafter: plain autoregressive decoding in the same loop, the baseline of every speed-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..framework.decoding.sampling import Sampling
+from ..framework.draft import Draft, Sequences
+from ..framework.drafter import Drafter, DraftTraits
+from ..framework.rng import RoundRng
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing; the verifier draws one token from the target's law."""
+
+    name = "none"
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn=None, point_mass=True)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        return Draft.empty(sequences.batch_size, sequences.device)

@@ -1,0 +1,125 @@
+"""A small language model drafts a chain, token by token.
+
+Y. Leviathan, M. Kalman, Y. Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023;
+C. Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023. Any model that
+shares the target's tokenizer will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..framework.decoding.sampling import Sampling
+from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ..framework.errors import NumericalError
+from ..framework.rng import RoundRng
+
+
+class SmallLM(Drafter):
+    """Autoregressive drafting with gamma forward passes of a cheaper model.
+
+    At temperature 0 it takes the argmax and reports a point mass, otherwise it samples and reports the law it
+    sampled from, warped like the target's.
+    """
+
+    name = "small-lm"
+
+    class Config(StrategyConfig):
+        model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
+        gamma: int = Field(5, ge=0, description="draft length")
+        temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.lm = context.load_lm(self.config.model)
+        self.sampling = self._sampling(self.config, context.sampling)
+
+    @staticmethod
+    def _sampling(config: Any, target: Sampling) -> Sampling:
+        if config.temperature is None:
+            return target
+        return target.model_copy(update={"temperature": config.temperature})
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=cls._sampling(config, sampling).temperature == 0)
+
+    @property
+    def passes(self) -> int:
+        return self.lm.passes
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.lm.begin(row, prompt)
+
+    def retire(self, row: int) -> None:
+        self.lm.retire(row)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        steps = min(self.config.gamma, max(sequences.limit))
+        self._pending, self._fed = [0] * sequences.batch_size, 0
+        if steps == 0:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        length = torch.tensor(sequences.limit, device=sequences.device).clamp(max=steps)
+        going = torch.ones_like(length, dtype=torch.bool)
+        logits = self._catch_up(sequences)
+        drafted, laws = [], []
+        for i in range(steps):
+            q, finite = self.sampling.checked_law(logits)
+            token = q.argmax(-1) if self.sampling.temperature == 0 else rng.draw(q, "draft", i)
+            drafted.append(token)
+            laws.append(q)
+            self._check(finite, sequences, i)
+            going = going & self.goes_on(logits, q, token)
+            # A row that stops here keeps this token: dropping a token after looking at it is not lossless.
+            length = torch.where(going, length, length.clamp(max=i + 1))
+            if i + 1 == steps or self._all_stopped(going):
+                break
+            logits = self.lm.grow(token[:, None])[0][:, 0]
+            self._fed += 1
+        q = None if self.sampling.temperature == 0 else torch.stack(laws, 1)
+        return Draft.chain(torch.stack(drafted, 1), length.clamp(max=len(drafted)), q)
+
+    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+        """``[B]`` bool: draft another one after ``token [B]``, drawn from ``q [B, V]``? A static gamma always does."""
+        return torch.ones_like(token, dtype=torch.bool)
+
+    def _all_stopped(self, going: Tensor) -> bool:
+        return False  # a static draft length never asks the device
+
+    def _catch_up(self, sequences: Sequences) -> Tensor:
+        """Feed what was committed since this model last looked; logits ``[B, V]`` after the last token."""
+        missing = [h[held:] for h, held in zip(sequences.history, self.lm.lengths, strict=True)]
+        self._pending = [len(tokens) for tokens in missing]  # 0 for a free slot
+        width = max(self._pending)
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in missing]
+        if width == min(self._pending):
+            return self.lm.grow(torch.tensor(padded, device=sequences.device))[0][:, -1]
+        # Ragged: commit the new tokens at once, so that the draft's nodes start at each row's own end.
+        logits, _ = self.lm.grow(torch.tensor(padded, device=sequences.device))
+        self.lm.keep(self._pending)
+        last = torch.tensor(self._pending, device=sequences.device) - 1
+        self._pending = [0] * len(missing)
+        return logits[torch.arange(len(missing), device=sequences.device), last]
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        # The last drafted token was never fed; it is caught up next round if it was accepted.
+        if draft.width:
+            self.lm.keep([p + min(tau, self._fed) for p, tau in zip(self._pending, accepted, strict=True)])
+
+    def _check(self, finite: Tensor, sequences: Sequences, step: int) -> None:
+        if finite.device.type == "cpu" and not finite.all():
+            row = next(i for i, h in enumerate(sequences.history) if h and not finite[i]) if any(sequences.history) else 0
+            raise NumericalError(
+                f"drafter model '{self.config.model}' produced NaN logits in slot {row}, draft position {step}; "
+                "try dtype float32 or check the weights"
+            )

@@ -1,0 +1,1 @@
+"""Measuring: recipes, prompts, cells, records, metrics and cost."""

@@ -1,0 +1,104 @@
+"""A ragged key-value cache: every row of the batch has its own length.
+
+One buffer ``[B, heads, max_length, dim]`` per layer and per kind. A forward pass writes each row at the row's
+own slots and attends over the first ``reach`` slots of the buffer; which of them a query may see is the mask's
+business (``lm.py``), so stale slots need no clearing. transformers' own caches have one write offset for all
+rows, which is why this exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Placement:
+    """Where the next forward pass writes, shared by all layers.
+
+    Attributes:
+        rows: ``[R]`` int64, the batch rows that take part, or ``None`` for all B of them in order.
+        slots: ``[R, W]`` int64, the slot each new token is written to.
+        start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
+        reach: number of leading slots the pass attends over; at least every slot written + 1.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    start: int | None
+    reach: int
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, length = self.cache.slots, self.cache.max_length
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # Zeros, not empty memory: a masked slot still enters the product with weight 0, and 0 x NaN is NaN.
+        self.keys = key_states.new_zeros(batch, key_states.shape[1], length, key_states.shape[3])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], length, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write ``[R, heads, W, dim]`` states where the placement says; returns the slots to attend over."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self.cache.placement
+        return self._write(self.keys, key_states, place), self._write(self.values, value_states, place)
+
+    @staticmethod
+    def _write(buffer: Tensor, states: Tensor, place: Placement) -> Tensor:
+        if place.rows is None and place.start is not None:
+            buffer[:, :, place.start : place.start + states.shape[2]] = states
+            return buffer[:, :, : place.reach]
+        rows = place.rows if place.rows is not None else torch.arange(buffer.shape[0], device=buffer.device)
+        # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
+        buffer[rows[:, None], :, place.slots] = states.transpose(1, 2)
+        view = buffer[:, :, : place.reach]
+        return view if place.rows is None else view[place.rows]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row (all read before any is written)."""
+        if not self.is_initialized:
+            return
+        rows = torch.arange(source.shape[0], device=source.device)[:, None]
+        for buffer in (self.keys, self.values):
+            buffer[rows, :, target] = buffer[rows, :, source]
+
+    def get_seq_length(self) -> int:
+        return 0  # rows have no common length: positions and masks are always passed explicitly
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.placement.reach, 0
+
+    def get_max_length(self) -> int:
+        return self.cache.max_length
+
+
+class RaggedCache(Cache):
+    """The cache object handed to a transformers model; layers appear as the model asks for them."""
+
+    def __init__(self, batch_size: int, max_length: int):
+        self.slots, self.max_length = batch_size, max_length
+        self.placement = Placement(None, torch.empty(0, dtype=torch.long), None, 0)
+        super().__init__(layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        for layer in self.layers:
+            layer.move(source, target)  # type: ignore[union-attr]
+
+    def nbytes(self) -> int:
+        """Memory held by keys and values, in bytes."""
+        tensors = [t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        return sum(t.nbytes for t in tensors if t is not None)

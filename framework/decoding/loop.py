@@ -1,0 +1,339 @@
+"""The batched decode loop: one round is draft, score, verify, commit; every row has its own length.
+
+The loop knows the target as an :class:`~crossdraft.framework.lm.LM`, the drafter and the verifier by their
+contracts, and nothing about models, recipes or files. A row that finishes hands its slot to the next prompt,
+so a run "at batch size B" really runs B rows while prompts remain. There is one host synchronisation a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..draft import Draft, Scores, Sequences, Verdict
+from ..drafter import Drafter
+from ..errors import ContractError, NumericalError, UsageError
+from ..lm import LM
+from ..rng import CounterRng, RngSource
+from ..verifier import Verifier
+from .sampling import Sampling
+
+#: Phases of a round that are timed. ``rest`` is the loop's own bookkeeping.
+PHASES = ("prefill", "draft", "target", "verify", "rest")
+
+
+@dataclass
+class Round:
+    """What happened to one row in one round.
+
+    Attributes:
+        tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
+        emitted: tokens committed, correction or bonus included.
+        nodes: drafted tokens the target evaluated for this row.
+        width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
+        survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
+    """
+
+    tau: int
+    emitted: int
+    nodes: int
+    width: int
+    survival: float | None = None
+
+
+@dataclass
+class Response:
+    """One finished sequence.
+
+    Attributes:
+        index: which prompt it answers (its position in the run).
+        tokens: the generated tokens, a final end-of-sequence token included.
+        finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
+        rounds: its rounds, in order.
+    """
+
+    index: int
+    tokens: list[int]
+    finish: str
+    rounds: list[Round]
+
+
+class Stopwatch:
+    """Wall time by phase, in seconds. On an accelerator each mark waits for the device, so shares are true
+    there at the price of a synchronisation per phase; pass ``enabled=False`` to run free."""
+
+    def __init__(self, device: torch.device, enabled: bool = True):
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.enabled = enabled
+        self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else None
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        self.mark(None)
+
+    def mark(self, phase: str | None) -> None:
+        """Book the time since the last mark to ``phase`` (None: to nothing)."""
+        if not self.enabled:
+            return
+        if self._synchronise is not None:
+            self._synchronise()
+        now = time.perf_counter()
+        if phase is not None:
+            self.seconds[phase] += now - self._last
+        self._last = now
+
+
+@dataclass
+class _Slot:
+    index: int
+    prompt_length: int
+    wanted: int  # tokens still to generate
+    rounds: list[Round] = field(default_factory=list)
+
+
+class Decoder:
+    """B slots, a target, a drafter and a verifier.
+
+    Args:
+        target: the model whose distribution the output follows.
+        drafter: proposes; built with the same sampling parameters and batch size.
+        verifier: decides.
+        sampling: turns the target's logits into its law p.
+        eos: ids that end a sequence; any of them, wherever it is accepted.
+        max_new_tokens: most tokens a sequence may generate.
+        rng: the source of randomness; equal seeds give equal random numbers whatever B is.
+        stopwatch: phase timer, or None for a fresh one.
+
+    Raises:
+        NumericalError: the target or the drafter produced NaN; names the sequence and position.
+        ContractError: the drafter returned a draft that breaks the contract.
+        UsageError: a prompt is empty or leaves no room in the context.
+    """
+
+    def __init__(
+        self,
+        target: LM,
+        drafter: Drafter,
+        verifier: Verifier,
+        *,
+        sampling: Sampling,
+        eos: Iterable[int] = (),
+        max_new_tokens: int = 128,
+        rng: RngSource | None = None,
+        stopwatch: Stopwatch | None = None,
+    ):
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.sampling, self.eos, self.max_new_tokens = sampling, frozenset(eos), max_new_tokens
+        self.rng = rng if rng is not None else CounterRng(0)
+        self.stopwatch = stopwatch or Stopwatch(target.device)
+        b = target.batch_size
+        length = drafter.context.max_length
+        self.sequences = Sequences(
+            history=[[] for _ in range(b)],
+            tokens=torch.zeros(b, length, dtype=torch.long, device=target.device),
+            limit=[0] * b,
+            stream=[0] * b,
+        )
+        self._slots: list[_Slot | None] = [None] * b
+        #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
+        self.batch_rounds = 0
+        self.target_rows = 0
+
+    @property
+    def occupied(self) -> int:
+        """Slots that hold a sequence."""
+        return sum(slot is not None for slot in self._slots)
+
+    def run(self, prompts: Iterable[Sequence[int]], streams: Sequence[int] | None = None) -> Iterator[Response]:
+        """Decode all prompts (lists of token ids); responses come as they finish, in no particular order.
+
+        ``streams[i]`` is the random stream of prompt i, its position by default.
+        """
+        queue = list(prompts)
+        for index, prompt in enumerate(queue):
+            self._check_prompt(index, prompt)
+        waiting = iter(enumerate(queue))
+        try:
+            while True:
+                for row, slot in enumerate(self._slots):
+                    if slot is None:
+                        nxt = next(waiting, None)
+                        if nxt is None:
+                            break
+                        index, prompt = nxt
+                        self.begin(row, prompt, index, index if streams is None else streams[index])
+                if not self.occupied:
+                    return
+                yield from self.round()
+        finally:  # a caller that stops early, or an error, leaves the slots clean
+            for row, slot in enumerate(self._slots):
+                if slot is not None:
+                    self._retire(row)
+
+    def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0) -> None:
+        """Put a sequence into slot ``row``."""
+        self.stopwatch.start()
+        prompt = [int(token) for token in prompt]
+        hidden = self.target.begin(row, prompt)
+        self.sequences.history[row] = []
+        self.sequences.append(row, prompt)
+        self.sequences.stream[row] = stream
+        self.drafter.begin(row, prompt, hidden)
+        self.verifier.begin(row)
+        self._slots[row] = _Slot(index, len(prompt), self.max_new_tokens)
+        self._set_limit(row)
+        self.stopwatch.mark("prefill")
+
+    @torch.inference_mode()
+    def round(self) -> list[Response]:
+        """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
+        clock, seqs = self.stopwatch, self.sequences
+        clock.start()
+        rng = self.rng.round(seqs.stream, [len(h) for h in seqs.history], self.target.device)
+        clock.mark("rest")
+        draft = self.drafter.propose(seqs, rng)
+        clock.mark("draft")
+        scores = self._score(draft)
+        clock.mark("target")
+        verdict = self.verifier.verify(draft, scores.p, rng)
+        clock.mark("verify")
+
+        accepted, emitted, nodes, finite, survival = self._to_host(draft, scores, verdict)
+        self._check_numbers(finite)
+        self._check_depth(draft, accepted, nodes)
+        kept = [tau + 1 if slot else 0 for tau, slot in zip(accepted, self._slots, strict=True)]
+        self.target.keep(kept, self._kept_path(draft, verdict))
+        self.batch_rounds += 1
+        self.target_rows += self.occupied * (draft.width + 1)
+        finished = []
+        for row, slot in enumerate(self._slots):
+            if slot is None:
+                continue
+            new = self._until_eos(emitted[row][: accepted[row] + 1])
+            seqs.append(row, new)
+            slot.wanted -= len(new)
+            slot.rounds.append(Round(min(accepted[row], len(new)), len(new), nodes[row], draft.width, survival[row]))
+            self._set_limit(row)
+        self.drafter.observe(seqs, draft, verdict, accepted, scores)
+        for row, slot in enumerate(self._slots):
+            if slot is not None and (finish := self._finish(row, slot)):
+                tokens = seqs.history[row][slot.prompt_length :]
+                finished.append(Response(slot.index, tokens, finish, slot.rounds))
+                self._retire(row)
+        clock.mark("rest")
+        return finished
+
+    # -- pieces of a round --------------------------------------------------------------------------------
+
+    def _score(self, draft: Draft) -> Scores:
+        seqs = self.sequences
+        if draft.tokens.shape[0] != seqs.batch_size:
+            raise ContractError(f"{self._drafter} drafted {draft.tokens.shape[0]} rows for {seqs.batch_size} slots")
+        root = torch.tensor([[h[-1] if h else 0] for h in seqs.history], device=self.target.device)
+        tokens = torch.cat([root, draft.tokens], 1)
+        if draft.is_chain:
+            parents = None
+        else:  # node 0 of the grown tree is the root
+            parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], 1)
+        logits, hidden = self.target.grow(tokens, parents)
+        p, finite = self.sampling.checked_law(logits)
+        # Rows that are padded past their own draft compute something there that nobody reads.
+        inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
+        return Scores(p, (finite | ~inside).all(1), hidden)
+
+    def _to_host(
+        self, draft: Draft, scores: Scores, verdict: Verdict
+    ) -> tuple[list[int], list[list[int]], list[int], list[bool], list[float | None]]:
+        """The round's one synchronisation: tau, emitted tokens, nodes, sanity and survival of every row."""
+        if draft.width:
+            order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
+            path = order if verdict.path is None else verdict.path.clamp(min=0)
+            along = draft.tokens.gather(1, path)
+        else:
+            along = draft.tokens
+        emitted = torch.cat([along, torch.zeros_like(verdict.token)[:, None]], 1)
+        emitted.scatter_(1, verdict.length[:, None], verdict.token[:, None])
+        meta = torch.stack([verdict.length, draft.count, scores.finite.long()], 1)
+        host = torch.cat([meta, emitted], 1).tolist()
+        survival: list[float | None] = [None] * len(host)
+        if verdict.survival is not None:
+            survival = list(verdict.survival.sum(1).tolist())
+        return [r[0] for r in host], [r[3:] for r in host], [r[1] for r in host], [bool(r[2]) for r in host], survival
+
+    def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:
+        """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""
+        if verdict.path is None:
+            return None
+        root = torch.zeros_like(verdict.token)[:, None]
+        return torch.cat([root, torch.where(verdict.path >= 0, verdict.path + 1, -1)], 1)
+
+    def _until_eos(self, new: list[int]) -> list[int]:
+        for i, token in enumerate(new):
+            if token in self.eos:
+                return new[: i + 1]
+        return new
+
+    def _finish(self, row: int, slot: _Slot) -> str | None:
+        history = self.sequences.history[row]
+        if history[-1] in self.eos and len(history) > slot.prompt_length:
+            return "eos"
+        if slot.wanted <= 0:
+            return "length"
+        if self.target.context_length is not None and len(history) >= self.target.context_length:
+            return "context"
+        return None
+
+    def _set_limit(self, row: int) -> None:
+        slot = self._slots[row]
+        assert slot is not None
+        room = slot.wanted
+        if self.target.context_length is not None:
+            # The deepest draft token is fed at position length - 1 + depth, which must stay inside the context.
+            room = min(room, self.target.context_length - len(self.sequences.history[row]))
+        self.sequences.limit[row] = max(room - 1, 0)
+
+    def _retire(self, row: int) -> None:
+        self.target.retire(row)
+        self.drafter.retire(row)
+        self.verifier.retire(row)
+        self.sequences.history[row] = []
+        self.sequences.limit[row] = 0
+        self._slots[row] = None
+
+    # -- checks -------------------------------------------------------------------------------------------
+
+    @property
+    def _drafter(self) -> str:
+        return f"drafter '{getattr(self.drafter, 'name', type(self.drafter).__name__)}'"
+
+    def _check_prompt(self, index: int, prompt: Sequence[int]) -> None:
+        if not len(prompt):
+            raise UsageError(f"prompt {index} is empty; a prompt needs at least one token")
+        room = self.target.context_length
+        if room is not None and len(prompt) >= room:
+            raise UsageError(
+                f"prompt {index} has {len(prompt)} tokens, but the target's context is {room} tokens; "
+                "shorten the prompt or take a target with a longer context"
+            )
+
+    def _check_numbers(self, finite: list[bool]) -> None:
+        for row, slot in enumerate(self._slots):
+            if slot is not None and not finite[row]:
+                position = len(self.sequences.history[row])
+                raise NumericalError(
+                    f"the target produced NaN or infinite logits for prompt {slot.index} at position {position}; "
+                    "try dtype float32, another attention implementation, or check the weights"
+                )
+
+    def _check_depth(self, draft: Draft, accepted: list[int], nodes: list[int]) -> None:
+        for row, limit in enumerate(self.sequences.limit):
+            deep = nodes[row] if draft.is_chain else accepted[row]
+            if self._slots[row] is not None and deep > limit:
+                raise ContractError(
+                    f"{self._drafter} drafted {deep} tokens deep in slot {row}, but sequences.limit allows {limit}; "
+                    "propose() must not exceed the limit of each row"
+                )

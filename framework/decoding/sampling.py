@@ -1,0 +1,65 @@
+"""From logits to a law: the same warpers, in the same order, for the target's p and a drafter's q.
+
+The warpers are transformers' own. Everything happens in float32 (float64 if the logits are), because a
+bfloat16 softmax can give a drawn token probability 0; equal logits give bit-identical rows, so that p = q
+always accepts.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+
+class Sampling(BaseModel):
+    """Sampling parameters, with transformers' names and meanings.
+
+    ``temperature`` 0 is greedy decoding: the law is one-hot at the argmax (lowest id on a tie).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0, description="keep the k most probable tokens; 0 = off")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
+
+    def law(self, logits: Tensor) -> Tensor:
+        """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
+        return self.checked_law(logits)[0]
+
+    def checked_law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`law`, and whether each row ``[...]`` of logits was free of NaN and +inf.
+
+        The check costs no pass over V: a softmax spreads one NaN over its row, an argmax points at it.
+        """
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if self.temperature == 0:
+            best = logits.argmax(-1, keepdim=True)
+            p = torch.zeros_like(logits).scatter_(-1, best, 1.0)
+            return p, logits.gather(-1, best).squeeze(-1).isfinite()
+        warpers = self._warpers()
+        if warpers:
+            rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
+            for warper in warpers:
+                rows = warper(None, rows)  # these warpers do not look at the ids
+            logits = rows.view(logits.shape)
+        p = logits.softmax(-1)
+        return p, ~p[..., 0].isnan()
+
+    def _warpers(self) -> list:
+        from transformers.generation import logits_process as lp
+
+        warpers = []
+        if self.temperature != 1:
+            warpers.append(lp.TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            warpers.append(lp.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(lp.TopPLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            warpers.append(lp.MinPLogitsWarper(self.min_p))
+        return warpers
+

@@ -1,0 +1,185 @@
+"""The tensors that travel between drafter, target and verifier. Ground floor: imports nothing of ours.
+
+Shapes use B = rows of the batch (slots), N = drafted nodes of the widest row, D = depth of the deepest
+node, V = the target's vocabulary. Every tensor of one round lives on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+#: How the siblings of a draft are related, which is what a verifier has to know about it.
+#: ``chain``: no node has two children. ``iid``: K sequences drawn independently, duplicates kept.
+#: ``without_replacement``: siblings drawn one after the other, each from what its elder siblings left.
+#: ``deterministic``: no randomness was used, every node is a point mass.
+Drawn = Literal["chain", "iid", "without_replacement", "deterministic"]
+
+
+@dataclass
+class Draft:
+    """The proposed tokens of one round: one token tree per row; a chain is a tree without branches.
+
+    Attributes:
+        tokens: ``[B, N]`` int64, parents before children, siblings in the order they were drawn.
+        parents: ``[B, N]`` int64, index of each node's parent, -1 = the root (the last committed token).
+        valid: ``[B, N]`` bool. Rows may be ragged, 0 nodes allowed; invalid nodes come last in their row.
+        q: ``[B, M, V]`` float32 (float64 on exact models), the laws the tokens were *actually* drawn from,
+            after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass.
+        law: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
+        drawn: how siblings are related, see :data:`Drawn`.
+
+    The q contract: ``q`` must be the law of the draw, and a token that was looked at (to decide whether to go
+    on, say) must be kept in the draft. Breaking either changes what the target says; ``crossdraft certify``
+    shows it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    valid: Tensor
+    q: Tensor | None = None
+    law: Tensor | None = None
+    drawn: Drawn = "chain"
+
+    @classmethod
+    def chain(cls, tokens: Tensor, length: Tensor, q: Tensor | None = None) -> Draft:
+        """A chain per row: ``tokens [B, N]``, of which the first ``length [B]`` count; ``q [B, N, V]`` or None."""
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=(order - 1).expand_as(tokens),
+            valid=order < length[:, None],
+            q=q,
+            drawn="chain",
+        )
+
+    @classmethod
+    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> Draft:
+        """No proposal for any row: the target decodes one token by itself."""
+        nothing = torch.empty(batch_size, 0, dtype=torch.long, device=device)
+        return cls(tokens=nothing, parents=nothing, valid=nothing.bool())
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, nodes of the widest row (padding included)."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.drawn == "chain"
+
+    @property
+    def point_mass(self) -> bool:
+        return self.q is None
+
+    @cached_property
+    def count(self) -> Tensor:
+        """``[B]`` int64, valid nodes per row (a chain's draft length gamma)."""
+        return self.valid.sum(1)
+
+    @cached_property
+    def lineage(self) -> Tensor:
+        """``[B, N, N]`` bool, ``[b, i, j]``: node j is node i or one of its ancestors."""
+        n = self.width
+        if self.is_chain:
+            order = torch.arange(n, device=self.tokens.device)
+            return (order[:, None] >= order).expand(self.batch_size, n, n)
+        reach = torch.eye(n, device=self.tokens.device).expand(self.batch_size, n, n).clone()
+        has_parent = (self.parents >= 0).float()[..., None]
+        reach.scatter_add_(2, self.parents.clamp(min=0)[..., None], has_parent)
+        for _ in range(max(n - 1, 1).bit_length()):  # each squaring doubles the generations reached
+            reach = (reach @ reach > 0).float()
+        return reach > 0
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """``[B, N]`` int64, 1 for a child of the root."""
+        return self.lineage.sum(-1)
+
+    def path_to(self, node: Tensor) -> Tensor:
+        """``[B, N]`` int64: nodes from the root's child down to ``node [B]``, padded with -1 (node -1: all padding)."""
+        if self.width == 0:
+            return self.tokens.clone()
+        index = node.clamp(min=0)
+        on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
+        order = torch.arange(self.width, device=node.device).expand_as(self.tokens)
+        padded = torch.full((self.batch_size, self.width + 1), -1, dtype=torch.long, device=node.device)
+        slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
+        padded.scatter_(1, slot, torch.where(on_path, order, -1))
+        return padded[:, : self.width]
+
+
+@dataclass
+class Scores:
+    """What one forward pass of the target says about a draft.
+
+    Attributes:
+        p: ``[B, N+1, V]`` the target's law after the root (index 0) and after node i (index i+1), warped by
+            the sampling parameters, float32 (float64 on exact models). Verifiers never write into it.
+        hidden: ``[B, N+1, L, H]`` hidden states of the layers the drafter asked for, else ``None``.
+        finite: ``[B]`` bool, False where a logit was NaN.
+    """
+
+    p: Tensor
+    finite: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """Which drafted tokens survive, and the token that follows them.
+
+    Attributes:
+        length: ``[B]`` int64, tau, the accepted draft tokens of each row.
+        token: ``[B]`` int64, the correction (or bonus) token drawn after them.
+        path: ``[B, D]`` int64, indices of the accepted nodes, padded with -1; ``None`` = the first tau nodes,
+            which is what accepting a prefix of a chain means.
+        survival: optional ``[B, D]`` float64, Pr(tau >= i | this draft), which single-draft rules know in
+            closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
+    """
+
+    length: Tensor
+    token: Tensor
+    path: Tensor | None = None
+    survival: Tensor | None = None
+
+
+@dataclass
+class Sequences:
+    """The committed tokens of every slot, on the host and on the device: what a drafter may look at.
+
+    Attributes:
+        history: per slot, the committed tokens (prompt and output) as a list; empty for a free slot.
+        tokens: ``[B, max_length]`` int64 on the device, the same tokens.
+        limit: per slot, how many tokens a draft may be deep this round (tokens still wanted minus the one
+            the verifier always adds); 0 for a free slot.
+        stream: per slot, the number of the random stream (the prompt's index in the run).
+    """
+
+    history: list[list[int]]
+    tokens: Tensor
+    limit: list[int] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.history)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def append(self, row: int, new: Sequence[int]) -> None:
+        """Commit ``new`` tokens to slot ``row``."""
+        start = len(self.history[row])
+        self.history[row].extend(new)
+        self.tokens[row, start : start + len(new)] = torch.as_tensor(new, device=self.device)

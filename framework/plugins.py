@@ -1,0 +1,234 @@
+"""Which plug-ins are installed, and what each name stands for.
+
+Plug-ins are found through the entry-point group ``crossdraft``; the built-in drafters and verifiers use the
+same door. A plug-in that fails to import or to register is recorded in `broken` and skipped with a warning:
+somebody else's mistake never stops a run that does not need it. Nothing here imports PyTorch, and looking at
+`entries` imports no drafter: only `get` does.
+"""
+
+import importlib
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from . import hookspecs
+from .errors import ContractError, CrossdraftError, UnknownNameError
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("drafters", "verifiers", "models", "prompts", "recipes")
+"""What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered name. `ref` is ``"module:object"`` or the object itself."""
+
+    name: str
+    ref: Any
+    summary: str
+    provider: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A plug-in, or one of its names, that is skipped, and why."""
+
+    provider: str
+    error: str
+
+
+class Manager(pluggy.PluginManager):
+    """pluggy's manager, which also remembers who provides each plug-in and what is broken.
+
+    `register` and `unregister` may be called at any time (tests do): the names are collected again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("crossdraft")
+        self.add_hookspecs(hookspecs)
+        self.providers: dict[str, str] = {}
+        self.broken_plugins: list[Broken] = []
+        self._collected: tuple[dict[str, dict[str, Entry]], list[Broken]] | None = None
+
+    def register(self, plugin: Any, name: str | None = None) -> str | None:
+        """Register `plugin`. Implementing no hook, or one that does not exist, is an error."""
+        self._collected = None
+        known = self.is_registered(plugin)
+        try:
+            registered = super().register(plugin, name)
+            self.check_pending()
+            if not self.get_hookcallers(plugin):
+                raise ContractError("it implements no hook; mark its functions with @hookimpl")
+        except Exception:
+            if not known and self.is_registered(plugin):
+                self.unregister(plugin)
+            raise
+        return registered
+
+    def unregister(self, plugin: Any = None, name: str | None = None) -> Any:
+        """Take `plugin` out again, with the names it registered."""
+        self._collected = None
+        return super().unregister(plugin, name)
+
+    def load_entry_points(self) -> None:
+        """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
+        found = [(*_distribution(point), point) for point in entry_points(group="crossdraft")]
+        for distribution, version, point in sorted(
+            found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)
+        ):
+            name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
+            try:
+                self.register(point.load(), name)
+                self.providers[name] = provider
+            except Exception as error:  # whatever a third party's module may raise
+                self.broken_plugins.append(_skipped(f"{provider}, {point.value}", error))
+
+    def collected(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
+        """All names by kind, and what is broken; collected once, until a plug-in comes or goes."""
+        if self._collected is None:
+            self._collected = self._collect()
+        return self._collected
+
+    def _collect(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
+        names: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+        broken = list(self.broken_plugins)
+        for plugin_name, plugin in self.list_name_plugin():
+            provider = self.providers.get(plugin_name, f"{plugin_name} (in this process)")
+            try:
+                # All the hooks of one plug-in, then its names: it is in, or it is out.
+                registered = [(kind, entry) for kind in KINDS for entry in self._ask(plugin, kind, provider)]
+            except Exception as error:
+                broken.append(_skipped(provider, error))
+                continue
+            for kind, entry in registered:
+                first = names[kind].setdefault(entry.name, entry)
+                if first is not entry:
+                    clash = f"the {_singular(kind)} {entry.name!r} is already provided by {first.provider}"
+                    broken.append(_skipped(provider, ContractError(clash)))
+        return names, broken
+
+    def _ask(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
+        """What `plugin` registers of one kind. Asked alone: a pluggy call stops at the first failure."""
+        found: list[Entry] = []
+
+        def register(name: str, reference: Any, summary: str = "") -> None:
+            if not isinstance(name, str) or not name or name != name.strip():
+                raise ContractError(f"{name!r} is not a name for one of its {kind}")
+            if isinstance(reference, str) and not all(reference.partition(":")):
+                raise ContractError(f"the reference of {name!r}, {reference!r}, is not 'module:object'")
+            found.append(Entry(name, reference, summary, provider))
+
+        for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
+            if implementation.plugin is plugin:
+                implementation.function(register)
+        return found
+
+
+@cache
+def manager() -> Manager:
+    """The one plug-in manager of this process, with every installed plug-in loaded."""
+    found = Manager()
+    found.load_entry_points()
+    return found
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """The registered names of a kind (one of `KINDS`), without importing what they stand for."""
+    if kind not in KINDS:
+        raise UnknownNameError.among("kind of plug-in", kind, KINDS)
+    return dict(manager().collected()[0][kind])
+
+
+def broken() -> list[Broken]:
+    """What was skipped, and why."""
+    return list(manager().collected()[1])
+
+
+def get(kind: str, name: str) -> Any:
+    """Import and return what `name` stands for.
+
+    Raises `UnknownNameError` for a name nobody registered, and `ContractError` for an object that cannot be
+    imported or does not keep the contract of its kind; the sentence names the plug-in it came from.
+    """
+    known = entries(kind)
+    if name not in known:
+        raise UnknownNameError.among(_singular(kind), name, known)
+    entry = known[name]
+    try:
+        found = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
+        _check(kind, name, found)
+    except Exception as error:
+        raise ContractError(
+            f"the {_singular(kind)} {name!r} of {entry.provider} is unusable: {_sentence(error)}"
+        ) from error
+    return found
+
+
+def notify(hook: str, **arguments: Any) -> None:
+    """Tell every plug-in that implements the notification `hook`; one that raises is logged, not fatal."""
+    for implementation in getattr(manager().hook, hook).get_hookimpls():
+        try:
+            implementation.function(*[arguments[argument] for argument in implementation.argnames])
+        except Exception as error:
+            logger.warning("crossdraft: %s of %s: %s", hook, implementation.plugin_name, _sentence(error))
+
+
+def _import(reference: str) -> Any:
+    module, _, attributes = reference.partition(":")
+    found = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
+    return found
+
+
+def _check(kind: str, name: str, found: Any) -> None:
+    """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
+    if kind in ("drafters", "verifiers"):
+        _check_strategy(kind, name, found)
+    elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
+        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
+    elif kind == "models":
+        from .models import ModelSource
+
+        if not (isinstance(found, ModelSource | Path) or callable(found)):
+            raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {found!r}")
+
+
+def _check_strategy(kind: str, name: str, found: Any) -> None:
+    if kind == "drafters":
+        from .drafter import Drafter as base
+    else:
+        from .verifier import Verifier as base
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ContractError(f"{found!r} is not a subclass of {base.__module__}.{base.__name__}")
+    if missing := sorted(found.__abstractmethods__):
+        raise ContractError(f"{found.__name__} does not define {', '.join(missing)}")
+    own = getattr(found, "name", None)
+    if own != name:
+        raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")
+
+
+def _skipped(provider: str, error: Exception) -> Broken:
+    found = Broken(provider, _sentence(error))
+    logger.warning("crossdraft: skipped a plug-in (%s): %s", found.provider, found.error)
+    return found
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"
+
+
+def _singular(kind: str) -> str:
+    return "prompt source" if kind == "prompts" else kind.removesuffix("s")
+
+
+def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
+    found = entry_point.dist
+    return (found.name, found.version) if found else ("unknown distribution", "")

@@ -1,0 +1,1 @@
+"""What a run prints: tables, plots and one self-contained HTML page."""

@@ -1,0 +1,84 @@
+"""The contract of a verifier: the rule that turns (draft, q, p) into an accepted path and one more token.
+
+A verifier is one class in one file: a registered ``name``, a pydantic ``Config``, its ``traits``, and
+``verify``. It never sees a model; it sees laws. A lossless verifier keeps the target's distribution for every
+draft whose ``q`` is honest, which ``crossdraft certify`` proves by enumeration.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from .draft import Draft, Drawn, Verdict
+from .drafter import DraftTraits, StrategyConfig
+from .rng import RoundRng
+
+if TYPE_CHECKING:
+    from .decoding.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class VerifierTraits:
+    """What a verifier accepts and promises.
+
+    Attributes:
+        drawn: the shapes of draft it can judge.
+        lossless: whether the output keeps the target's distribution exactly.
+        temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
+        stateful: it carries per-row state from one round to the next.
+    """
+
+    drawn: frozenset[Drawn]
+    lossless: bool = True
+    temperature_zero_only: bool = False
+    stateful: bool = False
+
+
+class Verifier(ABC):
+    """Base class of all verifiers. Stateless rules implement ``verify`` alone."""
+
+    name: ClassVar[str]
+    traits: ClassVar[VerifierTraits]
+    Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    def __init__(self, config: StrategyConfig | None = None):
+        self.config = config if config is not None else self.Config()
+
+    def begin(self, row: int) -> None:
+        """Slot ``row`` starts a new sequence: forget what was kept for it."""
+
+    @abstractmethod
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see :class:`Scores`); never synchronises with the host."""
+
+    def retire(self, row: int) -> None:
+        """Slot ``row`` is free."""
+
+    def snapshot(self, row: int) -> Hashable:
+        """The state kept for ``row`` as a hashable value, ``None`` when there is none (the certificate merges equal states)."""
+        return None
+
+    def restore(self, row: int, snapshot: Hashable) -> None:
+        """Put back what :meth:`snapshot` returned."""
+
+
+def incompatible(
+    drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits, sampling: Sampling
+) -> str | None:
+    """Why this pair cannot run, as a sentence, or ``None`` if it can. Decided before any model is loaded."""
+    if traits.temperature_zero_only and sampling.temperature > 0:
+        return (
+            f"verifier '{verifier}' compares with the target's argmax and needs temperature 0, but the temperature is "
+            f"{sampling.temperature:g}; use 'token' or 'block' for sampling"
+        )
+    if draft.drawn is None or draft.drawn in traits.drawn:
+        return None
+    accepted = ", ".join(sorted(traits.drawn))
+    return (
+        f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"
+    )

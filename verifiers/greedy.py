@@ -1,0 +1,37 @@
+"""Greedy verification at temperature 0: keep drafted tokens while they are the target's argmax.
+
+M. Stern, N. Shazeer, J. Uszkoreit, "Blockwise Parallel Decoding for Deep Autoregressive Models", NeurIPS 2018,
+section 3. On a tree: walk down while a child carries the argmax of its parent's row; the bonus is the argmax
+of the last node reached. Deterministic, so there is no residual to draw from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+from ..framework.rng import RoundRng
+from ..framework.verifier import Verifier, VerifierTraits
+
+
+class Greedy(Verifier):
+    """Exact match with the target's argmax. Lossless at temperature 0; any draft."""
+
+    name = "greedy"
+    traits = VerifierTraits(
+        drawn=frozenset({"chain", "iid", "without_replacement", "deterministic"}), temperature_zero_only=True
+    )
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        best = p.argmax(-1)
+        if not draft.width:
+            return Verdict(torch.zeros_like(best[:, 0]), best[:, 0])
+        matches = (draft.tokens == best.gather(1, draft.parents + 1)) & draft.valid
+        if draft.is_chain:
+            tau = matches.long().cumprod(1).sum(1)
+            return Verdict(tau, best.gather(1, tau[:, None]).squeeze(1))
+        reached = ~(draft.lineage & ~matches[:, None]).any(-1)
+        tau, node = torch.where(reached, draft.depth, 0).max(1)
+        node = torch.where(tau > 0, node, -1)
+        return Verdict(tau, best.gather(1, node[:, None] + 1).squeeze(1), path=draft.path_to(node))
