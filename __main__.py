@@ -1,0 +1,8 @@
+"""``python -m crossdraft`` is the ``crossdraft`` command."""
+
+import sys
+
+from .framework.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""``crossdraft certify``: exact enumeration of drafter x verifier pairs on small exact models, as a table or JSON.
+
+The drafters and verifiers are registered ones, found through the plug-in manager; what a draft label of the
+command line stands for is the table `DRAFTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import plugins
+from .errors import ContractError, CrossdraftError, NumericalError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    from .drafter import DraftContext, Drafter
+    from .tablelm import Toy
+    from .verifier import Verifier
+
+#: The joint law of an output is held as one table: most entries it may have.
+LARGEST_LAW = 20_000_000
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """What a draft label stands for: a registered drafter and its config for a draft ``gamma`` tokens deep."""
+
+    drafter: str
+    options: Callable[[int], dict[str, Any]]
+    summary: str
+
+    def config(self, gamma: int) -> tuple[type[Drafter], Any]:
+        """The drafter's class and its validated config."""
+        found = plugins.get("drafters", self.drafter)
+        return found, found.Config(**self.options(gamma))
+
+    def build(self, context: DraftContext, gamma: int) -> Drafter:
+        """Make the drafter; a `crossdraft.framework.certify.DrafterFactory`."""
+        found, config = self.config(gamma)
+        return found(config, context)
+
+
+#: ``--draft``. The model's name is free: whatever a drafter loads is the toy's drafter model.
+DRAFTS: dict[str, DraftKind] = {
+    "chain": DraftKind(
+        "small-lm", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1}, "a chain that is sampled"
+    ),
+    "point-mass": DraftKind(
+        "small-lm", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0}, "the drafter's argmax chain"
+    ),
+    # Less 1e-9, so that the rounding of a probability equal to 2/5 does not decide.
+    "stop-early": DraftKind(
+        "dynamic-threshold",
+        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1, "threshold": 2 / 5 - 1e-9},
+        "a sampled chain that ends after a token drawn with probability below 2/5",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``crossdraft certify``."""
+    labels = "; ".join(f"{label}: {kind.summary}" for label, kind in DRAFTS.items())
+    parser.add_argument(
+        "--toy", type=Path, metavar="FILE", help="JSON file of exact models (default: T0, G1 to G4, built in)"
+    )
+    parser.add_argument(
+        "--verifier", action="append", metavar="NAME", help="certify this one; repeatable (default: all registered)"
+    )
+    parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds to chain (default: 1)")
+    parser.add_argument("--gamma", type=int, metavar="N", help="draft length (default: the toy's own)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``crossdraft certify``; 1 if a pair that is declared lossless is not, or one failed."""
+    from .tablelm import built_in_toys, read_toys
+
+    if args.rounds < 1:
+        raise UsageError(f"--rounds must be at least 1, got {args.rounds}")
+    if args.gamma is not None and args.gamma < 0:
+        raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
+    labels = list(dict.fromkeys(args.draft or DRAFTS))
+    for label in labels:
+        if label not in DRAFTS:
+            raise UnknownNameError.among("draft label", label, DRAFTS)
+    toys = read_toys(args.toy) if args.toy else built_in_toys()
+    for toy in toys:
+        _check_size(toy, args.rounds, toy.gamma if args.gamma is None else args.gamma)
+    verifiers, unusable = _verifiers(args.verifier)
+
+    rows, skipped = [], dict.fromkeys(unusable)
+    for toy in toys:
+        gamma = toy.gamma if args.gamma is None else args.gamma
+        for label in labels:
+            for verifier in verifiers:
+                row = _certify(toy, label, verifier, args.rounds, gamma)
+                if isinstance(row, Row):
+                    rows.append(row)
+                else:
+                    skipped[row] = None
+    for sentence in skipped:
+        print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+    if not rows:
+        raise UsageError("no pair is left to certify: every one was skipped")
+    if args.json:
+        print(json.dumps([row.as_json() for row in rows], indent=2))
+    else:
+        _print_table(rows)
+    return 1 if unusable or any(row.bad for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One certified pair; ``error`` is the sentence of one that could not be enumerated."""
+
+    toy: str
+    draft: str
+    verifier: type[Verifier]
+    gamma: int
+    rounds: int
+    tv: float | None = None
+    expected_tau: tuple[float, ...] = ()
+    lossless: bool = False
+    error: str | None = None
+
+    @property
+    def bad(self) -> bool:
+        return self.error is not None or (self.verifier.traits.lossless and not self.lossless)
+
+    @property
+    def verdict(self) -> str:
+        if self.error is not None:
+            return f"FAILED: {self.error}"
+        if not self.verifier.traits.lossless:
+            return "declared lossy"
+        return "yes" if self.lossless else "NO"
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for programs; ``error`` is there only if the pair failed."""
+        found = {
+            "toy": self.toy,
+            "draft": self.draft,
+            "verifier": self.verifier.name,
+            "gamma": self.gamma,
+            "rounds": self.rounds,
+            "tv": self.tv,
+            "expected_tau": list(self.expected_tau),
+            "lossless": self.lossless,
+        }
+        return found if self.error is None else {**found, "error": self.error}
+
+
+def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma: int) -> Row | str:
+    """Certify one pair, or say why it cannot run."""
+    from .certify import certify
+    from .decoding.sampling import Sampling
+    from .verifier import incompatible
+
+    kind = DRAFTS[label]
+    sampling = Sampling(temperature=0 if verifier.traits.temperature_zero_only else 1)
+    drafter, config = kind.config(gamma)
+    draft = drafter.traits(config, sampling)
+    if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits, sampling):
+        return f"{label}: {reason}"
+    try:
+        found = certify(toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature)
+        if not math.isfinite(found.tv):
+            raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
+    except Exception as error:  # whatever a third party's strategy may raise
+        return Row(toy.name, label, verifier, gamma, rounds, error=_sentence(error))
+    return Row(
+        toy.name, label, verifier, gamma, rounds, found.tv, tuple(found.expected_tau), found.lossless
+    )
+
+
+def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
+    """The verifiers to certify, and why others are unusable (an error if they were asked for by name)."""
+    if names:
+        return [plugins.get("verifiers", name) for name in dict.fromkeys(names)], []
+    usable, unusable = [], []
+    for name in plugins.entries("verifiers"):
+        try:
+            usable.append(plugins.get("verifiers", name))
+        except ContractError as error:
+            unusable.append(str(error))
+    return usable, unusable
+
+
+def _check_size(toy: Toy, rounds: int, gamma: int) -> None:
+    tokens = rounds * (gamma + 1)
+    if tokens * math.log(toy.vocab_size) <= math.log(LARGEST_LAW):
+        return
+    if rounds > 1:
+        advice = f"lower --rounds (now {rounds})"
+    else:
+        advice = f"lower the draft length with --gamma (now {gamma})"
+    raise UsageError(
+        f"toy {toy.name} has V = {toy.vocab_size} tokens, so outputs of rounds x (gamma + 1) = {tokens} tokens are "
+        f"more than the {LARGEST_LAW:,} sequences that can be enumerated; {advice}"
+    )
+
+
+def _print_table(rows: list[Row]) -> None:
+    from tabulate import tabulate
+
+    header = ["toy", "draft", "verifier", "gamma", "rounds", "TV", "E[tau] per round", "lossless"]
+    table = [
+        [
+            row.toy,
+            row.draft,
+            row.verifier.name + " (temperature 0)" * row.verifier.traits.temperature_zero_only,
+            str(row.gamma),
+            str(row.rounds),
+            "-" if row.tv is None else f"{row.tv:.2g}",
+            ", ".join(f"{tau:.6f}" for tau in row.expected_tau) or "-",
+            row.verdict,
+        ]
+        for row in rows
+    ]
+    print(tabulate(table, headers=header, tablefmt="simple", disable_numparse=True))
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,17 @@
+"""SmolLM2-135M-Instruct and a small drafter for it, as models of crossdraft."""
+
+from crossdraft.framework.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def crossdraft_register_models(register: Register) -> None:
+    register(
+        "smollm2-135m-instruct",
+        "crossdraft_smollm2.sources:INSTRUCT",
+        summary="SmolLM2-135M-Instruct (Q4_1), a chat model of 135 million parameters; fetched once, 93 MB",
+    )
+    register(
+        "smollm2-small-lm",
+        "crossdraft_smollm2.sources:SMALL_LM",
+        summary="a small LM distilled from smollm2-135m-instruct to draft for it; shares its embedding",
+    )

