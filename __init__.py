@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .framework.decoding.sampling import Sampling
     from .framework.draft import Draft, Scores, Verdict
     from .framework.drafter import Drafter
-    from .framework.generate import generate
+    from .framework.generate import custom_generate, generate
     from .framework.models import load_model
     from .framework.verifier import Verifier
 
@@ -26,6 +26,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "__version__",
+    "custom_generate",
     "generate",
     "load_model",
     "load_recipe",
@@ -38,6 +39,7 @@ _HOME = {
     "Scores": ".framework.draft",
     "Verdict": ".framework.draft",
     "Verifier": ".framework.verifier",
+    "custom_generate": ".framework.generate",
     "generate": ".framework.generate",
     "load_model": ".framework.models",
     "load_recipe": ".framework.bench.recipe",

@@ -63,7 +63,7 @@ def family(request: Any) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Any]:
-    """``tiny_model(family, seed=0, vocab_size=97, context=96, noise=0.0, copy="")``: a random float32 model.
+    """``tiny_model(family, seed=0, vocab_size=97, context=96, noise=0.0, copy="", **config)``: a random float32 model.
 
     Weights are drawn ten times wider than usual: attention is sharp and logits lie far apart, so that a wrong
     mask or position changes the argmax and rounding does not. ``noise`` adds that share of random weights to
@@ -75,17 +75,22 @@ def tiny_model() -> Callable[..., Any]:
     models: dict[tuple, Any] = {}
 
     def make(
-        family: str, seed: int = 0, vocab_size: int = 97, context: int = 96, noise: float = 0.0, copy: str = ""
+        family: str,
+        seed: int = 0,
+        vocab_size: int = 97,
+        context: int = 96,
+        noise: float = 0.0,
+        copy: str = "",
+        **changes: Any,
     ) -> Any:
-        key = (family, seed, vocab_size, context, noise, copy)
+        key = (family, seed, vocab_size, context, noise, copy, *sorted(changes.items()))
         if key not in models:
             prefix, options = _FAMILIES[family]
             config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
             std = "init_std" if family == "opt" else "initializer_range"
-            config = getattr(transformers, config_name)(
-                **options, vocab_size=vocab_size, max_position_embeddings=context, **{std: 0.2},
-                bos_token_id=None, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+            common = dict(vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2})
+            ends = dict(bos_token_id=None, eos_token_id=None)
+            config = getattr(transformers, config_name)(**{**options, **common, **ends, **changes})
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():

@@ -54,12 +54,14 @@ class Response:
         tokens: the generated tokens, a final end-of-sequence token included.
         finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
         rounds: its rounds, in order.
+        text: the decoded tokens, filled in by :func:`crossdraft.generate`.
     """
 
     index: int
     tokens: list[int]
     finish: str
     rounds: list[Round]
+    text: str | None = None
 
 
 class Stopwatch:

@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--out", required=True, type=Path, help="directory for texts, checkpoint and result")
     p.add_argument("--layers", type=_integers, help="target layers the student starts from, e.g. 0,1,29 (default: first two, last)")
     texts = p.add_argument_group("texts")
-    texts.add_argument("--texts", type=Path, help="texts written before; default: OUT/texts.jsonl, written by the target")
+    texts.add_argument("--texts", action="append", default=[], type=Path, metavar="FILE", help="finished texts to add: JSONL with prompt and response, or question and answer (repeatable)")
+    texts.add_argument("--texts-limit", type=int, default=0, help="how many texts of each such file to take (0: all)")
     texts.add_argument("--questions", action="append", default=[], metavar="PROMPTS", help="prompt set whose first turns the target answers (repeatable)")
     texts.add_argument("--invented", type=float, default=0.5, help="share of questions the target invents itself (default 0.5; 1 without --questions)")
     texts.add_argument("--tokens", type=int, default=200_000, help="response tokens to write (default 200000)")
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from ..bench.prompts import load_prompts
+    from ..errors import UsageError
     from ..models import load_model
     from . import texts as t
     from .small_lm import Recipe, Trainer
@@ -50,9 +52,8 @@ def main(args: argparse.Namespace) -> int:
         learning_rate=args.learning_rate, seed=args.seed,
     )
     trainer = Trainer(target, recipe, args.out)  # before the texts: a bad --layers should not wait for them
-    if args.texts:
-        written = t.read(args.texts)
-    else:
+    written = []
+    if args.tokens:
         questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
         writer = t.Writer(
             target, batch_size=args.write_batch, max_prompt=args.max_prompt, max_response=args.max_response, seed=args.seed
@@ -61,7 +62,15 @@ def main(args: argparse.Namespace) -> int:
             args.out / "texts.jsonl", writer, tokens=args.tokens, questions=questions,
             invented=args.invented if questions else 1.0, temperatures=args.temperatures,
         )
-    train, held_out = t.split(written, args.held_out)
+    finished = []
+    for file in args.texts:
+        found = t.read_finished(file, target, args.max_prompt, args.max_response)
+        finished += found[: args.texts_limit or None]
+    if not written and not finished:
+        raise UsageError("no texts to train on: give --tokens for the target to write, or finished --texts")
+    # Held out are texts the target wrote, which is what a drafter meets.
+    train, held_out = t.split(written or finished, args.held_out)
+    train += finished if written else []
     trainer.run(train, held_out)
     trainer.export(_card(args, trainer, train, held_out))
     print(f"held-out acceptance {trainer.best:.3f} per drafted token; student written to {args.out}")
@@ -70,6 +79,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _card(args: argparse.Namespace, trainer: Any, train: list[Any], held_out: list[Any]) -> str:
     invented = sum(text.source == "invented" for text in train)
+    written = sum(text.source != "finished" for text in train)
+
+    def names(files: list[Any]) -> str:
+        return ", ".join(Path(f).name for f in files) or "nowhere"
+
     distinct = sum(len(text.response) for text in train)
     log = "\n".join(
         f"| {e['step']} | {e['minutes']} | {e['tokens']} | {e['held_out_acceptance']:.3f} |" for e in trainer.log
@@ -82,9 +96,10 @@ A causal LM of {len(trainer.recipe.layers)} layers ({size / 1e6:.1f} M trained p
 target's embedding and head, which are not stored here.
 
 - Target weights: sha256 `{trainer.target.sha256}` ({trainer.target.source})
-- Data: {len(train)} conversations, {distinct} response tokens written by the target at temperature
-  {", ".join(f"{x:g}" for x in args.temperatures)}; {invented} of the questions were invented by the target too
-  (Magpie), the others come from: {", ".join(Path(q).name for q in args.questions) or "none"}
+- Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were written by the
+  target at temperature {", ".join(f"{x:g}" for x in args.temperatures)}; it invented {invented} of their questions
+  itself (Magpie), the others come from {names(args.questions)}. {len(train) - written} finished texts come from
+  {names(args.texts)}.
 - Objective: {trainer.recipe.divergence} over the full vocabulary on response tokens (DistillSpec)
 - Time spent training: {trainer.seconds / 60:.0f} minutes, {trainer.tokens} tokens seen, device {trainer.device}
 - Acceptance of a drafted token on {len(held_out)} held-out conversations (mean sum of min(p, q), temperature 1):

