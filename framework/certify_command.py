@@ -1,4 +1,4 @@
-"""``crossdraft certify``: exact enumeration of drafter x verifier pairs on small exact models, as a table or JSON.
+"""``crossdraft certify``: exact enumeration of drafter x verifier pairs on small exact models.
 
 The drafters and verifiers are registered ones, found through the plug-in manager; what a draft label of the
 command line stands for is the table `DRAFTS`.
@@ -29,7 +29,7 @@ LARGEST_LAW = 20_000_000
 
 @dataclass(frozen=True)
 class DraftKind:
-    """What a draft label stands for: a registered drafter and its config for a draft ``gamma`` tokens deep."""
+    """What a draft label stands for: a registered drafter and its config, given the draft's depth gamma."""
 
     drafter: str
     options: Callable[[int], dict[str, Any]]
@@ -49,10 +49,14 @@ class DraftKind:
 #: ``--draft``. The model's name is free: whatever a drafter loads is the toy's drafter model.
 DRAFTS: dict[str, DraftKind] = {
     "chain": DraftKind(
-        "small-lm", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1}, "a chain that is sampled"
+        "small-lm",
+        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1},
+        "a chain that is sampled",
     ),
     "point-mass": DraftKind(
-        "small-lm", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0}, "the drafter's argmax chain"
+        "small-lm",
+        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0},
+        "the drafter's argmax chain",
     ),
     # Less 1e-9, so that the rounding of a probability equal to 2/5 does not decide.
     "stop-early": DraftKind(
@@ -70,9 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--toy", type=Path, metavar="FILE", help="JSON file of exact models (default: T0, G1 to G4, built in)"
     )
     parser.add_argument(
-        "--verifier", action="append", metavar="NAME", help="certify this one; repeatable (default: all registered)"
+        "--verifier",
+        action="append",
+        metavar="NAME",
+        help="certify this one; repeatable (default: all registered)",
     )
-    parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
+    parser.add_argument(
+        "--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}"
+    )
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds to chain (default: 1)")
     parser.add_argument("--gamma", type=int, metavar="N", help="draft length (default: the toy's own)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -170,14 +179,14 @@ def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma:
     if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits, sampling):
         return f"{label}: {reason}"
     try:
-        found = certify(toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature)
+        found = certify(
+            toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature
+        )
         if not math.isfinite(found.tv):
             raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
     except Exception as error:  # whatever a third party's strategy may raise
         return Row(toy.name, label, verifier, gamma, rounds, error=_sentence(error))
-    return Row(
-        toy.name, label, verifier, gamma, rounds, found.tv, tuple(found.expected_tau), found.lossless
-    )
+    return Row(toy.name, label, verifier, gamma, rounds, found.tv, tuple(found.expected_tau), found.lossless)
 
 
 def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
@@ -202,8 +211,8 @@ def _check_size(toy: Toy, rounds: int, gamma: int) -> None:
     else:
         advice = f"lower the draft length with --gamma (now {gamma})"
     raise UsageError(
-        f"toy {toy.name} has V = {toy.vocab_size} tokens, so outputs of rounds x (gamma + 1) = {tokens} tokens are "
-        f"more than the {LARGEST_LAW:,} sequences that can be enumerated; {advice}"
+        f"toy {toy.name} has V = {toy.vocab_size}, so there are more outputs of rounds x (gamma + 1) = "
+        f"{tokens} tokens than the {LARGEST_LAW:,} that can be enumerated; {advice}"
     )
 
 

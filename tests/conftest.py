@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # the models are tiny: threads cost more than they gai
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
-    """Golden values by toy, exact fractions as strings: E[tau] per round, Pr(tau = i), and h, p, residual per draft."""
+    """Golden values by toy, fractions as strings: E[tau] per round, Pr(tau = i); h, p, residual per draft."""
     return json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
 
 
@@ -47,23 +47,31 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-sliding": ("Mistral", dict(**_GROUPED, sliding_window=8)),
     "gemma3": (
         "Gemma3",
-        dict(**_GROUPED, sliding_window=8, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8),
+        dict(
+            **_GROUPED,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=8,
+        ),
     ),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4)),
-    "opt": ("OPT", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32)),
+    "opt": (
+        "OPT",
+        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32),
+    ),
     "gpt-neox": ("GPTNeoX", _SHAPE),
 }
 
 
 @pytest.fixture(params=list(_FAMILIES))
 def family(request: Any) -> str:
-    """Every architecture that `tiny_model` can make; a test may parametrise ``family`` itself with some of them."""
+    """Every architecture that `tiny_model` can make; a test may parametrise ``family`` with some of them."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Any]:
-    """``tiny_model(family, seed=0, vocab_size=97, context=96, noise=0.0, copy="", **config)``: a random float32 model.
+    """``tiny_model(family, seed=0, noise=0.0, copy="", vocab_size=97, ...)``: a random float32 model.
 
     Weights are drawn ten times wider than usual: attention is sharp and logits lie far apart, so that a wrong
     mask or position changes the argmax and rounding does not. ``noise`` adds that share of random weights to
@@ -88,7 +96,9 @@ def tiny_model() -> Callable[..., Any]:
             prefix, options = _FAMILIES[family]
             config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
             std = "init_std" if family == "opt" else "initializer_range"
-            common = dict(vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2})
+            common = dict(
+                vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2}
+            )
             ends = dict(bos_token_id=None, eos_token_id=None)
             config = getattr(transformers, config_name)(**{**options, **common, **ends, **changes})
             torch.manual_seed(seed)

@@ -78,7 +78,7 @@ class _Expansion:
                         if reason not in plan.skipped:
                             plan.skipped.append(reason)
                         continue
-                    group[cell.hash] = cell
+                    group.setdefault(cell.hash, cell)
             if len(group) > 1 or not drafters:
                 found |= group
         if drafters:
@@ -110,7 +110,6 @@ class _Expansion:
     def _baseline(self, point: Mapping[str, Any]) -> CellConfig:
         """The cell of plain decoding at a point of the run and sampling keys."""
         recipe, where = self.recipe, self._in_matrix(point)
-        limit = recipe.limit if recipe.limit is not None else recipe.prompts.limit
         keys = (*RUN_KEYS, "device", "attn_implementation", "trust_remote_code")
         run = {key: point.get(key, getattr(recipe, key)) for key in keys}
         sampled = {key: point[key] for key in SAMPLING_KEYS if key in point}
@@ -118,7 +117,7 @@ class _Expansion:
             sampling = Sampling(**recipe.sampling.model_dump() | sampled)
             cell = CellConfig(
                 **run,
-                prompts=recipe.prompts.model_copy(update={"limit": limit}),
+                prompts=recipe.selected_prompts,
                 sampling=sampling,
                 drafter=Strategy(name=BASELINE),
                 verifier=Strategy(name="greedy" if sampling.temperature == 0 else "token"),
@@ -238,19 +237,18 @@ def _matches(cell: CellConfig, key: str, wanted: Any) -> bool:
 
 
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
-    """Give each strategy a label; those that would share one are told apart by the config keys that differ."""
+    """Give each strategy a label; the config keys that differ tell apart those that would share one."""
     for kind in ("drafter", "verifier"):
         variants: dict[str, list[dict[str, Any]]] = {}
         strategies: list[Strategy] = [getattr(cell, kind) for cell in cells]
         for cell, strategy in zip(cells, strategies, strict=True):
-            configs = variants.setdefault(strategy.label or strategy.name, [])
+            configs = variants.setdefault(strategy.title, [])
             if strategy.config not in configs and not cell.is_baseline:
                 configs.append(strategy.config)
         for i, strategy in enumerate(strategies):
-            label, config = strategy.label or strategy.name, strategy.config
-            differ = [
-                key for key, value in config.items() if any(other.get(key) != value for other in others)
-            ]
+            label, config = strategy.title, strategy.config
+            others = variants[label]
+            differ = [key for key in config if any(v.get(key) != config[key] for v in others)]
             label += "".join(f" {key}={config[key]}" for key in differ)
             cells[i] = cells[i].model_copy(update={kind: strategy.model_copy(update={"label": label})})
     return cells

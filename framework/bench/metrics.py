@@ -27,7 +27,7 @@ class RoundRecord:
         tau: accepted draft tokens.
         emitted: committed tokens, correction or bonus included.
         nodes: drafted tokens of this row.
-        width: nodes of the widest row in the batch: the target evaluated ``width + 1`` positions for this row.
+        width: nodes of the batch's widest row: the target evaluated ``width + 1`` positions for this row.
         survival: sum over i of Pr(tau >= i | the draft), where the verifier knows it.
     """
 
@@ -75,7 +75,7 @@ class Metrics:
     """The numbers of one cell.
 
     Attributes:
-        tokens, rounds, sequences: how much was measured: tokens emitted, target calls of one row, turns answered.
+        tokens, rounds, sequences: what was measured: tokens emitted, target calls of a row, turns answered.
         block_efficiency: tokens emitted per target call (bonus or correction included), over prompts.
         block_efficiency_expected: 1 + the mean of the verifier's own expectation of tau, which is less noisy;
             None where it has none. An end of sequence inside a draft is not taken into account.
@@ -89,6 +89,7 @@ class Metrics:
         tokens_per_second: while decoding; ``..._with_prefill``: all in all.
         speed_up: of the decoding rate over the baseline of the same group, None without one.
         by_category: block efficiency by category.
+        same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
     """
 
     tokens: int
@@ -108,6 +109,7 @@ class Metrics:
     tokens_per_second_with_prefill: float
     speed_up: Estimate | None
     by_category: dict[str, float]
+    same_as_baseline: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

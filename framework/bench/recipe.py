@@ -52,7 +52,8 @@ class _Strict(BaseModel):
 
 
 class PromptSpec(_Strict):
-    """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``."""
+    """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``,
+    and no name for the built-in ones."""
 
     name: str = ""
     path: str = ""
@@ -64,12 +65,16 @@ class PromptSpec(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and not value.keys() & {"name", "path"}:
+            return {"name": "builtin", **value}
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptSpec:
         if bool(self.name) == bool(self.path):
-            raise ValueError("give either the name of the prompts or the path of a file")
+            raise ValueError("give the name of the prompts or the path of a file, one of them")
         return self
 
     @property
@@ -88,7 +93,7 @@ class Strategy(_Strict):
     """
 
     name: str
-    label: str = Field(default="", description="what tables call it; default: the name")
+    label: str = Field(default="", description="what tables call it instead of the name")
     config: dict[str, Any] = {}
 
     @model_validator(mode="before")
@@ -100,6 +105,11 @@ class Strategy(_Strict):
             return value
         own = {key: value[key] for key in ("name", "label") if key in value}
         return own | {"config": {key: v for key, v in value.items() if key not in own}}
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.label or self.name
 
     @model_serializer
     def _flat(self) -> dict[str, Any]:
@@ -195,6 +205,12 @@ class Recipe(_Strict):
         if isinstance(value, dict):
             return {key: v if isinstance(v, list) else [v] for key, v in value.items()}
         return value
+
+    @property
+    def selected_prompts(self) -> PromptSpec:
+        """The prompts with the recipe's own limit, which goes before theirs."""
+        limit = self.limit if self.limit is not None else self.prompts.limit
+        return self.prompts.model_copy(update={"limit": limit})
 
     def cells(self) -> list[CellConfig]:
         """Every cell, baselines included."""

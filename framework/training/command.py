@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--divergence", choices=["forward-kl", "reverse-kl", "tv"], default="forward-kl")
     training.add_argument("--epochs", type=int, default=3)
     training.add_argument("--minutes", type=float, default=0, help="training time after which to stop (0: all epochs)")
+    training.add_argument("--sampled-vocab", type=int, default=2048, help="random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)")
     training.add_argument("--batch-tokens", type=int, default=2048)
     training.add_argument("--learning-rate", type=float, default=6e-4)
     training.add_argument("--held-out", type=float, default=0.04, help="share of the texts kept for evaluation")
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     layers = tuple(args.layers) if args.layers else (0, 1, target.model.config.num_hidden_layers - 1)
     recipe = Recipe(
-        layers=layers, divergence=args.divergence, epochs=args.epochs, minutes=args.minutes, batch_tokens=args.batch_tokens,
+        layers=layers, divergence=args.divergence, epochs=args.epochs, minutes=args.minutes, sampled_vocab=args.sampled_vocab, batch_tokens=args.batch_tokens,
         learning_rate=args.learning_rate, seed=args.seed,
     )
     trainer = Trainer(target, recipe, args.out)  # before the texts: a bad --layers should not wait for them
@@ -100,7 +101,8 @@ target's embedding and head, which are not stored here.
   target at temperature {", ".join(f"{x:g}" for x in args.temperatures)}; it invented {invented} of their questions
   itself (Magpie), the others come from {names(args.questions)}. {len(train) - written} finished texts come from
   {names(args.texts)}.
-- Objective: {trainer.recipe.divergence} over the full vocabulary on response tokens (DistillSpec)
+- Objective: {trainer.recipe.divergence} on response tokens (DistillSpec), over the tokens that occur in the texts and
+  {trainer.recipe.sampled_vocab} random ones a step standing for the rest (0: the full vocabulary)
 - Time spent training: {trainer.seconds / 60:.0f} minutes, {trainer.tokens} tokens seen, device {trainer.device}
 - Acceptance of a drafted token on {len(held_out)} held-out conversations (mean sum of min(p, q), temperature 1):
   **{trainer.best:.3f}**

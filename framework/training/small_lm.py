@@ -40,6 +40,8 @@ class Recipe:
         divergence: what is minimised between the target's law p and the student's q.
         epochs: passes over the training texts.
         minutes: stop (and let the learning rate fall) by this much training time, 0 = no limit.
+        sampled_vocab: tokens that never occur in the texts' responses are represented by this many random ones
+            a step, each standing for its share of them; 0 = the full vocabulary. The head is most of the cost.
         batch_tokens: padded tokens per step.
         learning_rate: of AdamW at its peak, warmed up linearly over ``warm_up`` steps, then falling along a
             cosine to 5 % of it.
@@ -50,11 +52,12 @@ class Recipe:
     divergence: Divergence = "forward-kl"
     epochs: int = 3
     minutes: float = 0
+    sampled_vocab: int = 2048
     batch_tokens: int = 2048
     learning_rate: float = 6e-4
     warm_up: int = 30
     weight_decay: float = 0.01
-    save_minutes: float = 5
+    save_minutes: float = 10
     seed: int = 0
 
 
@@ -94,14 +97,14 @@ class _Distil(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student: Tensor, target: Tensor, head: Tensor, divergence: str, rows: int):  # type: ignore[override]
+    def forward(ctx, student: Tensor, target: Tensor, head: Tensor, bias: Tensor, divergence: str, rows: int):  # type: ignore[override]
         loss = student.new_zeros(())
         overlap = student.new_zeros(())
         gradient = torch.empty_like(student)
         for start in range(0, len(student), rows):
             part = slice(start, start + rows)
-            log_p = functional.log_softmax((target[part] @ head.T).float(), -1)
-            log_q = functional.log_softmax((student[part] @ head.T).float(), -1)
+            log_p = functional.log_softmax((target[part] @ head.T).float() + bias, -1)
+            log_q = functional.log_softmax((student[part] @ head.T).float() + bias, -1)
             p, q = log_p.exp(), log_q.exp()
             overlap += torch.minimum(p, q).sum()
             if divergence == "forward-kl":
@@ -126,12 +129,17 @@ class _Distil(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Any):
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0], None, None, None, None
+        return gradient * grads[0], None, None, None, None, None
 
 
-def distil(student: Tensor, target: Tensor, head: Tensor, divergence: Divergence, rows: int = 32) -> tuple[Tensor, Tensor]:
-    """Mean divergence and mean sum_x min(p, q) over ``[n, H]`` final hidden states and a head ``[V, H]``."""
-    return _Distil.apply(student, target, head, divergence, rows)  # type: ignore[return-value]
+def distil(
+    student: Tensor, target: Tensor, head: Tensor, bias: Tensor, divergence: Divergence, rows: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Mean divergence and mean sum_x min(p, q) over ``[n, H]`` final hidden states, a head ``[R, H]`` and bias ``[R]``.
+
+    The bias is the logarithm of how many tokens a row of the head stands for: 0 for a full head.
+    """
+    return _Distil.apply(student, target, head, bias, divergence, rows)  # type: ignore[return-value]
 
 
 class Trainer:
@@ -154,7 +162,8 @@ class Trainer:
         )
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
         self.log: list[dict[str, float]] = []
-        self._hidden: dict[int, Tensor] = {}  # final hidden states of the target, by text
+        self._hidden: dict[int, Tensor] = {}  # final hidden states of the target, by text; held-out ones below 0
+        self._common = torch.empty(0, dtype=torch.long)  # tokens that occur in the responses
 
     @property
     def checkpoint(self) -> Path:
@@ -163,10 +172,12 @@ class Trainer:
     def run(self, train: Sequence[Text], held_out: Sequence[Text]) -> None:
         """Train to the end of the recipe, from the checkpoint if there is one."""
         self._resume()
+        occurring = sorted({token for text in train for token in text.response})
+        self._common = torch.tensor(occurring, device=self.device)
         batches = [b for epoch in range(self.recipe.epochs) for b in self._batches(train, epoch)]
         saved = time.perf_counter()
         if not self.log:
-            self._evaluate(held_out, 0.0)
+            self._evaluate(held_out)
         with tqdm(total=len(batches), initial=self.step, unit="step", desc="distil") as bar:
             while self.step < len(batches) and (progress := self._progress(len(batches))) < 1:
                 start = time.perf_counter()
@@ -176,10 +187,10 @@ class Trainer:
                 bar.set_postfix(loss=f"{loss:.3f}", min_pq=f"{overlap:.3f}")
                 bar.update()
                 if time.perf_counter() - saved > 60 * self.recipe.save_minutes:
-                    self._evaluate(held_out, progress)
+                    self._evaluate(held_out)
                     self._save()
                     saved = time.perf_counter()
-        self._evaluate(held_out, 1.0)
+        self._evaluate(held_out)
         self._save()
 
     def export(self, card: str) -> None:
@@ -216,7 +227,7 @@ class Trainer:
         fall = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in self.optimizer.param_groups:
             group["lr"] = r.learning_rate * min(1.0, (self.step + 1) / r.warm_up) * fall
-        loss, overlap, count = self._loss([texts[i] for i in batch], batch)
+        loss, overlap, count = self._loss([texts[i] for i in batch], batch, *self._sampled_head())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -224,36 +235,51 @@ class Trainer:
         self.tokens += count
         return float(loss.detach()), float(overlap)
 
-    def _loss(self, texts: Sequence[Text], keys: Sequence[int] | None) -> tuple[Tensor, Tensor, int]:
-        ids, mask, predicts = pad(texts, self.device)
+    def _sampled_head(self) -> tuple[Tensor, Tensor]:
+        """Rows of the head for this step, and the logarithm of how many tokens each stands for."""
         head = self.target.model.get_output_embeddings().weight
-        target = self._target_states(texts, keys, ids, mask, predicts)
+        wanted, vocab = self.recipe.sampled_vocab, len(head)
+        rest = torch.ones(vocab, dtype=torch.bool, device=self.device)
+        rest[self._common] = False
+        others = rest.nonzero().squeeze(1)
+        if not 0 < wanted < len(others):
+            return head, head.new_zeros(vocab, dtype=torch.float32)
+        random_order = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
+        chosen = others[torch.randperm(len(others), generator=random_order)[:wanted].to(self.device)]
+        share = math.log(len(others) / wanted)
+        bias = torch.cat([torch.zeros(len(self._common)), torch.full((wanted,), share)]).to(self.device)
+        return head[torch.cat([self._common, chosen])], bias
+
+    def _loss(self, texts: Sequence[Text], keys: Sequence[int], head: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, int]:
+        ids, mask, predicts = pad(texts, self.device)
+        target = self._target_states(keys, ids, mask, predicts)
         states = self.student.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[predicts]
-        loss, overlap = distil(states.to(head.dtype), target.to(head.dtype), head, self.recipe.divergence)
+        loss, overlap = distil(states.to(head.dtype), target.to(head.dtype), head, bias, self.recipe.divergence)
         return loss, overlap, len(target)
 
     @torch.no_grad()
-    def _target_states(
-        self, texts: Sequence[Text], keys: Sequence[int] | None, ids: Tensor, mask: Tensor, predicts: Tensor
-    ) -> Tensor:
+    def _target_states(self, keys: Sequence[int], ids: Tensor, mask: Tensor, predicts: Tensor) -> Tensor:
         """``[n, H]`` final hidden states of the target, computed once per text and kept in bfloat16."""
-        if keys is not None and all(k in self._hidden for k in keys):
-            return torch.cat([self._hidden[k] for k in keys]).to(self.device)
-        states = self.target.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        if keys is not None:
+        if not all(k in self._hidden for k in keys):
+            states = self.target.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             for i, k in enumerate(keys):
                 self._hidden[k] = states[i][predicts[i]].to("cpu", torch.bfloat16)
-        return states[predicts]
+        return torch.cat([self._hidden[k] for k in keys]).to(self.device)
 
     @torch.no_grad()
-    def _evaluate(self, texts: Sequence[Text], progress: float) -> None:
+    def _evaluate(self, texts: Sequence[Text]) -> None:
         """Mean sum_x min(p, q) at temperature 1 over held-out response tokens: the acceptance of one drafted token."""
+        head = self.target.model.get_output_embeddings().weight
+        bias = head.new_zeros(len(head), dtype=torch.float32)
         overlap = count = 0.0
         for start in range(0, len(texts), 8):
-            _, part, n = self._loss(texts[start : start + 8], None)
-            overlap, count = overlap + float(part) * n, count + n
+            part = texts[start : start + 8]
+            _, value, n = self._loss(part, range(-1 - start, -1 - start - len(part), -1), head, bias)
+            overlap, count = overlap + float(value) * n, count + n
         self.best = overlap / max(count, 1)
-        self.log.append({"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "held_out_acceptance": round(self.best, 4)})
+        self.log.append(
+            {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "held_out_acceptance": round(self.best, 4)}
+        )
         tqdm.write(f"step {self.step}, {self.seconds / 60:.1f} min, {self.tokens} tokens: held-out acceptance {self.best:.4f}")
 
     def _save(self) -> None:

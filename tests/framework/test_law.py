@@ -1,4 +1,4 @@
-"""The sampled law: what the shipped generator, loop and rules say on a real model follows the target's exact law.
+"""The sampled law: what generator, loop and rules say on a real model follows the target's exact law.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
 that serves the wrong context. A chi-square of the joint law of four tokens, two to four rounds long, can. It
@@ -23,9 +23,15 @@ VOCAB, LENGTH, GAMMA = 6, 4, 2
 #: Repeats itself, so that prompt lookup drafts.
 PROMPT = [0, 1, 2, 0, 1, 2, 0]
 MODEL = dict(
-    vocab_size=VOCAB, context=32, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    intermediate_size=8, initializer_range=0.7,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    context=32,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    initializer_range=0.7,
+)
 #: Sequences sampled: for a mistake, by default, and by the slow tests.
 CONTROL, FEW, MANY = 5_000, 20_000, 200_000
 
@@ -45,7 +51,8 @@ class SamePrompt(TransformersLM):
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         if not self.ready:
             super().begin(row, prompt)
-            for layer in self.cache.layers:
+            layers: Any = self.cache.layers
+            for layer in layers:
                 for buffer in (layer.keys, layer.values):
                     buffer[:] = buffer[row].clone()
             self.ready = True
@@ -71,14 +78,22 @@ def exact_law(target: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sample(decoder: Callable, target: Any, tiny_model: Callable) -> Callable[..., np.ndarray]:
-    """``sample(drafter, verifier, n, gamma=2, rng=...)``: how often each continuation came out of n streams."""
+    """``sample(drafter, verifier, n, gamma=2, rng=...)``: how often each continuation came out."""
 
     def run(drafter: str, verifier: Any, n: int, rng: Any = None, gamma: int = GAMMA) -> np.ndarray:
         loop = decoder(
-            target, plugins.get("drafters", drafter), {**DRAFTERS[drafter], "gamma": gamma}, verifier,
-            drafting=tiny_model("llama", **MODEL, noise=0.5), lm=SamePrompt, temperature=1.0,
-            batch_size=2000, max_length=32, max_new_tokens=LENGTH, rng=rng or CounterRng(2024),
-        )  # fmt: skip
+            target,
+            plugins.get("drafters", drafter),
+            {**DRAFTERS[drafter], "gamma": gamma},
+            verifier,
+            drafting=tiny_model("llama", **MODEL, noise=0.5),
+            lm=SamePrompt,
+            temperature=1.0,
+            batch_size=2000,
+            max_length=32,
+            max_new_tokens=LENGTH,
+            rng=rng or CounterRng(2024),
+        )
         counts = np.zeros(VOCAB**LENGTH)
         rounds = drafted = 0
         for response in loop.run([PROMPT] * n):
@@ -98,9 +113,9 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     rare = want < 5
     if counts[want == 0].any():
         return 0.0
-    observed, expected = np.append(counts[~rare], counts[rare].sum()), np.append(want[~rare], want[rare].sum())
-    keep = expected > 0
-    return float(chisquare(observed[keep], expected[keep]).pvalue)
+    observed, expected = (np.append(cells[~rare], cells[rare].sum()) for cells in (counts, want))
+    used = expected > 0
+    return float(chisquare(observed[used], expected[used]).pvalue)
 
 
 @pytest.mark.parametrize("n", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
@@ -110,12 +125,11 @@ def test_samples_follow_the_target(
     sample: Callable, exact_law: np.ndarray, record_property: Callable, drafter: str, verifier: str, n: int
 ) -> None:
     p = p_value(sample(drafter, plugins.get("verifiers", verifier), n), exact_law)
-    print("PVALUE", drafter, verifier, n, p)
     record_property("p", p)
     assert p > 1e-3
 
 
-# -- negative controls -------------------------------------------------------------------------------------------
+# -- negative controls ----------------------------------------------------------------------------------
 
 
 def careless(rule: str) -> type:
@@ -147,7 +161,7 @@ class WithoutResidual:
 def test_a_residual_without_q_is_seen(
     sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str
 ) -> None:
-    p=p_value(sample(drafter, careless(verifier), CONTROL), exact_law);print("CTRL",p);assert p < 1e-6
+    assert p_value(sample(drafter, careless(verifier), CONTROL), exact_law) < 1e-6
 
 
 class AbsoluteRng(CounterRng):
@@ -167,4 +181,4 @@ class AbsoluteRound(CounterRound):
 def test_numbers_reused_by_the_next_round_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
     """The trap that no enumeration can see: block verification looks at coins beyond the accepted prefix."""
     block = plugins.get("verifiers", "block")
-    p=p_value(sample("small-lm", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law);print("CTRL",p);assert p < 1e-6
+    assert p_value(sample("small-lm", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6

@@ -34,7 +34,9 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
     assert tuple(batch[1].tolist()) == want
 
 
-def uniforms(seed: int, stream: list[int], position: list[int], purpose: str = "accept", n: int = 6) -> torch.Tensor:
+def uniforms(
+    seed: int, stream: list[int], position: list[int], purpose: str = "accept", n: int = 6
+) -> torch.Tensor:
     return CounterRng(seed).round(stream, position, CPU).uniform(purpose, 0, n)
 
 
@@ -55,7 +57,8 @@ def test_numbers_do_not_depend_on_what_was_drawn_before() -> None:
 
 def test_every_part_of_the_key_matters() -> None:
     base = uniforms(7, [3], [10])
-    others = [uniforms(8, [3], [10]), uniforms(7 + 2**32, [3], [10]), uniforms(7, [4], [10]), uniforms(7, [3], [11])]
+    others = [uniforms(seed, [3], [10]) for seed in (8, 7 + 2**32)]
+    others += [uniforms(7, [4], [10]), uniforms(7, [3], [11])]
     others += [uniforms(7, [3], [10], purpose) for purpose in PURPOSES if purpose != "accept"]
     everything = torch.cat([base, *others]).flatten().tolist()
     assert len(set(everything)) == len(everything)
@@ -84,15 +87,20 @@ def test_an_unknown_purpose_is_an_error() -> None:
         CounterRng(0).round([0], [0], CPU).uniform("no-such-purpose", 0, 1)
 
 
-def test_certain_coins() -> None:
-    rng = CounterRng(0).round(range(1000), [0] * 1000, CPU)
-    h = torch.tensor([0.0, 1.0]).expand(1000, 2)
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
+def test_impossible_and_certain_coins(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
+    """Acceptance is strict: even the number 0 does not accept an event of probability 0."""
+    rng = CounterRng(0).round([0], [0], CPU)
+    monkeypatch.setattr(
+        rng, "uniform", lambda purpose, index, n: torch.full((1, n), uniform, dtype=torch.float64)
+    )
+    h = torch.tensor([[0.0, 1.0]])
     assert torch.equal(rng.accept(h), h == 1)
 
 
 @pytest.mark.parametrize("varying", ["stream", "position"])
 def test_uniformity(varying: str) -> None:
-    """Chi-square of the high bits, of the low bits, and of neighbouring numbers along each part of the key."""
+    """Chi-square of the high bits, of the low bits, and of neighbouring numbers."""
     n = 100_000
     running, fixed = list(range(n)), [17] * n
     u = (uniforms(0, running, fixed) if varying == "stream" else uniforms(0, fixed, running)).numpy()
@@ -106,7 +114,8 @@ def test_uniformity(varying: str) -> None:
         "pairs along the index": cell(u[:, 0], 16) * 16 + cell(u[:, 1], 16),
         f"pairs along the {varying}": cell(u[:-1, 2], 16) * 16 + cell(u[1:, 2], 16),
     }
-    p = {what: chisquare(np.bincount(cells.ravel(), minlength=256)).pvalue for what, cells in looked_at.items()}
+    counts = {what: np.bincount(cells.ravel(), minlength=256) for what, cells in looked_at.items()}
+    p = {what: chisquare(count).pvalue for what, count in counts.items()}
     assert min(p.values()) > 1e-4, p
 
 
@@ -144,7 +153,7 @@ def test_inverse_cdf_never_returns_a_token_of_weight_zero(
 
 
 @settings(deadline=None, max_examples=100)
-@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda w: sum(w) > 0), data=st.data())
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), data=st.data())
 def test_inverse_cdf_is_the_inverse_of_the_cdf(weights: list[int], data: st.DataObject) -> None:
     """With a uniform in the middle of one of sum(w) equal cells, the answer is known exactly."""
     cell = data.draw(st.integers(0, sum(weights) - 1))

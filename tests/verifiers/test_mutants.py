@@ -1,9 +1,9 @@
 """Fourteen plausible mistakes, each of which the certificate must catch.
 
 A certificate that only ever says "lossless" proves nothing. Here are the mistakes people make when they write
-these rules, each with the total variation and E[tau] that exact rational enumeration finds for it on each toy.
-Where a toy cannot see a mistake (TV 0) the table says so: that is why there are five of them. M12 and M13
-concern greedy block verification, which is not here.
+these rules, each with the total variation and E[tau] that exact rational enumeration finds on each toy. Where
+a toy cannot see a mistake (TV 0) the table says so: that is why there are five of them. M12 and M13 concern
+greedy block verification, which is not here.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Textbook(Verifier):
     """Block verification written as in the paper, in pieces that a mutant can get wrong.
 
     Only for drafts of full length. Q_gamma is a row of zeros, so that one formula gives the interior h_i, the
-    last h_gamma = p_gamma, and the bonus P_gamma as a residual. Column i of every array is index i = 0..gamma.
+    last h_gamma = p_gamma, and the bonus P_gamma as a residual. Column i of every array is index i.
     """
 
     name = "textbook"
@@ -290,7 +290,9 @@ def number(text: str) -> Any:
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_without_a_mistake_the_textbook_is_block(toys: dict[str, Toy], golden: dict, drafts: dict, toy: str) -> None:
+def test_without_a_mistake_the_textbook_is_block(
+    toys: dict[str, Toy], golden: dict, drafts: dict, toy: str
+) -> None:
     found = certify(toys[toy], drafts["chain"], Textbook)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == number(golden[toy]["block"]["E"][0])
@@ -321,7 +323,7 @@ def test_m4_is_seen_by_g4_alone_and_only_by_the_law(golden: dict) -> None:
     assert seen == {"G4": (golden["G4"]["block"]["E"][0], "67/2400")}
 
 
-# -- drafters that break the q contract ------------------------------------------------------------------------
+# -- drafters that break the q contract -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What every chain rule and the greedy walk must do on any draft: tables, invariants, and naive re-implementations."""
+"""What the chain rules and the greedy walk do on any draft: tables, invariants, naive re-implementations."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -27,7 +27,7 @@ def shipped_rng(seed: int, streams: range | list[int]) -> Any:
     return CounterRng(seed).round(list(streams), [0] * len(streams), torch.device("cpu"))
 
 
-# -- h, p and residual of every draft of G1 and G2 ---------------------------------------------------------------
+# -- h, p and residual of every draft of G1 and G2 ------------------------------------------------------
 
 
 class Recording:
@@ -102,7 +102,7 @@ def test_token_residual_of_every_draft(every_draft: Callable, toy: str) -> None:
         torch.testing.assert_close(rng.weights, want / want.sum(1, keepdim=True))
 
 
-# -- random chains -----------------------------------------------------------------------------------------------
+# -- random chains --------------------------------------------------------------------------------------
 
 
 def random_laws(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -114,15 +114,19 @@ def random_laws(*shape: int, generator: torch.Generator, dtype: torch.dtype = to
     return logits.masked_fill(cut, -torch.inf).to(dtype).softmax(-1)
 
 
-def random_chains(seed: int, b: int, n: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Draft, Tensor]:
+def random_chains(
+    seed: int, b: int, n: int, vocab: int, dtype: torch.dtype = torch.float32
+) -> tuple[Draft, Tensor]:
     """``b`` ragged chains drawn from their q, and a p that is sometimes the same."""
     generator = torch.Generator().manual_seed(seed)
     q = random_laws(b, n, vocab, generator=generator, dtype=dtype)
     p = random_laws(b, n + 1, vocab, generator=generator, dtype=dtype)
     same = torch.rand(b, n, generator=generator) < 0.3
     p[:, :n][same] = q[same]
-    tokens = torch.multinomial(q.double().view(-1, vocab), 1, generator=generator).view(b, n) if n else q.new_empty(b, 0)
-    return Draft.chain(tokens.long(), torch.randint(0, n + 1, (b,), generator=generator), q), p
+    tokens = torch.zeros(b, n, dtype=torch.long)
+    if n:
+        tokens = torch.multinomial(q.double().view(-1, vocab), 1, generator=generator).view(b, n)
+    return Draft.chain(tokens, torch.randint(0, n + 1, (b,), generator=generator), q), p
 
 
 sizes = dict(b=st.integers(1, 6), n=st.integers(0, 6))
@@ -242,7 +246,7 @@ def test_nothing_drafted(verifier: str) -> None:
         torch.testing.assert_close(rng.weights.float(), p[:, 0])
 
 
-# -- trees -------------------------------------------------------------------------------------------------------
+# -- trees ----------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -257,13 +261,8 @@ def trees(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int]]
 def as_draft(parents: list[list[int]], tokens: list[list[int]], counts: list[int]) -> Draft:
     b, n = len(parents), len(parents[0])
     valid = torch.arange(n) < torch.tensor(counts)[:, None]
-    shape = dict(dtype=torch.long)
-    return Draft(
-        torch.tensor(tokens, **shape).view(b, n),
-        torch.tensor(parents, **shape).view(b, n),
-        valid,
-        drawn="deterministic",
-    )
+    tokens_, parents_ = (torch.tensor(rows, dtype=torch.long).view(b, n) for rows in (tokens, parents))
+    return Draft(tokens_, parents_, valid, drawn="deterministic")
 
 
 def path(parents: list[int], node: int) -> list[int]:

@@ -1,0 +1,299 @@
+"""One cell while it runs: a decoder for its pair, fed with conversations, and what it records.
+
+The cells of a group share one target: they take turns on its slots, each with a drafter of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from .. import plugins
+from ..decoding.lm import TransformersLM
+from ..decoding.loop import Decoder, Response
+from ..drafter import DraftContext
+from ..errors import ModelError, NumericalError, UsageError
+from ..models import SHARED, LoadedModel, embedding_sha256, load_model, resolve, same_tokenizer
+from ..rng import CounterRng
+from .metrics import Chunk, RoundRecord
+from .prompts import Prompt, encode
+from .recipe import CellConfig, Strategy
+
+logger = logging.getLogger(__name__)
+
+#: Tokens generated per sequence before the clock runs.
+WARM_UP = 4
+#: Tokens that a chat template may put around an answer.
+TEMPLATE_SLACK = 16
+#: Bounds of the room kept for the nodes of a draft, whose number no contract tells.
+LEAST_NODES, MOST_NODES = 64, 512
+
+
+class Models:
+    """Loaded models; those of the last target are kept, with the drafting models that went with it."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Any, ...] = ()
+        self._loaded: dict[str, LoadedModel] = {}
+
+    def target(self, config: CellConfig) -> LoadedModel:
+        """The target of a cell."""
+        options = {
+            "dtype": config.dtype,
+            "device": config.device,
+            "trust_remote_code": config.trust_remote_code,
+        }
+        key = (config.target, config.attn_implementation, *options.values())
+        if key != self._of:
+            self._loaded.clear()
+            self._of = ()
+            loaded = load_model(config.target, attn_implementation=config.attn_implementation, **options)
+            self._loaded[config.target] = loaded
+            self._of = key
+        return self._loaded[config.target]
+
+    def drafter(self, name: str, config: CellConfig) -> LoadedModel:
+        """The drafting model `name` for the cell's target: same dtype, same device, same tokenizer."""
+        target = self.target(config)
+        if name not in self._loaded:
+            loaded = load_model(
+                name,
+                dtype=target.model.dtype,
+                device=target.model.device,
+                trust_remote_code=config.trust_remote_code,
+                share_with=target if _shares_embedding(name, target) else None,
+            )
+            if reason := same_tokenizer(target.tokenizer, loaded.tokenizer):
+                raise ModelError(f"{name} cannot draft for {target.name}: {reason}")
+            self._loaded[name] = loaded
+        return self._loaded[name]
+
+
+def _shares_embedding(name: str, target: LoadedModel) -> bool:
+    """Whether the model `name` leaves out an embedding that is the target's; if not, it finds its own."""
+    file = resolve(name).path / SHARED
+    try:
+        shared = json.loads(file.read_text(encoding="utf-8"))["shared_embedding"]
+        weight: Any = target.model.get_input_embeddings().weight
+        return shared["model"] == target.name or shared["sha256"] == embedding_sha256(weight)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # it has an embedding, or a file that loading it will complain about
+
+
+class FittedLM:
+    """A drafting model whose logits are brought to the width of the target's.
+
+    Tables are padded to round sizes, so that models with one tokenizer may differ in width. Ids that only the
+    target has get logit -inf; ids that only the drafting model has are cut: the tokenizer knows none of them.
+    """
+
+    def __init__(self, lm: TransformersLM, vocab_size: int):
+        self._lm, self._own, self.vocab_size = lm, lm.vocab_size, vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        return self._lm.begin(row, [min(token, self._own - 1) for token in prompt])
+
+    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, hidden = self._lm.grow(tokens.clamp(max=self._own - 1), parents)
+        extra = self.vocab_size - self._own
+        if extra > 0:
+            return functional.pad(logits, (0, extra), value=-math.inf), hidden
+        return logits[..., : self.vocab_size], hidden
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, and the most tokens that each of its turns may have when it is asked."""
+
+    prompt: Prompt
+    room: tuple[int, ...]
+
+    def encode(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
+        """Turn ``len(answers)`` after the turns before it and their answers.
+
+        An answer that takes more tokens as text than when it was generated (bytes that are no text) is cut.
+        """
+        turn = len(answers)
+        answers = list(answers)
+        while True:
+            tokens = encode(tokenizer, self.prompt.turns[: turn + 1], answers)
+            if len(tokens) <= self.room[turn] or not any(answers):
+                return tokens
+            longest = max(range(turn), key=lambda i: len(answers[i]))
+            answers[longest] = answers[longest][: len(answers[longest]) * 3 // 4]
+
+
+def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:
+    """Measure every turn. Raises UsageError, naming the prompt, for one that cannot be asked."""
+    conversations = []
+    for prompt in prompts:
+        room = []
+        for turn in range(len(prompt.turns)):
+            tokens = encode(target.tokenizer, prompt.turns[: turn + 1], [""] * turn)
+            most = len(tokens) + turn * (max_new_tokens + TEMPLATE_SLACK)
+            what = f"prompt {prompt.question_id!r}" + (f", turn {turn + 1}" if len(prompt.turns) > 1 else "")
+            if not tokens:
+                raise UsageError(f"{what} has no tokens; a prompt needs at least one")
+            if target.context_length is not None and most >= target.context_length:
+                length = f"{most} tokens" if turn == 0 else f"up to {most} tokens with the answers before it"
+                raise UsageError(
+                    f"{what} has {length}, but {target.name} has a context of {target.context_length}; "
+                    "shorten or leave out the prompt, or take a target with a longer context"
+                )
+            room.append(most)
+        conversations.append(Conversation(prompt, tuple(room)))
+    return conversations
+
+
+def lengths(
+    conversations: Sequence[Conversation], configs: Sequence[CellConfig], context_length: int | None
+) -> tuple[int, int]:
+    """In tokens: the longest sequence of prompt and output; the length of a slot, with room for a draft."""
+    sequence = max(max(c.room) for c in conversations) + configs[0].max_new_tokens
+    if context_length is not None:
+        sequence = min(sequence, context_length)
+    return sequence, sequence + max(_draft_nodes(config.drafter) for config in configs)
+
+
+def _draft_nodes(drafter: Strategy) -> int:
+    """More nodes than a draft of this config will have: what its integers (gamma, K, ...) multiply to."""
+    sizes = [value for value in drafter.config.values() if isinstance(value, int) and value > 1]
+    return max(LEAST_NODES, min(math.prod(sizes), MOST_NODES), *sizes)
+
+
+class Cell:
+    """A drafter and a verifier on a target's slots.
+
+    Args:
+        config: what to run.
+        target: the loaded target; ``lm`` are its slots, shared with the group's other cells.
+        models: where drafting models come from.
+        sequence, slot: see `lengths`.
+    """
+
+    def __init__(
+        self,
+        config: CellConfig,
+        target: LoadedModel,
+        lm: TransformersLM,
+        models: Models,
+        sequence: int,
+        slot: int,
+    ):
+        self.config, self.target, self.lm = config, target, lm
+        self.records: list[RoundRecord] = []
+        self.responses: list[dict[str, Any]] = []
+        self.chunks: list[Chunk] = []
+        #: SHA-256 and source of every model it uses, by name.
+        self.models = {target.name: {"sha256": target.sha256, "source": target.source}}
+
+        def load_lm(name: str) -> Any:
+            loaded = models.drafter(name, config)
+            if loaded.context_length is not None and loaded.context_length < sequence:
+                raise ModelError(
+                    f"{name} has a context of {loaded.context_length} tokens, but this recipe's sequences "
+                    f"reach {sequence}; shorten the prompts or max_new_tokens, or take another drafting model"
+                )
+            self.models[name] = {"sha256": loaded.sha256, "source": loaded.source}
+            drafting = TransformersLM(loaded.model, config.batch_size, slot)
+            return drafting if drafting.vocab_size == lm.vocab_size else FittedLM(drafting, lm.vocab_size)
+
+        drafter_class = plugins.get("drafters", config.drafter.name)
+        drafter_config = drafter_class.Config(**config.drafter.config)
+        verifier_class = plugins.get("verifiers", config.verifier.name)
+        self.hidden_layers = drafter_class.traits(drafter_config, config.sampling).hidden_layers
+        context = DraftContext(
+            sampling=config.sampling,
+            batch_size=config.batch_size,
+            max_length=slot,
+            vocab_size=lm.vocab_size,
+            device=lm.device,
+            load_lm=load_lm,
+            target_model=target.model,
+        )
+        self.decoder = Decoder(
+            lm,
+            drafter_class(drafter_config, context),
+            verifier_class(verifier_class.Config(**config.verifier.config)),
+            sampling=config.sampling,
+            eos=target.eos_token_ids,
+            max_new_tokens=config.max_new_tokens,
+            rng=CounterRng(config.seed),
+        )
+        self._passes = 0
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of the drafting model since the warm-up."""
+        return self.decoder.drafter.passes - self._passes
+
+    def warm_up(self, conversations: Sequence[Conversation]) -> None:
+        """Run every slot for a few tokens and forget them: what is made once is made outside the timing."""
+        decoder = self.decoder
+        decoder.max_new_tokens = min(WARM_UP, self.config.max_new_tokens)
+        self._decode(conversations[: self.config.batch_size], 0, {})
+        decoder.max_new_tokens = self.config.max_new_tokens
+        decoder.stopwatch.seconds = dict.fromkeys(decoder.stopwatch.seconds, 0.0)
+        decoder.batch_rounds = decoder.target_rows = 0
+        self._passes = decoder.drafter.passes
+
+    def run(self, conversations: Sequence[Conversation]) -> None:
+        """Measure one chunk: all first turns, then all second turns with the answers that this cell gave."""
+        before = dict(self.decoder.stopwatch.seconds)
+        answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
+        emitted = 0
+        for turn in range(max(len(c.prompt.turns) for c in conversations)):
+            asked = [c for c in conversations if turn < len(c.prompt.turns)]
+            for conversation, response, length in self._decode(asked, turn, answers):
+                text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
+                answers[conversation.prompt.index].append(text)
+                self._record(conversation.prompt, turn, response, text, length)
+                emitted += len(response.tokens)
+        after = self.decoder.stopwatch.seconds
+        self.chunks.append(Chunk(emitted, {phase: after[phase] - before[phase] for phase in after}))
+
+    def _decode(
+        self, asked: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
+    ) -> list[tuple[Conversation, Response, int]]:
+        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens."""
+        tokenizer = self.target.tokenizer
+        prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in asked]
+        streams = [c.prompt.stream(turn) for c in asked]
+        self.lm.hidden_layers = self.hidden_layers
+        try:
+            responses = sorted(self.decoder.run(prompts, streams), key=lambda response: response.index)
+        except NumericalError as error:
+            # The loop counts the prompts it was given; people know them by question_id.
+            def named(match: re.Match[str]) -> str:
+                return f"prompt {asked[int(match[1])].prompt.question_id!r}"
+
+            raise NumericalError(re.sub(r"\bprompt (\d+)\b", named, str(error))) from error
+        return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
+
+    def _record(self, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:
+        name = str(prompt.question_id)
+        for i, r in enumerate(response.rounds):
+            counts = (r.tau, r.emitted, r.nodes, r.width, r.survival)
+            self.records.append(RoundRecord(prompt.index, name, prompt.category, turn, i, *counts))
+        self.responses.append(
+            {
+                "question_id": prompt.question_id,
+                "turn": turn,
+                "category": prompt.category,
+                "prompt_tokens": length,
+                "text": text,
+                "tokens": response.tokens,
+                "finish": response.finish,
+            }
+        )

@@ -1,0 +1,239 @@
+"""The table of a run: for the terminal, as Markdown and as CSV.
+
+Knows finished results only. Cells are grouped as they were measured; a speed-up is always over the drafter
+``none`` of the same group.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from .. import plugins
+
+if TYPE_CHECKING:
+    from ..bench.metrics import Estimate
+    from ..bench.recipe import CellConfig
+    from ..bench.records import CellResult
+    from ..bench.run import Outcome
+
+_COLUMNS = {  # header: alignment
+    "drafter": "left",
+    "verifier": "left",
+    "BE [95 %]": "left",
+    "Pr(τ≥1), Pr(τ≥2), …": "left",
+    "rows/tok": "right",
+    "d/t/v/r %": "right",
+    "tok/s": "right",
+    "speed-up [95 %]": "left",
+}
+_LEGEND = (
+    "BE: tokens emitted per target call. rows/tok: positions the target evaluates per token emitted.\n"
+    "d/t/v/r: share of the decoding time in draft, target, verify, rest.\n"
+    "speed-up: of tok/s over the drafter none in the same group; an interval needs 3 pieces of prompts."
+)
+#: As many paired differences are shown on the terminal; all are in the Markdown.
+_DIFFERENCES = 12
+#: As many values of Pr(tau >= i) fit the terminal.
+_DEPTHS = 5
+_ALWAYS = ("temperature", "batch_size")
+_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p")
+
+
+def group_title(cell: CellConfig, cells: Iterable[CellConfig]) -> str:
+    """What the cells of a group share: temperature, batch size and whatever else the run varies."""
+    varied = [key for key in _OTHERS if len({_shared(c, key) for c in cells}) > 1]
+    shown = []
+    for key in (*_ALWAYS, *varied):
+        value = _shared(cell, key)
+        shown.append(f"{key.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
+    return ", ".join(shown)
+
+
+def terminal(outcome: Outcome) -> str:
+    """The whole report as text, for a terminal of about 130 columns."""
+    parts = []
+    for title, results in _groups(outcome):
+        if table := _table(results, "simple"):
+            parts.append(f"{title}\n\n{table}")
+    if parts:
+        parts.append(_LEGEND)
+    for lines in [_shortened(_differences(outcome)), *_remarks(outcome)]:
+        if lines:
+            parts.append("\n".join(lines))
+    parts.append(f"records: {outcome.directory}")
+    return "\n\n".join(parts)
+
+
+def summary_markdown(outcome: Outcome) -> str:
+    """The same as Markdown."""
+    recipe = outcome.recipe
+    parts = [f"# {recipe.name}"]
+    parts += [text for text in (recipe.question, recipe.description) if text]
+    parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
+    for title, results in _groups(outcome):
+        if table := _table(results, "github"):
+            parts.append(f"## {title}\n\n{table}")
+    parts.append(_LEGEND)
+    for lines in [_differences(outcome), *_remarks(outcome)]:
+        if lines:
+            parts.append("\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def summary_csv(outcome: Outcome) -> str:
+    """Every number of every cell, a line each; a failed cell has its error."""
+    rows = [_flat(result) for result in outcome.results]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _shared(cell: CellConfig, key: str) -> Any:
+    return getattr(cell.sampling if hasattr(cell.sampling, key) else cell, key)
+
+
+def _groups(outcome: Outcome) -> list[tuple[str, list[CellResult]]]:
+    cells = [result.config for result in outcome.results]
+    groups: dict[str, list[CellResult]] = {}
+    for result in outcome.results:
+        groups.setdefault(result.config.group, []).append(result)
+    return [(group_title(results[0].config, cells), results) for results in groups.values()]
+
+
+def _table(results: Sequence[CellResult], style: str) -> str:
+    """The finished cells, empty if there are none."""
+    rows = [_row(result) for result in results if result.metrics is not None]
+    if not rows:
+        return ""
+    align = tuple(_COLUMNS.values())
+    return tabulate(rows, headers=list(_COLUMNS), tablefmt=style, disable_numparse=True, colalign=align)
+
+
+def _row(result: CellResult) -> list[str]:
+    config, metrics = result.config, result.metrics
+    assert metrics is not None
+    acceptance = [f"{p:.2f}".removeprefix("0") for p in metrics.acceptance]
+    more = " …" if len(acceptance) > _DEPTHS else ""
+    shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest")]
+    return [
+        config.drafter.title,
+        config.verifier.title + ("" if _lossless(config) else " (lossy)"),
+        "1" if config.is_baseline else _estimate(metrics.block_efficiency),
+        " ".join(acceptance[:_DEPTHS]) + more,
+        f"{metrics.target_rows_per_token:.2f}",
+        "/".join(shares),
+        f"{metrics.tokens_per_second:.1f}",
+        "" if metrics.speed_up is None else "1" if config.is_baseline else _estimate(metrics.speed_up),
+    ]
+
+
+def _estimate(estimate: Estimate, sign: str = "") -> str:
+    interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
+    return f"{estimate.value:{sign}.2f}{interval}"
+
+
+def _lossless(config: CellConfig) -> bool:
+    return plugins.get("verifiers", config.verifier.name).traits.lossless
+
+
+def _remarks(outcome: Outcome) -> list[list[str]]:
+    """What else stands below the tables: agreement, skipped, failed, notes; lines in paragraphs."""
+    remarks = [_agreement(outcome.results)]
+    if any(result.metrics and not _lossless(result.config) for result in outcome.results):
+        remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
+    remarks.append([f"skipped: {sentence}" for sentence in outcome.skipped])
+    remarks.append(_failures(outcome.failed))
+    remarks.append([f"note: {note}" for note in outcome.notes])
+    if outcome.interrupted:
+        remarks.append(["interrupted: groups that were not finished are missing; run again to continue"])
+    return remarks
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _DIFFERENCES
+    return lines if more <= 0 else [*lines[:_DIFFERENCES], f"and {more} more in summary.md"]
+
+
+def _differences(outcome: Outcome) -> list[str]:
+    """Between verifiers of the same drafter: the same prompts and the same random numbers."""
+    from ..bench.metrics import paired_difference
+
+    lines = []
+    for title, results in _groups(outcome):
+        firsts: dict[str, CellResult] = {}
+        for result in results:
+            drafter = result.config.drafter
+            if result.metrics is None or result.config.is_baseline:
+                continue
+            first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
+            if first is not result:
+                difference = _estimate(paired_difference(result.records, first.records), "+")
+                what = f"BE of {result.config.verifier.title} − {first.config.verifier.title}"
+                lines.append(f"{title}, {drafter.title}: {what}, on the same prompts: {difference}")
+    return lines
+
+
+def _agreement(results: Sequence[CellResult]) -> list[str]:
+    """At temperature 0 a lossless pair says exactly what the target says alone, up to rounding."""
+    checked = [
+        r
+        for r in results
+        if r.metrics and r.metrics.same_as_baseline is not None
+        if not r.config.is_baseline and _lossless(r.config)
+    ]
+    if not checked:
+        return []
+    total = sum(r.metrics.sequences for r in checked if r.metrics)
+    same = sum(round(r.metrics.sequences * (r.metrics.same_as_baseline or 0)) for r in checked if r.metrics)
+    line = f"at temperature 0, {same} of {total} responses equal those of plain decoding, token for token"
+    return [line if same == total else line + "; the others come from ties that rounding decides, or a bug"]
+
+
+def _failures(failed: Sequence[CellResult]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in failed:
+        config = result.config
+        pair = f"{config.drafter.title} × {config.verifier.label or config.verifier.name}"
+        where = f"temperature {config.sampling.temperature:g}, batch size {config.batch_size}"
+        reasons.setdefault(str(result.error), []).append(f"{pair} ({where})")
+    lines = []
+    for reason, cells in reasons.items():
+        more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
+        lines.append(f"failed: {', '.join(cells[:3])}{more}: {reason}")
+    return lines
+
+
+def _flat(result: CellResult) -> dict[str, Any]:
+    config = result.config.model_dump(mode="json")
+    row: dict[str, Any] = {"cell": result.config.hash}
+    for kind in ("drafter", "verifier"):
+        strategy = config.pop(kind)
+        name, label = strategy.pop("name"), strategy.pop("label", "")
+        row |= {kind: name, f"{kind}_label": label or name, f"{kind}_config": json.dumps(strategy)}
+    row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
+    row["lossless"] = _lossless(result.config)
+    row["error"] = result.error or ""
+    if result.metrics is None:
+        return row
+    for key, value in result.metrics.to_json().items():
+        if key in ("block_efficiency", "speed_up"):
+            value = value or {"value": None, "low": None, "high": None}
+            row |= {key: value["value"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
+        elif key == "acceptance":
+            row |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
+        elif key == "shares":
+            row |= {f"{phase}_share": share for phase, share in value.items()}
+        elif key == "by_category":
+            row |= {f"block_efficiency_{category}": be for category, be in value.items()}
+        else:
+            row[key] = value
+    return row

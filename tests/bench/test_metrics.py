@@ -1,0 +1,111 @@
+"""Metrics against values computed by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdraft.framework.bench.metrics import (
+    Chunk,
+    Estimate,
+    Metrics,
+    RoundRecord,
+    block_efficiency,
+    measure,
+    paired_difference,
+    speed_up,
+)
+
+
+def rounds(*taus: list[int], width: int = 3, survival: float | None = None) -> list[RoundRecord]:
+    """One prompt a list, one round an entry; categories alternate."""
+    return [
+        RoundRecord(p, f"q{p}", "ab"[p % 2], 0, i, tau, tau + 1, width, width, survival)
+        for p, prompt in enumerate(taus)
+        for i, tau in enumerate(prompt)
+    ]
+
+
+def chunk(emitted: int, draft: float = 0.0, target: float = 1.0, prefill: float = 0.5) -> Chunk:
+    return Chunk(emitted, {"prefill": prefill, "draft": draft, "target": target, "verify": 0.0, "rest": 0.0})
+
+
+def test_by_hand() -> None:
+    records = rounds([3, 0], [1, 2, 0], survival=1.5)
+    metrics = measure(records, [chunk(5, draft=1.0), chunk(6, target=3.0)], passes=12, gamma=4)
+    assert (metrics.tokens, metrics.rounds, metrics.sequences) == (11, 5, 2)
+    assert metrics.block_efficiency == Estimate(11 / 5)  # two prompts are too few for an interval
+    assert metrics.mean_tau == 6 / 5
+    assert metrics.acceptance == [3 / 5, 2 / 5, 1 / 5, 0.0]
+    assert metrics.block_efficiency_expected == 2.5
+    assert metrics.target_rows_per_token == 5 * 4 / 11
+    assert metrics.nodes_per_round == 3
+    assert metrics.shares == {"draft": 1 / 5, "target": 4 / 5, "verify": 0, "rest": 0}
+    assert (metrics.decode_seconds, metrics.prefill_seconds) == (5, 1)
+    assert metrics.tokens_per_second == 11 / 5
+    assert metrics.tokens_per_second_with_prefill == 11 / 6
+    assert metrics.by_category == {"a": 5 / 2, "b": 6 / 3}
+    assert metrics.drafter_passes == 12
+    assert metrics.speed_up is None
+
+
+def test_turns_are_sequences_and_prompts_are_resampled() -> None:
+    records = [RoundRecord(0, "q", "a", turn, 0, 1, 2, 1, 1) for turn in range(2)]
+    metrics = measure(records, [chunk(4)])
+    assert (metrics.sequences, metrics.block_efficiency.low) == (2, None)
+    assert metrics.block_efficiency_expected is None
+
+
+def test_a_constant_has_no_width() -> None:
+    estimate = block_efficiency(rounds([1, 1], [1], [1, 1, 1]))
+    assert estimate == Estimate(2.0, 2.0, 2.0)
+
+
+def test_the_interval_is_that_of_the_ratio() -> None:
+    """The delta method agrees with the bootstrap on many prompts."""
+    lists = [[(7 * i + 3 * j) % 4 for j in range(1 + i % 5)] for i in range(300)]
+    estimate = block_efficiency(rounds(*lists))
+    emitted, counts = [sum(x) + len(x) for x in lists], [len(x) for x in lists]
+    ratio = sum(emitted) / sum(counts)
+    assert estimate.value == pytest.approx(ratio)
+    residuals = [e - ratio * c for e, c in zip(emitted, counts, strict=True)]
+    error = math.sqrt(sum(r * r for r in residuals)) / sum(counts)
+    assert estimate.low == pytest.approx(ratio - 1.96 * error, abs=0.15 * error)
+    assert estimate.high == pytest.approx(ratio + 1.96 * error, abs=0.15 * error)
+
+
+def test_speed_up_is_paired_by_chunk() -> None:
+    base = [chunk(10, target=t) for t in (1.0, 2.0, 4.0)]  # the machine slows down
+    twice = [chunk(20, target=t) for t in (1.0, 2.0, 4.0)]
+    assert speed_up(twice, base) == Estimate(2.0, 2.0, 2.0)
+    assert speed_up(base, base) == Estimate(1.0, 1.0, 1.0)
+    assert speed_up(twice[:2], base[:2]) == Estimate(2.0)
+    assert speed_up([chunk(20, target=2.0)], [chunk(10, target=3.0)]).value == pytest.approx(3.0)
+
+
+def test_paired_difference() -> None:
+    first, second = rounds([2, 2], [0], [1]), rounds([1, 1], [0], [1])
+    assert paired_difference(first, second).value == pytest.approx(9 / 4 - 7 / 4)
+    shifted = rounds([3, 3], [1], [2])
+    difference = paired_difference(shifted, rounds([2, 2], [0], [1]))
+    assert [difference.value, difference.low, difference.high] == pytest.approx([1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="same prompts"):
+        paired_difference(first, second[:2])
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_identities(taus: list[list[int]]) -> None:
+    records = rounds(*taus, width=6)
+    metrics = measure(records, [chunk(metrics_tokens(records))], gamma=6)
+    estimate = metrics.block_efficiency
+    assert estimate.value == pytest.approx(metrics.mean_tau + 1) == pytest.approx(1 + sum(metrics.acceptance))
+    assert metrics.acceptance == sorted(metrics.acceptance, reverse=True) and len(metrics.acceptance) == 6
+    assert metrics.target_rows_per_token == pytest.approx(7 / estimate.value)
+    if estimate.low is not None and estimate.high is not None:
+        assert estimate.low <= estimate.high
+    assert Metrics.from_json(metrics.to_json()) == metrics
+
+
+def metrics_tokens(records: list[RoundRecord]) -> int:
+    return sum(r.emitted for r in records)
