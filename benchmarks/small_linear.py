@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from tabulate import tabulate
+from torch.nn import functional
 
 from crossdraft.framework.decoding.cpu import SmallBatchLinear
 
@@ -33,8 +34,8 @@ def main() -> None:
         layers = [SmallBatchLinear(k, n, bias=False) for _ in range(max(2, 30_000_000 // (k * n)))]
         for m in (1, 2, 5, 9, 16, 32):
             x = torch.randn(m, k)
-            plain = best(lambda: [torch.nn.functional.linear(x, layer.weight) for layer in layers]) / len(layers)
-            ours = best(lambda: [layer(x) for layer in layers]) / len(layers)
+            plain = best(lambda x=x, ls=layers: [functional.linear(x, layer.weight) for layer in ls]) / len(layers)
+            ours = best(lambda x=x, ls=layers: [layer(x) for layer in ls]) / len(layers)
             rows.append([k, n, m, plain * 1e3, ours * 1e3, plain / ours])
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print(tabulate(rows, ["in", "out", "rows", "linear ms", "ours ms", "ratio"], floatfmt=".3f"))

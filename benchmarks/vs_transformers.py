@@ -122,7 +122,9 @@ def main() -> None:
     length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 4
     # transformers reads the draft length from the assistant's own generation config
     plain_small.model.generation_config.update(
-        num_assistant_tokens=args.gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        num_assistant_tokens=args.gamma,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
     )
     verifier = "token" if args.temperature else "greedy"
     lookup = {"gamma": args.gamma, "max_ngram": 2, "match": "first"}
@@ -144,7 +146,7 @@ def main() -> None:
         pairs["assistant+"] = (ours("small-lm", lm, "block"), assisted)
     rates = {(name, side): [] for name in pairs for side in (0, 1)}
     totals = {key: [0, 0.0] for key in rates}
-    for name, sides in pairs.items():  # warm up
+    for sides in pairs.values():  # warm up
         for run in sides:
             run(prompts[:1])
     order = list(rates)
@@ -165,7 +167,11 @@ def main() -> None:
         rows.append([name, 1, other, mine, mine / other, quarter[1], f"{quarter[0]:.2f}-{quarter[2]:.2f}"])
     if args.batch:
         best = {name: totals[name, 1][0] / totals[name, 1][1] for name in pairs}
-        for name, drafter, config in (("plain", "none", {}), ("prompt", "prompt-lookup", lookup), ("assistant", "small-lm", lm)):
+        for name, drafter, config in (
+            ("plain", "none", {}),
+            ("prompt", "prompt-lookup", lookup),
+            ("assistant", "small-lm", lm),
+        ):
             cell = ours(drafter, config, batch=args.batch)
             cell(prompts[:1])
             start = time.perf_counter()
@@ -175,7 +181,15 @@ def main() -> None:
         f"{target.name} ({str(target.model.dtype)[6:]}, {target.model.device}, {torch.get_num_threads()} threads), "
         f"temperature {args.temperature:g}, gamma {args.gamma}, {len(prompts)} prompts x {args.max_new_tokens} tokens"
     )
-    head = ["pair", "B", "transformers tok/s", "crossdraft tok/s", "ratio of totals", "median ratio", "middle half"]
+    head = [
+        "pair",
+        "B",
+        "transformers tok/s",
+        "crossdraft tok/s",
+        "ratio of totals",
+        "median ratio",
+        "middle half",
+    ]
     print(tabulate(rows, head, floatfmt=".2f"))
 
 

@@ -6,7 +6,11 @@ from ..framework.hookspecs import hookimpl
 @hookimpl
 def crossdraft_register_drafters(register):
     register("none", f"{__name__}.none:NoDrafter", summary="plain autoregressive decoding, the baseline")
-    register("prompt-lookup", f"{__name__}.prompt_lookup:PromptLookup", summary="copies what followed an earlier n-gram")
+    register(
+        "prompt-lookup",
+        f"{__name__}.prompt_lookup:PromptLookup",
+        summary="copies what followed an earlier n-gram",
+    )
     register("small-lm", f"{__name__}.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length")
     register(
         "dynamic-threshold",

@@ -20,7 +20,7 @@ class DynamicThreshold(SmallLM):
     name = "dynamic-threshold"
 
     class Config(SmallLM.Config):
-        gamma: int = Field(10, ge=0, description="most tokens a draft may have")
+        gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")
         threshold: float = Field(0.4, ge=0, le=1, description="stop after a token drawn with less probability")
 
     config: Config

@@ -56,9 +56,9 @@ class PromptLookup(Drafter):
     name = "prompt-lookup"
 
     class Config(StrategyConfig):
-        gamma: int = Field(10, ge=0, description="most tokens a draft may have")
-        max_ngram: int = Field(3, ge=1, description="longest suffix looked up, in tokens")
-        min_ngram: int = Field(1, ge=1, description="shortest suffix looked up, in tokens")
+        gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")
+        max_ngram: int = Field(default=3, ge=1, description="longest suffix looked up, in tokens")
+        min_ngram: int = Field(default=1, ge=1, description="shortest suffix looked up, in tokens")
         match: Literal["first", "latest"] = Field("latest", description="which earlier occurrence to continue from")
 
         @model_validator(mode="after")

@@ -32,7 +32,7 @@ class SmallLM(Drafter):
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
-        gamma: int = Field(5, ge=0, description="draft length")
+        gamma: int = Field(default=5, ge=0, description="draft length")
         temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
 
     config: Config
@@ -118,7 +118,9 @@ class SmallLM(Drafter):
 
     def _check(self, finite: Tensor, sequences: Sequences, step: int) -> None:
         if finite.device.type == "cpu" and not finite.all():
-            row = next(i for i, h in enumerate(sequences.history) if h and not finite[i]) if any(sequences.history) else 0
+            row = (
+                next(i for i, h in enumerate(sequences.history) if h and not finite[i]) if any(sequences.history) else 0
+            )
             raise NumericalError(
                 f"drafter model '{self.config.model}' produced NaN logits in slot {row}, draft position {step}; "
                 "try dtype float32 or check the weights"

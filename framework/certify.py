@@ -119,7 +119,12 @@ class _RoundResult:
 
 
 def certify(
-    toy: Toy, build: DrafterFactory, verifier: Callable[[], Verifier], *, rounds: int = 1, gamma: int | None = None,
+    toy: Toy,
+    build: DrafterFactory,
+    verifier: Callable[[], Verifier],
+    *,
+    rounds: int = 1,
+    gamma: int | None = None,
     temperature: float = 1.0,
 ) -> Certificate:
     """Enumerate ``rounds`` rounds of a pair on ``toy``.
@@ -151,8 +156,12 @@ def certify(
 
 
 def _one_round(
-    toy: Toy, build: DrafterFactory, verifier: Callable[[], Verifier], sampling: Sampling,
-    states: dict[State, float], gamma: int,
+    toy: Toy,
+    build: DrafterFactory,
+    verifier: Callable[[], Verifier],
+    sampling: Sampling,
+    states: dict[State, float],
+    gamma: int,
 ) -> _RoundResult:
     keys, columns = list(states), {}
     of_row, weight = np.arange(len(keys)), np.array(list(states.values()))
@@ -183,10 +192,20 @@ def _one_round(
 
 
 def _decoder(
-    toy: Toy, build: DrafterFactory, verifier: Verifier, sampling: Sampling, rng: Enumeration, batch: int, gamma: int
+    toy: Toy,
+    build: DrafterFactory,
+    verifier: Verifier,
+    sampling: Sampling,
+    rng: Enumeration,
+    batch: int,
+    gamma: int,
 ) -> Decoder:
     context = DraftContext(
-        sampling=sampling, batch_size=batch, max_length=256, vocab_size=toy.vocab_size, device=torch.device("cpu"),
+        sampling=sampling,
+        batch_size=batch,
+        max_length=256,
+        vocab_size=toy.vocab_size,
+        device=torch.device("cpu"),
         load_lm=lambda name: TableLM(toy.drafter, batch),
     )
     drafter = build(context, gamma)

@@ -79,9 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="certify this one; repeatable (default: all registered)",
     )
-    parser.add_argument(
-        "--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}"
-    )
+    parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds to chain (default: 1)")
     parser.add_argument("--gamma", type=int, metavar="N", help="draft length (default: the toy's own)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -179,9 +177,7 @@ def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma:
     if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits, sampling):
         return f"{label}: {reason}"
     try:
-        found = certify(
-            toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature
-        )
+        found = certify(toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature)
         if not math.isfinite(found.tv):
             raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
     except Exception as error:  # whatever a third party's strategy may raise

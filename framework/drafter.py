@@ -98,7 +98,9 @@ class Drafter(ABC):
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         """Draft for every slot; no node of row b deeper than ``sequences.limit[b]``, none for free slots."""
 
-    def observe(self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores) -> None:
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
         """The round is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
 
     def retire(self, row: int) -> None:

@@ -1,9 +1,9 @@
 """One call: generate text with any drafter and any verifier, for one prompt or many.
 
-    from crossdraft import generate, load_model
-    target = load_model("smollm2-135m-instruct")
-    for response in generate(target, ["What is a token?"], drafter="prompt-lookup", temperature=0):
-        print(response.text)
+from crossdraft import generate, load_model
+target = load_model("smollm2-135m-instruct")
+for response in generate(target, ["What is a token?"], drafter="prompt-lookup", temperature=0):
+    print(response.text)
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def configured(kind: str, strategy: Strategy) -> tuple[type, Any]:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{kind[:-1]} '{name}', key '{key}': {first['msg']}; its keys are {', '.join(cls.Config.model_fields) or 'none'}"
+            f"{kind[:-1]} '{name}', key '{key}': {first['msg']}; "
+            f"its keys are {', '.join(cls.Config.model_fields) or 'none'}"
         ) from None
 
 

@@ -105,9 +105,7 @@ def resolve(name: str) -> ResolvedModel:
     if path.is_file():
         raise UsageError(f"{name} is a file; a model is a directory with config.json and safetensors weights")
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
-        raise UsageError(
-            f"there is no model directory {name}; check the path (it is relative to {Path.cwd()})"
-        )
+        raise UsageError(f"there is no model directory {name}; check the path (it is relative to {Path.cwd()})")
     if _HUB_ID.fullmatch(name):
         return from_hub(name, name)
     raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
@@ -264,9 +262,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         raise UsageError(f"there is no device {device!r}; write auto, cpu, cuda or cuda:0") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"there is no device {device!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices"
-        )
+        raise UsageError(f"there is no device {device!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices")
     return found
 
 
@@ -323,9 +319,7 @@ def from_hub(name: str, hub_id: str) -> ResolvedModel:
     except errors.GatedRepoError:
         reason = "its owner asks you to accept a licence: do so on its page, then run `hf auth login`"
     except errors.RepositoryNotFoundError:
-        reason = (
-            "the Hub has no such public model; check the spelling, or run `hf auth login` if it is private"
-        )
+        reason = "the Hub has no such public model; check the spelling, or run `hf auth login` if it is private"
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {parts['revision']!r}"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):

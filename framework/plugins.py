@@ -79,9 +79,7 @@ class Manager(pluggy.PluginManager):
     def load_entry_points(self) -> None:
         """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
         found = [(*_distribution(point), point) for point in entry_points(group="crossdraft")]
-        for distribution, version, point in sorted(
-            found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)
-        ):
+        for distribution, version, point in sorted(found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
             name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
             try:
                 self.register(point.load(), name)

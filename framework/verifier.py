@@ -54,13 +54,13 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see :class:`Scores`); never synchronises with the host."""
+        """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
 
     def retire(self, row: int) -> None:
         """Slot ``row`` is free."""
 
     def snapshot(self, row: int) -> Hashable:
-        """The state kept for ``row`` as a hashable value, ``None`` when there is none (the certificate merges equal states)."""
+        """The state kept for ``row``, hashable, ``None`` if there is none; the certificate merges equal states."""
         return None
 
     def restore(self, row: int, snapshot: Hashable) -> None:
@@ -79,6 +79,4 @@ def incompatible(
     if draft.drawn is None or draft.drawn in traits.drawn:
         return None
     accepted = ", ".join(sorted(traits.drawn))
-    return (
-        f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"
-    )
+    return f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"

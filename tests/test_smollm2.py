@@ -51,7 +51,11 @@ def reference(prompts):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         out = model.model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, eos_token_id=list(model.eos_token_ids)
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=list(model.eos_token_ids),
         )
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs

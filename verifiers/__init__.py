@@ -6,5 +6,9 @@ from ..framework.hookspecs import hookimpl
 @hookimpl
 def crossdraft_register_verifiers(register):
     register("greedy", f"{__name__}.greedy:Greedy", summary="exact match with the target's argmax (temperature 0)")
-    register("token", f"{__name__}.token:Token", summary="token verification (Leviathan et al. 2023, Chen et al. 2023)")
+    register(
+        "token",
+        f"{__name__}.token:Token",
+        summary="token verification (Leviathan et al. 2023, Chen et al. 2023)",
+    )
     register("block", f"{__name__}.block:Block", summary="block verification (Sun et al. 2024)")

@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", help="a YAML file, or the name of an installed recipe (crossdraft list recipes)"
-    )
+    parser.add_argument("recipe", help="a YAML file, or the name of an installed recipe (crossdraft list recipes)")
     parser.add_argument(
         "--set",
         dest="settings",
@@ -19,12 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="replace a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)"
-    )
+    parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is on disk already")
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
 

@@ -140,9 +140,7 @@ class _Expansion:
             config = side.cls.Config(**side.strategy.config | mine)
         except ValidationError as error:
             owner = f"{side.kind.removesuffix('s')} '{side.strategy.name}'"
-            raise explain(
-                error, self.places, where=where, models={(): side.cls.Config}, owner=owner
-            ) from None
+            raise explain(error, self.places, where=where, models={(): side.cls.Config}, owner=owner) from None
         if isinstance(model := getattr(config, "model", None), str):
             self._check_model(model, where.get(("model",), (*side.path, "model")))
         return side.strategy.model_copy(update={"config": config.model_dump(mode="json")})
@@ -164,9 +162,7 @@ class _Expansion:
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _unknown(
-        self, path: KeyPath, what: str, name: str, known: Iterable[str], hint: str = ""
-    ) -> UsageError:
+    def _unknown(self, path: KeyPath, what: str, name: str, known: Iterable[str], hint: str = "") -> UsageError:
         error = UnknownNameError.among(what, name, known, hint)
         return self.places.error(path, str(error), UnknownNameError)
 
@@ -199,9 +195,7 @@ class _Expansion:
         keys = {"drafter", "verifier", *self.matrix_keys}
         for i, entry in enumerate(self.recipe.exclude):
             if not entry:
-                raise self.places.error(
-                    ("exclude", i), "an empty entry of exclude would leave out every cell"
-                )
+                raise self.places.error(("exclude", i), "an empty entry of exclude would leave out every cell")
             for key, value in entry.items():
                 path = ("exclude", i, key)
                 if key not in keys:

@@ -121,9 +121,7 @@ class Metrics:
         return cls(**{**data, "speed_up": speed_up, "block_efficiency": block_efficiency})
 
 
-def measure(
-    records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int = 0, gamma: int = 0
-) -> Metrics:
+def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int = 0, gamma: int = 0) -> Metrics:
     """The metrics of a cell, without its speed-up. ``gamma``: least depth that `acceptance` goes to."""
     tau = np.array([r.tau for r in records])
     emitted, rounds = sum(r.emitted for r in records), len(records)
@@ -161,9 +159,7 @@ def block_efficiency(records: Sequence[RoundRecord]) -> Estimate:
 
 def speed_up(chunks: Sequence[Chunk], baseline: Sequence[Chunk]) -> Estimate:
     """Ratio of decoding rates, resampling chunks: chunk i of both cells held the same prompts."""
-    mine, base = (
-        np.array([(c.emitted, c.decode_seconds) for c in cell], dtype=float) for cell in (chunks, baseline)
-    )
+    mine, base = (np.array([(c.emitted, c.decode_seconds) for c in cell], dtype=float) for cell in (chunks, baseline))
 
     def ratio(pick: np.ndarray) -> np.ndarray:
         a, b = mine[pick].sum(-2), base[pick].sum(-2)

@@ -229,18 +229,14 @@ def _prompt(where: str, row: Any, index: int) -> Prompt:
         raise UsageError(f"{where}: a prompt is a JSON object, not {type(row).__name__}")
     key = next((key for key in _TEXT_KEYS if row.get(key) is not None), None)
     if key is None:
-        raise UsageError(
-            f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {', '.join(row)}"
-        )
+        raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {', '.join(row)}")
     turns = row[key] if key == "turns" else [row[key]]
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
         what = "must be a list of texts" if key == "turns" else "must be a text"
         raise UsageError(f"{where}: {key!r} {what}, and none of them empty")
     if len(turns) > MOST_TURNS:
         raise UsageError(f"{where}: {len(turns)} turns; a conversation may have at most {MOST_TURNS}")
-    reference = next(
-        (row[k] for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None
-    )
+    reference = next((row[k] for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None)
     if isinstance(reference, str):
         reference = [reference]
     question_id = row.get("question_id", row.get("task_id"))

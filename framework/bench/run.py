@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -108,9 +108,7 @@ def run(
     session = _Session(prompts, describe())
     # None: no bar unless standard error is a terminal.
     disable = None if progress else True
-    with tqdm(
-        total=len(cells) * len(prompts), unit="prompt", miniters=1, leave=False, disable=disable
-    ) as bar:
+    with tqdm(total=len(cells) * len(prompts), unit="prompt", miniters=1, leave=False, disable=disable) as bar:
         try:
             for number, group in enumerate(groups, 1):
                 title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
@@ -121,15 +119,24 @@ def run(
                 if results is None:
                     results = session.measure_group(group, bar.update)
                     for result in results:
-                        if result.metrics is not None:
-                            directory.save(result)
+                        if result.metrics is not None and _saved(directory, result):
                             plugins.notify("crossdraft_cell_finished", run=about, cell=result.summary())
                 outcome.results += results
-                bar.n = number * len(prompts) * len(cells) // len(groups)
+                bar.n = len(outcome.results) * len(prompts)
+                bar.refresh()
         except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
             outcome.interrupted = True
     _write_summary(directory, outcome, session)
     return outcome
+
+
+def _saved(directory: RunDirectory, result: CellResult) -> bool:
+    """Write a cell; one that cannot be written has failed."""
+    try:
+        directory.save(result)
+    except OSError as error:
+        result.error = f"its records cannot be written: {error}"
+    return result.error is None
 
 
 def _count(n: int, what: str) -> str:
@@ -148,10 +155,21 @@ def _write_summary(directory: RunDirectory, outcome: Outcome, session: _Session)
         for result in outcome.results:
             models |= result.provenance.get("models", {})
         prompts = {"source": outcome.recipe.prompts.source, "count": len(session.prompts)}
-        about = session.environment | {"models": models, "prompts": prompts | {"digest": session.digest}}
+        about = session.environment | {"models": models, "prompts": prompts}
+        about["conditions"] = _distinct(result.provenance for result in outcome.results)
         directory.write_json("environment.json", about)
     directory.write_text("summary.csv", summary_csv(outcome))
     directory.write_text("summary.md", summary_markdown(outcome))
+
+
+def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
+    found: list[dict[str, Any]] = []
+    for provenance in provenances:
+        conditions = {key: value for key, value in provenance.items() if key != "models"}
+        if conditions and conditions not in found:
+            found.append(conditions)
+    return found
 
 
 def chunked(conversations: Sequence[Conversation], batch_size: int) -> list[Sequence[Conversation]]:

@@ -95,7 +95,9 @@ class TransformersLM:
             slots = torch.arange(start, start + piece.shape[1], device=self.device)[None]
             reach = start + piece.shape[1]
             allowed = torch.arange(reach, device=self.device) <= slots[..., None]
-            _, states = self._forward(piece, Placement(rows, slots, None, reach), slots, allowed, slots, want_logits=False)
+            _, states = self._forward(
+                piece, Placement(rows, slots, None, reach), slots, allowed, slots, want_logits=False
+            )
             if states is not None:
                 hidden.append(states)
         self.lengths[row] = body.shape[1]
@@ -107,7 +109,9 @@ class TransformersLM:
         first, total = self._grown, self._grown + width
         longest = max(self.lengths)
         if longest + total > self.max_length:
-            raise ModelError(f"a sequence of {longest} tokens and {total} drafted ones exceed max_length {self.max_length}")
+            raise ModelError(
+                f"a sequence of {longest} tokens and {total} drafted ones exceed max_length {self.max_length}"
+            )
         same = min(self.lengths) == longest
         committed = torch.tensor(self.lengths, device=self.device)[:, None]
         order = torch.arange(first, total, device=self.device)

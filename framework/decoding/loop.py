@@ -69,7 +69,7 @@ class Stopwatch:
     there at the price of a synchronisation per phase; pass ``enabled=False`` to run free."""
 
     def __init__(self, device: torch.device, enabled: bool = True):
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.enabled = enabled
         self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else None
         self._last = time.perf_counter()
@@ -264,7 +264,13 @@ class Decoder:
         survival: list[float | None] = [None] * len(host)
         if verdict.survival is not None:
             survival = list(verdict.survival.sum(1).tolist())
-        return [r[0] for r in host], [r[3:] for r in host], [r[1] for r in host], [bool(r[2]) for r in host], survival
+        return (
+            [r[0] for r in host],
+            [r[3:] for r in host],
+            [r[1] for r in host],
+            [bool(r[2]) for r in host],
+            survival,
+        )
 
     def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:
         """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""

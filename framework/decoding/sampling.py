@@ -20,10 +20,10 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0, description="keep the k most probable tokens; 0 = off")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
-    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = Field(default=0, ge=0, description="keep the k most probable tokens; 0 = off")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
 
     def law(self, logits: Tensor) -> Tensor:
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
@@ -62,4 +62,3 @@ class Sampling(BaseModel):
         if self.min_p > 0:
             warpers.append(lp.MinPLogitsWarper(self.min_p))
         return warpers
-

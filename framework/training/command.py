@@ -14,14 +14,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p = kinds.add_parser("small-lm", help="distil a small LM from a few of the target's own layers")
     p.add_argument("--target", required=True, help="name, directory or Hub id of the target")
     p.add_argument("--out", required=True, type=Path, help="directory for texts, checkpoint and result")
-    p.add_argument("--layers", type=_integers, help="target layers the student starts from, e.g. 0,1,29 (default: first two, last)")
+    p.add_argument(
+        "--layers",
+        type=_integers,
+        help="target layers the student starts from, e.g. 0,1,29 (default: first two, last)",
+    )
     texts = p.add_argument_group("texts")
-    texts.add_argument("--texts", action="append", default=[], type=Path, metavar="FILE", help="finished texts to add: JSONL with prompt and response, or question and answer (repeatable)")
+    texts.add_argument(
+        "--texts",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="finished texts to add: JSONL with prompt and response, or question and answer (repeatable)",
+    )
     texts.add_argument("--texts-limit", type=int, default=0, help="how many texts of each such file to take (0: all)")
-    texts.add_argument("--questions", action="append", default=[], metavar="PROMPTS", help="prompt set whose first turns the target answers (repeatable)")
-    texts.add_argument("--invented", type=float, default=0.5, help="share of questions the target invents itself (default 0.5; 1 without --questions)")
+    texts.add_argument(
+        "--questions",
+        action="append",
+        default=[],
+        metavar="PROMPTS",
+        help="prompt set whose first turns the target answers (repeatable)",
+    )
+    texts.add_argument(
+        "--invented",
+        type=float,
+        default=0.5,
+        help="share of questions the target invents itself (default 0.5; 1 without --questions)",
+    )
     texts.add_argument("--tokens", type=int, default=200_000, help="response tokens to write (default 200000)")
-    texts.add_argument("--temperatures", type=_floats, default=[1.0], help="answers are sampled at these in turn, e.g. 1,0 (default 1)")
+    texts.add_argument(
+        "--temperatures",
+        type=_floats,
+        default=[1.0],
+        help="answers are sampled at these in turn, e.g. 1,0 (default 1)",
+    )
     texts.add_argument("--max-prompt", type=int, default=256, help="longest prompt used, in tokens")
     texts.add_argument("--max-response", type=int, default=192, help="longest answer written, in tokens")
     texts.add_argument("--write-batch", type=int, default=64, help="answers written at once")
@@ -29,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--divergence", choices=["forward-kl", "reverse-kl", "tv"], default="forward-kl")
     training.add_argument("--epochs", type=int, default=3)
     training.add_argument("--minutes", type=float, default=0, help="training time after which to stop (0: all epochs)")
-    training.add_argument("--sampled-vocab", type=int, default=2048, help="random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)")
+    training.add_argument(
+        "--sampled-vocab",
+        type=int,
+        default=2048,
+        help="random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+    )
     training.add_argument("--batch-tokens", type=int, default=2048)
     training.add_argument("--learning-rate", type=float, default=6e-4)
     training.add_argument("--held-out", type=float, default=0.04, help="share of the texts kept for evaluation")
@@ -49,19 +81,33 @@ def main(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     layers = tuple(args.layers) if args.layers else (0, 1, target.model.config.num_hidden_layers - 1)
     recipe = Recipe(
-        layers=layers, divergence=args.divergence, epochs=args.epochs, minutes=args.minutes, sampled_vocab=args.sampled_vocab, batch_tokens=args.batch_tokens,
-        learning_rate=args.learning_rate, seed=args.seed,
+        layers=layers,
+        divergence=args.divergence,
+        epochs=args.epochs,
+        minutes=args.minutes,
+        sampled_vocab=args.sampled_vocab,
+        batch_tokens=args.batch_tokens,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
     )
     trainer = Trainer(target, recipe, args.out)  # before the texts: a bad --layers should not wait for them
     written = []
     if args.tokens:
         questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
         writer = t.Writer(
-            target, batch_size=args.write_batch, max_prompt=args.max_prompt, max_response=args.max_response, seed=args.seed
+            target,
+            batch_size=args.write_batch,
+            max_prompt=args.max_prompt,
+            max_response=args.max_response,
+            seed=args.seed,
         )
         written = t.write(
-            args.out / "texts.jsonl", writer, tokens=args.tokens, questions=questions,
-            invented=args.invented if questions else 1.0, temperatures=args.temperatures,
+            args.out / "texts.jsonl",
+            writer,
+            tokens=args.tokens,
+            questions=questions,
+            invented=args.invented if questions else 1.0,
+            temperatures=args.temperatures,
         )
     finished = []
     for file in args.texts:

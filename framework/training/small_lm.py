@@ -72,7 +72,9 @@ def student_of(target: Any, layers: Sequence[int]) -> Any:
     if not layers or any(not 0 <= i < count for i in layers):
         raise UsageError(f"--layers must name layers 0 to {count - 1} of the target, got {list(layers)}")
     if target.get_input_embeddings().weight is not target.get_output_embeddings().weight:
-        raise UsageError("the target's head is not tied to its embedding; a student that shares both needs tied weights")
+        raise UsageError(
+            "the target's head is not tied to its embedding; a student that shares both needs tied weights"
+        )
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in layers]
@@ -201,7 +203,16 @@ class Trainer:
         save_sharing_embedding(student, self.out, embedding_of=self.target.name)
         (self.out / "README.md").write_text(card, encoding="utf-8")
         (self.out / "training.json").write_text(
-            json.dumps({"recipe": asdict(self.recipe), "seconds": round(self.seconds), "tokens": self.tokens, "log": self.log}, indent=1) + "\n"
+            json.dumps(
+                {
+                    "recipe": asdict(self.recipe),
+                    "seconds": round(self.seconds),
+                    "tokens": self.tokens,
+                    "log": self.log,
+                },
+                indent=1,
+            )
+            + "\n"
         )
 
     # -- pieces -------------------------------------------------------------------------------------------
@@ -209,7 +220,7 @@ class Trainer:
     def _batches(self, texts: Sequence[Text], epoch: int) -> list[list[int]]:
         """Texts of like length together, at most ``batch_tokens`` padded tokens each, in a shuffled order."""
         rng = random.Random(self.recipe.seed * 1009 + epoch)
-        order = sorted(range(len(texts)), key=lambda i: (len(texts[i].ids) + rng.uniform(-16, 16)))
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids) + rng.uniform(-16, 16))
         batches: list[list[int]] = [[]]
         for i in order:
             if (len(batches[-1]) + 1) * len(texts[i].ids) > self.recipe.batch_tokens and batches[-1]:
@@ -250,10 +261,14 @@ class Trainer:
         bias = torch.cat([torch.zeros(len(self._common)), torch.full((wanted,), share)]).to(self.device)
         return head[torch.cat([self._common, chosen])], bias
 
-    def _loss(self, texts: Sequence[Text], keys: Sequence[int], head: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _loss(
+        self, texts: Sequence[Text], keys: Sequence[int], head: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
         ids, mask, predicts = pad(texts, self.device)
         target = self._target_states(keys, ids, mask, predicts)
-        states = self.student.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[predicts]
+        states = self.student.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[
+            predicts
+        ]
         loss, overlap = distil(states.to(head.dtype), target.to(head.dtype), head, bias, self.recipe.divergence)
         return loss, overlap, len(target)
 
@@ -261,7 +276,9 @@ class Trainer:
     def _target_states(self, keys: Sequence[int], ids: Tensor, mask: Tensor, predicts: Tensor) -> Tensor:
         """``[n, H]`` final hidden states of the target, computed once per text and kept in bfloat16."""
         if not all(k in self._hidden for k in keys):
-            states = self.target.model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            states = self.target.model.get_decoder()(
+                input_ids=ids, attention_mask=mask, use_cache=False
+            ).last_hidden_state
             for i, k in enumerate(keys):
                 self._hidden[k] = states[i][predicts[i]].to("cpu", torch.bfloat16)
         return torch.cat([self._hidden[k] for k in keys]).to(self.device)
@@ -278,15 +295,27 @@ class Trainer:
             overlap, count = overlap + float(value) * n, count + n
         self.best = overlap / max(count, 1)
         self.log.append(
-            {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens, "held_out_acceptance": round(self.best, 4)}
+            {
+                "step": self.step,
+                "minutes": round(self.seconds / 60, 1),
+                "tokens": self.tokens,
+                "held_out_acceptance": round(self.best, 4),
+            }
         )
-        tqdm.write(f"step {self.step}, {self.seconds / 60:.1f} min, {self.tokens} tokens: held-out acceptance {self.best:.4f}")
+        tqdm.write(
+            f"step {self.step}, {self.seconds / 60:.1f} min, {self.tokens} tokens: held-out acceptance {self.best:.4f}"
+        )
 
     def _save(self) -> None:
         trained = {k: v for k, v in self.student.state_dict().items() if "embed" not in k and "lm_head" not in k}
         state = {
-            "student": trained, "optimizer": self.optimizer.state_dict(), "step": self.step,
-            "seconds": self.seconds, "tokens": self.tokens, "log": self.log, "recipe": json.dumps(asdict(self.recipe)),
+            "student": trained,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "log": self.log,
+            "recipe": json.dumps(asdict(self.recipe)),
         }
         part = self.checkpoint.with_suffix(".part")
         torch.save(state, part)

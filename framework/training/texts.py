@@ -58,7 +58,9 @@ class Writer:
 
     def __init__(self, target: LoadedModel, *, batch_size: int, max_prompt: int, max_response: int, seed: int):
         if getattr(target.tokenizer, "chat_template", None) is None:
-            raise UsageError(f"{target.name} has no chat template, so it cannot be asked; give finished texts with --texts")
+            raise UsageError(
+                f"{target.name} has no chat template, so it cannot be asked; give finished texts with --texts"
+            )
         self.target, self.seed = target, seed
         self.max_prompt, self.max_response = max_prompt, max_response
         room = max(max_prompt, 64) + max_response + 2
@@ -88,12 +90,21 @@ class Writer:
     def _decode(self, prompts: Sequence[list[int]], temperature: float, most: int, seed: int) -> list[list[int]]:
         lm, sampling = self._lm, Sampling(temperature=temperature)
         context = DraftContext(
-            sampling=sampling, batch_size=lm.batch_size, max_length=self._length, vocab_size=lm.vocab_size,
-            device=lm.device, load_lm=lambda name: lm,
+            sampling=sampling,
+            batch_size=lm.batch_size,
+            max_length=self._length,
+            vocab_size=lm.vocab_size,
+            device=lm.device,
+            load_lm=lambda name: lm,
         )
         decoder = Decoder(
-            lm, get("drafters", "none")(StrategyConfig(), context), get("verifiers", "token")(), sampling=sampling,
-            eos=self.target.eos_token_ids, max_new_tokens=most, rng=CounterRng(seed),
+            lm,
+            get("drafters", "none")(StrategyConfig(), context),
+            get("verifiers", "token")(),
+            sampling=sampling,
+            eos=self.target.eos_token_ids,
+            max_new_tokens=most,
+            rng=CounterRng(seed),
         )
         answers: list[list[int]] = [[] for _ in prompts]
         for response in decoder.run(prompts):
@@ -110,7 +121,13 @@ class Writer:
 
 
 def write(
-    path: Path, writer: Writer, *, tokens: int, questions: Sequence[str], invented: float, temperatures: Sequence[float]
+    path: Path,
+    writer: Writer,
+    *,
+    tokens: int,
+    questions: Sequence[str],
+    invented: float,
+    temperatures: Sequence[float],
 ) -> list[Text]:
     """Append texts to ``path`` until their responses hold ``tokens`` tokens; returns them all.
 
@@ -125,14 +142,21 @@ def write(
     random.Random(writer.seed).shuffle(order)
     used = sum(t.source == "given" for t in texts)
     slots = writer._lm.batch_size
-    with tqdm(total=tokens, initial=min(have, tokens), unit="tok", desc="target writes texts") as bar, path.open("a") as file:
+    with (
+        tqdm(total=tokens, initial=min(have, tokens), unit="tok", desc="target writes texts") as bar,
+        path.open("a") as file,
+    ):
         batch = len(texts)
         while have < tokens:
-            mine = [("invented", q) for q in writer.invent(round(2 * slots * invented / 0.6), batch)] if invented else []
+            mine = (
+                [("invented", q) for q in writer.invent(round(2 * slots * invented / 0.6), batch)] if invented else []
+            )
             given = order[used : used + 2 * slots - len(mine)] if len(mine) < 2 * slots else []
             used += len(given)
             if not mine and not given:
-                raise UsageError(f"the questions are used up after {have} of {tokens} tokens; give more, or let the target invent")
+                raise UsageError(
+                    f"the questions are used up after {have} of {tokens} tokens; give more, or let the target invent"
+                )
             asked = [(source, writer.conversation(q)) for source, q in mine + [("given", q) for q in given]]
             asked = [(source, p) for source, p in asked if len(p) <= writer.max_prompt]
             temperature = temperatures[batch % len(temperatures)]
@@ -167,7 +191,7 @@ def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response
     for number, row in _rows(path):
         prompt, response = row.get("prompt", row.get("question")), row.get("response", row.get("answer"))
         if not isinstance(prompt, str) or not isinstance(response, str):
-            raise UsageError(f"{path}, line {number}: needs text under 'prompt' and 'response' (or 'question' and 'answer')")
+            raise UsageError(f"{path}, line {number}: needs 'prompt' and 'response' (or 'question' and 'answer')")
         ids = writer.conversation(prompt)
         answer = [*writer._encode(re.sub(r"<<.*?>>", "", response)), target.eos_token_ids[0]]
         if len(ids) <= max_prompt:

@@ -42,8 +42,8 @@ def save_model(
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=width, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, initializer_range=0.3,
-            bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+            num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
+            max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
     if nan:

@@ -16,9 +16,7 @@ from crossdraft.framework.models import LoadedModel
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text(
-        "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8"
-    )
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
     return str(path)
 
 
@@ -75,13 +73,8 @@ def test_a_directory_read_by_datasets(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"]}), tmp_path / "test.parquet")
     assert [p.turns for p in load_prompts(str(tmp_path))] == [("a",), ("b",)]
     assert [p.turns for p in load_prompts(str(tmp_path), column="answer", limit=1)] == [("1",)]
-    assert (
-        error(str(tmp_path), column="text")
-        == f"{tmp_path}, row 1: no column 'text'; its columns: question, answer"
-    )
-    assert (
-        error(str(tmp_path), split="dev") == f"the data set {tmp_path} has no split 'dev'; its splits: test"
-    )
+    assert error(str(tmp_path), column="text") == f"{tmp_path}, row 1: no column 'text'; its columns: question, answer"
+    assert error(str(tmp_path), split="dev") == f"the data set {tmp_path} has no split 'dev'; its splits: test"
     write(tmp_path / "train.jsonl", {"question": "c"})
     (tmp_path / "test.parquet").rename(tmp_path / "sub.bin")
     write(tmp_path / "test.jsonl", {"question": "d"})
@@ -112,9 +105,7 @@ def test_a_data_set_of_the_hub(monkeypatch: Any) -> None:
     ]
     assert asked == [(("openai/gsm8k", "main"), {"streaming": False})]
     assert load_prompts("hf:openai/gsm8k", split="test", limit=1)[0].turns == ("a",)
-    assert (
-        error("hf:openai/gsm8k") == "the data set hf:openai/gsm8k has several splits; its splits: train, test"
-    )
+    assert error("hf:openai/gsm8k") == "the data set hf:openai/gsm8k has several splits; its splits: train, test"
     assert error("hf:a/b?spilt=x") == "hf:a/b?spilt=x: unknown option 'spilt'; it may have split and column"
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
     assert error("hf:a/b") == "the data set hf:a/b cannot be read: ZeroDivisionError: division by zero"
@@ -166,10 +157,7 @@ def test_bad_files(tmp_path: Path) -> None:
     Path(path).write_bytes(b'{"prompt": "\xff"}')
     assert error(path) == f"cannot read {path}: it is not UTF-8 text"
     write(tmp_path / "p.jsonl", {"category": "math", "prompt": "a"})
-    assert (
-        error(path, categories=["maths"])
-        == f"{path} has no category 'maths'; did you mean 'math'? It has: math."
-    )
+    assert error(path, categories=["maths"]) == f"{path} has no category 'maths'; did you mean 'math'? It has: math."
 
 
 # -- conversations -------------------------------------------------------------------------------------------
@@ -211,9 +199,7 @@ def test_prompts_that_do_not_fit(tokenizers: Any) -> None:
         prepare([prompt], loaded(chat, 6), 8)
     prepare([prompt], loaded(chat, 7), 8)
     two = Prompt(3, "c", ("w5", "w6"))
-    with pytest.raises(
-        UsageError, match=r"^prompt 3, turn 2 has up to 30 tokens with the answers before it, but toy"
-    ):
+    with pytest.raises(UsageError, match=r"^prompt 3, turn 2 has up to 30 tokens with the answers before it, but toy"):
         prepare([two], loaded(chat, 20), 8)
     with pytest.raises(UsageError, match=r"^prompt 'e' has no tokens"):
         prepare([Prompt("e", "c", (" ",))], loaded(plain), 8)

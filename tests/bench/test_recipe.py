@@ -83,9 +83,7 @@ def test_configs_are_resolved_with_their_defaults(base: str) -> None:
 
 
 def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
-    cells = load_recipe(
-        base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1}
-    ).cells()
+    cells = load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1}).cells()
     labels = sorted({c.drafter.label for c in cells})
     assert labels == [
         "none",
@@ -120,9 +118,7 @@ def test_labels(base: str) -> None:
 
 def test_exclude(base: str) -> None:
     def left(entry: str) -> int:
-        return len(
-            load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"]).cells()
-        )
+        return len(load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"]).cells())
 
     assert left("{batch_size: 3}") == 8
     assert left("{drafter: small-lm, batch_size: [1, 3], temperature: 1}") == 12
@@ -241,13 +237,9 @@ def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path:
     path = recipe_file("target: x/y\nverifiers: [token]\n")
     assert error(path) == f"{path}: the recipe needs the key 'drafters'"
     assert (
-        error(recipe_file("- a\n"))
-        == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
+        error(recipe_file("- a\n")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
     )
-    assert (
-        error(recipe_file(""))
-        == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
-    )
+    assert error(recipe_file("")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
     assert error(recipe_file("a: 1\nb: [\n")).startswith(f"{path}:3: this is not YAML: ")
     Path(path).write_bytes(b"\xff\xfe\x00")
     assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text"
@@ -275,9 +267,7 @@ def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
 
 
 def test_pairs_that_cannot_run(base: str) -> None:
-    assert (
-        error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' runs in no cell: {NEEDS_ZERO}"
-    )
+    assert error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' runs in no cell: {NEEDS_ZERO}"
     found = error(base, "verifiers=[greedy]", "exclude=[]")
     assert found == f"--set verifiers=[greedy]: {NEEDS_ZERO}, or exclude these cells"
     assert error(base, "exclude=[{temperature: [0, 1]}]").endswith("exclude leaves no cell to run")
@@ -307,9 +297,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
 def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"turns": ["x"]}\n', encoding="utf-8")
     assert load_recipe(base, ["prompts=my.jsonl"]).prompts.source == str(tmp_path / "my.jsonl")
-    assert error(base, "prompts=your.jsonl").startswith(
-        "--set prompts=your.jsonl: there is no prompt file your.jsonl"
-    )
+    assert error(base, "prompts=your.jsonl").startswith("--set prompts=your.jsonl: there is no prompt file your.jsonl")
 
 
 def test_help_does_not_load_pytorch() -> None:

@@ -16,10 +16,12 @@ from crossdraft.drafters.prompt_lookup import PromptLookup
 from crossdraft.framework import cli, plugins
 from crossdraft.framework.bench.cell import FittedLM
 from crossdraft.framework.bench.recipe import load_recipe
+from crossdraft.framework.bench.records import RunDirectory
 from crossdraft.framework.bench.run import chunked, run
 from crossdraft.framework.decoding.lm import TransformersLM
 from crossdraft.framework.hookspecs import hookimpl
 from crossdraft.framework.models import load_model
+from crossdraft.framework.verifier import VerifierTraits
 from crossdraft.verifiers.token import Token
 
 RECIPE = """\
@@ -95,6 +97,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     )
     environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
     assert len(environment["models"]) == 2 and environment["prompts"]["count"] == 6
+    assert [condition["dtype"] for condition in environment["conditions"]] == ["float32"]
 
     with (directory / "summary.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -103,11 +106,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         table = parquet.read_table(directory / "cells" / row["cell"] / "rounds.parquet")
         emitted, rounds = sum(table["emitted"].to_pylist()), table.num_rows
         assert float(row["block_efficiency"]) == pytest.approx(emitted / rounds)
-        assert (
-            int(row["tokens"])
-            == emitted
-            == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
-        )
+        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert set(table["cell"].to_pylist()) == {row["cell"]}
         if row["drafter"] == "small-lm":
@@ -139,9 +138,7 @@ def test_what_is_said_depends_on_neither_batch_size_nor_limit(bench: Any, tmp_pa
         assert any(some.items() <= answers.items() for pair in by_cell.values() for answers in pair)
 
 
-def test_a_rerun_reuses_whole_groups(
-    bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any
-) -> None:
+def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any) -> None:
     settings = ["matrix={batch_size: [1, 2]}", *ONE_GROUP[1:], "drafters=[prompt-lookup]", "max_new_tokens=5"]
     assert "running" in bench(*settings)[2]
     first = {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)}
@@ -216,13 +213,33 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     install("verifiers", ("broken", Broken))
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
     assert code == 1
-    assert (
-        "failed: prompt-lookup × broken (temperature 1, batch size 1), small-lm × broken (temperature 1"
-        in out
-    )
+    assert "failed: prompt-lookup × broken (temperature 1, batch size 1), small-lm × broken (temperature 1" in out
     assert "RuntimeError: it broke\n" in out and "in many lines" not in out
     assert "2 of 7 cells failed" in err
     assert {d.name: said(d) for d in cells(tmp_path)} == expected
+
+
+class Lax(Token):
+    """Says of itself that it changes the distribution."""
+
+    name = "lax"
+    traits = VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
+
+
+def test_a_lossy_verifier_is_marked(bench: Any, install: Any) -> None:
+    install("verifiers", ("lax", Lax))
+    _, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token, lax]", "drafters=[prompt-lookup]")
+    assert "prompt-lookup  lax (lossy)  " in out
+    assert "lossy verifiers change what the target says" in out
+
+
+def test_records_that_cannot_be_written(bench: Any, monkeypatch: Any) -> None:
+    def full(self: Any, result: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "save", full)
+    code, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
+    assert code == 1 and "its records cannot be written: [Errno 28] No space left on device" in out
 
 
 def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
@@ -240,9 +257,7 @@ def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
 
 def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
     _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
-    assert (
-        f"{models['other']} cannot draft for {models['target']}: the tokenizers differ: 'w5' has id 5" in out
-    )
+    assert f"{models['other']} cannot draft for {models['target']}: the tokenizers differ: 'w5' has id 5" in out
     _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
     assert f"{models['short']} has a context of 16 tokens, but this recipe's sequences reach" in out
     code, out, _ = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
@@ -261,17 +276,12 @@ def test_a_prompt_longer_than_the_context(
 def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
     code, out, err = bench("max_new_token=1")
     assert (code, out) == (2, "")
-    assert (
-        err
-        == "crossdraft: error: --set max_new_token=1: unknown key 'max_new_token'; did you mean 'max_new_tokens'?\n"
-    )
+    sentence = "--set max_new_token=1: unknown key 'max_new_token'; did you mean 'max_new_tokens'?"
+    assert err == f"crossdraft: error: {sentence}\n"
     (tmp_path / "prompts.jsonl").write_text('{"turns": 1}\n', encoding="utf-8")
     code, _, err = bench()
-    assert (
-        code == 2
-        and err
-        == f"crossdraft: error: {tmp_path}/prompts.jsonl:1: 'turns' must be a list of texts, and none of them empty\n"
-    )
+    sentence = f"{tmp_path}/prompts.jsonl:1: 'turns' must be a list of texts, and none of them empty"
+    assert code == 2 and err == f"crossdraft: error: {sentence}\n"
     (tmp_path / "prompts.jsonl").unlink()
     assert "recipe.yaml:4: there is no prompt file" in bench()[2]
     (tmp_path / "runs").write_text("", encoding="utf-8")

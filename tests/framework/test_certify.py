@@ -230,9 +230,7 @@ def test_state_travels_between_rounds(toys: dict[str, Toy], drafts: dict, golden
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
-def test_a_mistake_in_the_second_round_takes_two_rounds_to_see(
-    toys: dict[str, Toy], drafts: dict, toy: str
-) -> None:
+def test_a_mistake_in_the_second_round_takes_two_rounds_to_see(toys: dict[str, Toy], drafts: dict, toy: str) -> None:
     assert certify(toys[toy], drafts["chain"], WrongLater, rounds=1).lossless
     found = certify(toys[toy], drafts["chain"], WrongLater, rounds=2)
     assert found.tv > 0.05
@@ -271,9 +269,7 @@ def test_everything_registered_keeps_its_promise(capsys: Any) -> None:
     code, out, _ = run(capsys, "--json")
     rows = json.loads(out)
     assert code == 0
-    promised = {
-        name for name in plugins.entries("verifiers") if plugins.get("verifiers", name).traits.lossless
-    }
+    promised = {name for name in plugins.entries("verifiers") if plugins.get("verifiers", name).traits.lossless}
     for name in promised:
         rule = plugins.get("verifiers", name)
         mine = {(row["toy"], row["draft"]) for row in rows if row["verifier"] == name}

@@ -61,9 +61,7 @@ def test_env(capsys: Any) -> None:
         (KeyboardInterrupt(), 130, "crossdraft: interrupted\n"),
     ],
 )
-def test_errors_are_one_line_and_a_code(
-    monkeypatch: Any, capsys: Any, error: Any, code: int, sentence: str
-) -> None:
+def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: Any, code: int, sentence: str) -> None:
     def fail(_: Any) -> int:
         raise error
 
@@ -79,9 +77,7 @@ def test_wrong_arguments_exit_with_2() -> None:
         assert left.value.code == 2
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"]])
 def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None:
     code = (
         "import sys; from crossdraft.framework.cli import main\n"
@@ -95,9 +91,7 @@ def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None
 
 
 def test_help_names_every_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "crossdraft", "--help"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "crossdraft", "--help"], capture_output=True, text=True, check=True)
     for command in ("run", "list", "plugins", "env", "certify", "train"):
         assert f"\n    {command} " in done.stdout
 
@@ -109,9 +103,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
         "cli._list = lambda args: print('x' * 10**7) or 0\n"
         "sys.exit(cli.main(['list']))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as command:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout and command.stderr
         command.stdout.read(1)
         command.stdout.close()

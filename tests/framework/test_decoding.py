@@ -155,9 +155,7 @@ def test_temperature_zero_equals_generate(
         assert sum(r.emitted for r in response.rounds) == NEW
 
 
-def test_the_noisy_drafter_is_right_now_and_then(
-    tiny_model: Callable, decoder: Callable, family: str
-) -> None:
+def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:
     """Otherwise the test above would exercise only acceptance, or only rejection."""
     loop = decoder(
         tiny_model(family),
@@ -277,9 +275,7 @@ def test_a_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> Non
         return torch.cat([lm.grow(tokens[:, piece], parents[:, piece])[0] for piece in pieces], 1)
 
     at_once = grown([slice(0, size)])
-    torch.testing.assert_close(
-        grown([slice(0, 1), slice(1, 3), slice(3, size)]), at_once, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(grown([slice(0, 1), slice(1, 3), slice(3, size)]), at_once, atol=1e-4, rtol=1e-4)
     for row, prompt in enumerate(prompts):
         for node in range(size):
             branch, at = [], node
@@ -310,9 +306,7 @@ def test_hidden_states_are_those_of_the_model(tiny_model: Callable, family: str)
 MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(10))
 
 
-def sampled(
-    decoder: Callable, tiny_model: Callable, batch_size: int, prompts: Any = MANY, **loop: Any
-) -> dict:
+def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: Any = MANY, **loop: Any) -> dict:
     """Tokens by stream, sampled at temperature 1."""
     made = decoder(
         tiny_model("llama"),
@@ -331,9 +325,7 @@ def sampled(
 
 
 @pytest.mark.parametrize("batch_size", [3, 8, 16])
-def test_samples_do_not_depend_on_the_batch_size(
-    decoder: Callable, tiny_model: Callable, batch_size: int
-) -> None:
+def test_samples_do_not_depend_on_the_batch_size(decoder: Callable, tiny_model: Callable, batch_size: int) -> None:
     alone = sampled(decoder, tiny_model, 1)
     assert sampled(decoder, tiny_model, batch_size) == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == len(MANY)
@@ -345,9 +337,7 @@ def test_samples_do_not_depend_on_the_order_of_the_prompts(decoder: Callable, ti
     assert shuffled == sampled(decoder, tiny_model, 3)
 
 
-def test_a_slot_is_refilled_while_others_go_on(
-    decoder: Callable, tiny_model: Callable, expected: Callable
-) -> None:
+def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
     """Ten prompts on three slots: rows end at different rounds, and the newcomers are not disturbed."""
     loop = decoder(
         tiny_model("llama"),
@@ -375,9 +365,7 @@ def test_eos_inside_a_draft_ends_the_sequence(
     """Tokens drafted behind an accepted end-of-sequence token are dropped; any of several ids ends it."""
     want = {i: expected("llama", prompt) for i, prompt in enumerate(PROMPTS)}
     eos = {want[1][9], want[2][14]}
-    options = {"small-lm": {"model": "same", "gamma": 5}, "oracle-trees": {"answers": answers("llama")}}[
-        drafter
-    ]
+    options = {"small-lm": {"model": "same", "gamma": 5}, "oracle-trees": {"answers": answers("llama")}}[drafter]
     loop = decoder(
         tiny_model("llama"),
         OracleTrees if drafter == "oracle-trees" else drafter_class(drafter),
@@ -397,9 +385,7 @@ def test_eos_inside_a_draft_ends_the_sequence(
         assert all(r.tau <= r.emitted for r in response.rounds)
 
 
-def test_eos_in_the_prompt_does_not_end_it(
-    decoder: Callable, tiny_model: Callable, expected: Callable
-) -> None:
+def test_eos_in_the_prompt_does_not_end_it(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
     want = expected("llama", PROMPTS[1])
     eos = next(token for token in PROMPTS[1] if token not in want)
     loop = decoder(
@@ -416,9 +402,7 @@ def test_eos_in_the_prompt_does_not_end_it(
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7])
-def test_exactly_max_new_tokens(
-    decoder: Callable, tiny_model: Callable, expected: Callable, new: int
-) -> None:
+def test_exactly_max_new_tokens(decoder: Callable, tiny_model: Callable, expected: Callable, new: int) -> None:
     """Even from a drafter that is always right and drafts beyond the end."""
     loop = decoder(
         tiny_model("llama"),
@@ -456,10 +440,7 @@ def test_a_sequence_ends_where_the_context_does(
         assert response.finish == "context"
         assert len(prompt) + len(response.tokens) == 20
         if family == "llama":  # rotary positions: the same weights whatever the context
-            assert (
-                response.tokens == expected(family, prompt)[: len(response.tokens)]
-                or len(response.tokens) > NEW
-            )
+            assert response.tokens == expected(family, prompt)[: len(response.tokens)] or len(response.tokens) > NEW
 
 
 @pytest.mark.parametrize(
@@ -470,9 +451,7 @@ def test_a_sequence_ends_where_the_context_does(
     ],
 )
 def test_bad_prompts(decoder: Callable, tiny_model: Callable, prompt: list[int], sentence: str) -> None:
-    loop = decoder(
-        tiny_model("llama", context=20), drafter_class("none"), {}, verifier_class("greedy"), batch_size=1
-    )
+    loop = decoder(tiny_model("llama", context=20), drafter_class("none"), {}, verifier_class("greedy"), batch_size=1)
     with pytest.raises(UsageError, match=sentence):
         list(loop.run([[1, 2], prompt]))
 
@@ -564,9 +543,7 @@ def test_a_draft_beyond_the_limit_breaks_the_contract(toys: dict[str, Toy], tree
         sampling=Sampling(temperature=0),
         max_new_tokens=4,
     )
-    with pytest.raises(
-        ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep in slot 0, but .* allows 3"
-    ):
+    with pytest.raises(ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep in slot 0, but .* allows 3"):
         list(loop.run([[2], [2]]))
 
 
@@ -591,9 +568,7 @@ def small_t5() -> Any:
 
 
 def small_bloom() -> Any:
-    return transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)
-    )
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2))
 
 
 @pytest.mark.parametrize(
@@ -616,9 +591,7 @@ def test_models_that_would_run_wrongly_are_refused(make: Callable, sentence: str
 def test_a_hybrid_model_is_refused_by_the_name_of_its_layers(tiny_model: Callable) -> None:
     model = tiny_model("qwen3", seed=9)
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(
-        ModelError, match="layers of type linear_attention: their state cannot be rolled back"
-    ):
+    with pytest.raises(ModelError, match="layers of type linear_attention: their state cannot be rolled back"):
         TransformersLM(model, 1, 16)
 
 

@@ -158,9 +158,7 @@ class WithoutResidual:
 @pytest.mark.parametrize(
     "drafter, verifier", [("small-lm", "token"), ("dynamic-threshold", "block"), ("prompt-lookup", "token")]
 )
-def test_a_residual_without_q_is_seen(
-    sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str
-) -> None:
+def test_a_residual_without_q_is_seen(sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str) -> None:
     assert p_value(sample(drafter, careless(verifier), CONTROL), exact_law) < 1e-6
 
 

@@ -104,9 +104,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
 def test_incomplete_directories(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(str(tmp_path))
-    (target / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "shard-2.safetensors"}})
-    )
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "shard-2.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks shard-2\.safetensors"):
         resolve(str(target))
 
@@ -167,9 +165,7 @@ def test_shared_embedding_round_trip(student: Path, target: Path) -> None:
     expected.get_input_embeddings().weight.data.copy_(make_model().get_input_embeddings().weight)
     alone = load_model(str(student), dtype="float32").model
     assert torch.equal(logits(alone), logits(expected))
-    in_bfloat16 = load_model(
-        str(student), dtype="bfloat16", share_with=load_model(str(target), dtype="float32")
-    )
+    in_bfloat16 = load_model(str(student), dtype="bfloat16", share_with=load_model(str(target), dtype="float32"))
     assert {p.dtype for p in in_bfloat16.model.parameters()} == {torch.bfloat16}
 
 
@@ -304,20 +300,14 @@ def test_an_interrupted_conversion_leaves_no_model(wheel: Any, monkeypatch: Any)
 
 def test_the_hub_is_the_last_resort(wheel: Any, target: Path, monkeypatch: Any, caplog: Any) -> None:
     source = WheelGGUF("toy==1.0", "0" * 64, "toy/toy.gguf", hub_id="org/toy")
-    monkeypatch.setattr(
-        wheel_model, "from_hub", lambda name, hub_id: models.from_directory(name, target, hub_id)
-    )
+    monkeypatch.setattr(wheel_model, "from_hub", lambda name, hub_id: models.from_directory(name, target, hub_id))
     assert source.fetch("toy").source == "org/toy"
     assert "Trying the Hub: org/toy" in caplog.text
 
 
 def test_pip_failing_is_one_sentence(wheel: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        wheel_model.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1)
-    )
-    with pytest.raises(
-        ModelError, match=r"toy could not be had from the wheel toy==1\.0: pip could not fetch it"
-    ):
+    monkeypatch.setattr(wheel_model.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(ModelError, match=r"toy could not be had from the wheel toy==1\.0: pip could not fetch it"):
         wheel.source.fetch("toy")
 
 

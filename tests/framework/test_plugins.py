@@ -64,9 +64,7 @@ def test_builtin_strategies_keep_their_contract() -> None:
 
 def test_unknown_name_suggests_and_lists(install: Any) -> None:
     install(registers("models", ("smol", Path("/nowhere"))))
-    with pytest.raises(
-        UnknownNameError, match=r"no model named 'smoll'; did you mean 'smol'\? Installed: .*smol"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no model named 'smoll'; did you mean 'smol'\? Installed: .*smol"):
         plugins.get("models", "smoll")
     with pytest.raises(UnknownNameError, match="kind of plug-in"):
         plugins.entries("drafter")

@@ -34,9 +34,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
     assert tuple(batch[1].tolist()) == want
 
 
-def uniforms(
-    seed: int, stream: list[int], position: list[int], purpose: str = "accept", n: int = 6
-) -> torch.Tensor:
+def uniforms(seed: int, stream: list[int], position: list[int], purpose: str = "accept", n: int = 6) -> torch.Tensor:
     return CounterRng(seed).round(stream, position, CPU).uniform(purpose, 0, n)
 
 
@@ -91,9 +89,7 @@ def test_an_unknown_purpose_is_an_error() -> None:
 def test_impossible_and_certain_coins(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
     """Acceptance is strict: even the number 0 does not accept an event of probability 0."""
     rng = CounterRng(0).round([0], [0], CPU)
-    monkeypatch.setattr(
-        rng, "uniform", lambda purpose, index, n: torch.full((1, n), uniform, dtype=torch.float64)
-    )
+    monkeypatch.setattr(rng, "uniform", lambda purpose, index, n: torch.full((1, n), uniform, dtype=torch.float64))
     h = torch.tensor([[0.0, 1.0]])
     assert torch.equal(rng.accept(h), h == 1)
 

@@ -170,9 +170,7 @@ class M11(Textbook):
         vocab = p.shape[2]
         tau = token = torch.zeros(draft.batch_size, dtype=torch.long)
         for i in range(draft.width):
-            weights = torch.cat(
-                [(joint[:, i, None] * p[:, i] - draft.q[:, i]).clamp(min=0), 1 - joint[:, i, None]], 1
-            )
+            weights = torch.cat([(joint[:, i, None] * p[:, i] - draft.q[:, i]).clamp(min=0), 1 - joint[:, i, None]], 1)
             empty = weights.sum(1, keepdim=True) == 0  # p_i = 1 and P_i = Q_i: a token of P_i
             weights = torch.where(empty, torch.nn.functional.pad(p[:, i], (0, 1)), weights)
             chosen = rng.draw(weights, index=i)
@@ -290,9 +288,7 @@ def number(text: str) -> Any:
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_without_a_mistake_the_textbook_is_block(
-    toys: dict[str, Toy], golden: dict, drafts: dict, toy: str
-) -> None:
+def test_without_a_mistake_the_textbook_is_block(toys: dict[str, Toy], golden: dict, drafts: dict, toy: str) -> None:
     found = certify(toys[toy], drafts["chain"], Textbook)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == number(golden[toy]["block"]["E"][0])

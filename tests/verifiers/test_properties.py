@@ -114,9 +114,7 @@ def random_laws(*shape: int, generator: torch.Generator, dtype: torch.dtype = to
     return logits.masked_fill(cut, -torch.inf).to(dtype).softmax(-1)
 
 
-def random_chains(
-    seed: int, b: int, n: int, vocab: int, dtype: torch.dtype = torch.float32
-) -> tuple[Draft, Tensor]:
+def random_chains(seed: int, b: int, n: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Draft, Tensor]:
     """``b`` ragged chains drawn from their q, and a p that is sometimes the same."""
     generator = torch.Generator().manual_seed(seed)
     q = random_laws(b, n, vocab, generator=generator, dtype=dtype)
