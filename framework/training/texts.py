@@ -222,7 +222,7 @@ def split(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text
 
 
 def pad(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``ids [n, L]``, attention mask ``[n, L]`` and ``predicts [n, L]``: positions whose next token is a response token."""
+    """``ids [n, L]``, attention mask ``[n, L]`` and ``predicts [n, L]``: the next token is a response's."""
     longest = max(len(t.ids) for t in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
