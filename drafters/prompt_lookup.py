@@ -75,7 +75,7 @@ class PromptLookup(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True)
+        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)

@@ -50,7 +50,8 @@ class SmallLM(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=cls._sampling(config, sampling).temperature == 0)
+        point_mass = cls._sampling(config, sampling).temperature == 0
+        return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma)
 
     @property
     def passes(self) -> int:

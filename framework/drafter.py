@@ -37,12 +37,14 @@ class DraftTraits:
     Attributes:
         drawn: the shape of its drafts; ``None`` = it never drafts (the autoregressive baseline).
         point_mass: True if its drafts carry no ``q`` (deterministic proposals).
+        nodes: the most nodes a draft can have in a row; buffers are made for as many.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
             negative indices count from the end), in the order it wants them in ``Scores.hidden``.
     """
 
     drawn: Drawn | None
     point_mass: bool
+    nodes: int
     hidden_layers: tuple[int, ...] = ()
 
 

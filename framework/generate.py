@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from .decoding.lm import TransformersLM
+from .decoding.lm import TransformersLM, fitted
 from .decoding.loop import Decoder, Response, Stopwatch
 from .decoding.sampling import Sampling
 from .drafter import DraftContext
@@ -27,8 +27,6 @@ from .verifier import incompatible
 
 #: A drafter or verifier: its name, or a mapping with ``name`` and the keys of its Config.
 Strategy = str | Mapping[str, Any]
-#: Nodes a draft may have beyond what ``gamma`` says before buffers are too short.
-SLACK = 8
 
 
 def configured(kind: str, strategy: Strategy) -> tuple[type, Any]:
@@ -53,19 +51,11 @@ def configured(kind: str, strategy: Strategy) -> tuple[type, Any]:
 
 
 def drafter_lm(target: LoadedModel, name: str, batch_size: int, max_length: int, vocab_size: int) -> LM:
-    """B slots of the model called ``name`` to draft for ``target``.
-
-    Raises ModelError if the tokenizers differ or its logits are not as wide as the target's.
-    """
+    """B slots of the model called ``name`` to draft for ``target``. Raises ModelError if the tokenizers differ."""
     loaded = load_model(name, share_with=target, dtype=target.model.dtype, device=target.model.device)
     if difference := same_tokenizer(target.tokenizer, loaded.tokenizer):
         raise ModelError(f"'{name}' cannot draft for '{target.name}': {difference}")
-    lm = TransformersLM(loaded.model, batch_size, max_length)
-    if lm.vocab_size != vocab_size:
-        raise ModelError(
-            f"'{name}' cannot draft for '{target.name}': its logits are {lm.vocab_size} wide, the target's {vocab_size}"
-        )
-    return lm
+    return fitted(TransformersLM(loaded.model, batch_size, max_length), vocab_size)
 
 
 def build_decoder(
@@ -81,7 +71,7 @@ def build_decoder(
     stopwatch: Stopwatch | None = None,
     load_drafter: Callable[..., LM] = drafter_lm,
 ) -> Decoder:
-    """A decoder for a pair; ``max_length`` in tokens covers the longest prompt, its output and a draft.
+    """A decoder for a pair; ``max_length`` in tokens covers the longest prompt and its output.
 
     Raises:
         UsageError: an unknown name, a config that does not fit, or a pair that is incompatible (says why).
@@ -91,6 +81,7 @@ def build_decoder(
     traits = drafter_class.traits(drafter_config, sampling)
     if reason := incompatible(drafter_class.name, traits, verifier_class.name, verifier_class.traits, sampling):
         raise UsageError(reason)
+    max_length += traits.nodes + 1  # the root and the widest draft
     lm = TransformersLM(target.model, batch_size, max_length, traits.hidden_layers)
     context = DraftContext(
         sampling=sampling,
@@ -152,14 +143,13 @@ def generate(
         return []
     prompts = [_encode(target, text, chat) if isinstance(text, str) else [int(t) for t in text] for text in texts]
     pair_verifier = verifier if verifier is not None else ("greedy" if temperature == 0 else "block")
-    gamma = getattr(configured("drafters", drafter)[1], "gamma", 0)
     decoder = build_decoder(
         target,
         drafter,
         pair_verifier,
         sampling=sampling,
         batch_size=min(batch_size, len(prompts)),
-        max_length=max(map(len, prompts)) + max_new_tokens + gamma + SLACK,
+        max_length=max(map(len, prompts)) + max_new_tokens,
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
@@ -218,14 +208,13 @@ def custom_generate(
     def no_model(*_: Any) -> LM:
         raise UsageError("this drafter loads a model of its own; use crossdraft.generate instead of custom_generate")
 
-    gamma = getattr(configured("drafters", drafter)[1], "gamma", 0)
     decoder = build_decoder(
         target,
         drafter,
         verifier,
         sampling=sampling,
         batch_size=len(prompts),
-        max_length=max(map(len, prompts)) + most + gamma + SLACK,
+        max_length=max(map(len, prompts)) + most,
         max_new_tokens=most,
         seed=seed,
         load_drafter=no_model,

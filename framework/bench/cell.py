@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional
-
 from .. import plugins
-from ..decoding.lm import TransformersLM
+from ..decoding.lm import TransformersLM, fitted
 from ..decoding.loop import Decoder, Response
 from ..drafter import DraftContext
 from ..errors import ModelError, NumericalError, UsageError
@@ -25,7 +21,7 @@ from ..models import SHARED, LoadedModel, embedding_sha256, load_model, resolve,
 from ..rng import CounterRng
 from .metrics import Chunk, RoundRecord
 from .prompts import Prompt, encode
-from .recipe import CellConfig, Strategy
+from .recipe import CellConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +29,6 @@ logger = logging.getLogger(__name__)
 WARM_UP = 4
 #: Tokens that a chat template may put around an answer.
 TEMPLATE_SLACK = 16
-#: Bounds of the room kept for the nodes of a draft, whose number no contract tells.
-LEAST_NODES, MOST_NODES = 64, 512
 
 
 class Models:
@@ -88,30 +82,6 @@ def _shares_embedding(name: str, target: LoadedModel) -> bool:
         return False  # it has an embedding, or a file that loading it will complain about
 
 
-class FittedLM:
-    """A drafting model whose logits are brought to the width of the target's.
-
-    Tables are padded to round sizes, so that models with one tokenizer may differ in width. Ids that only the
-    target has get logit -inf; ids that only the drafting model has are cut: the tokenizer knows none of them.
-    """
-
-    def __init__(self, lm: TransformersLM, vocab_size: int):
-        self._lm, self._own, self.vocab_size = lm, lm.vocab_size, vocab_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lm, name)
-
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        return self._lm.begin(row, [min(token, self._own - 1) for token in prompt])
-
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits, hidden = self._lm.grow(tokens.clamp(max=self._own - 1), parents)
-        extra = self.vocab_size - self._own
-        if extra > 0:
-            return functional.pad(logits, (0, extra), value=-math.inf), hidden
-        return logits[..., : self.vocab_size], hidden
-
-
 @dataclass(frozen=True)
 class Conversation:
     """A prompt, and the most tokens that each of its turns may have when it is asked."""
@@ -163,13 +133,13 @@ def lengths(
     sequence = max(max(c.room) for c in conversations) + configs[0].max_new_tokens
     if context_length is not None:
         sequence = min(sequence, context_length)
-    return sequence, sequence + max(_draft_nodes(config.drafter) for config in configs)
+    return sequence, sequence + max(_draft_nodes(config) for config in configs)
 
 
-def _draft_nodes(drafter: Strategy) -> int:
-    """More nodes than a draft of this config will have: what its integers (gamma, K, ...) multiply to."""
-    sizes = [value for value in drafter.config.values() if isinstance(value, int) and value > 1]
-    return max(LEAST_NODES, min(math.prod(sizes), MOST_NODES), *sizes)
+def _draft_nodes(config: CellConfig) -> int:
+    """Cache slots for the root and the widest draft."""
+    drafter = plugins.get("drafters", config.drafter.name)
+    return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).nodes + 1
 
 
 class Cell:
@@ -206,8 +176,7 @@ class Cell:
                     f"reach {sequence}; shorten the prompts or max_new_tokens, or take another drafting model"
                 )
             self.models[name] = {"sha256": loaded.sha256, "source": loaded.source}
-            drafting = TransformersLM(loaded.model, config.batch_size, slot)
-            return drafting if drafting.vocab_size == lm.vocab_size else FittedLM(drafting, lm.vocab_size)
+            return fitted(TransformersLM(loaded.model, config.batch_size, slot), lm.vocab_size)
 
         drafter_class = plugins.get("drafters", config.drafter.name)
         drafter_config = drafter_class.Config(**config.drafter.config)

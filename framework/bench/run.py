@@ -210,7 +210,6 @@ class _Session:
                 logger.debug("cell %s failed", configs[i].hash, exc_info=True)
                 results[i].error = _sentence(error)
                 cells.pop(i, None)
-                lm.keep([0] * lm.batch_size)  # an error inside a round leaves its nodes behind
 
         def start(i: int) -> None:
             cells[i] = Cell(configs[i], target, lm, self.models, sequence, slot)

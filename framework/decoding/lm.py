@@ -8,11 +8,13 @@ masks are additive floats, the one form that every attention implementation read
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import ModelError
 from .cpu import speed_up_small_batches
@@ -222,3 +224,32 @@ class TransformersLM:
         dtype = self.model.dtype
         zero = torch.zeros((), dtype=dtype, device=allowed.device)
         return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
+
+
+class FittedLM:
+    """A drafting model whose logits are brought to the width of the target's.
+
+    Tables are padded to round sizes, so that models with one tokenizer may differ in width. Ids that only the
+    target has get logit -inf; ids that only the drafting model has are cut: the tokenizer knows none of them.
+    """
+
+    def __init__(self, lm: TransformersLM, vocab_size: int):
+        self._lm, self._own, self.vocab_size = lm, lm.vocab_size, vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        return self._lm.begin(row, [min(token, self._own - 1) for token in prompt])
+
+    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, hidden = self._lm.grow(tokens.clamp(max=self._own - 1), parents)
+        extra = self.vocab_size - self._own
+        if extra > 0:
+            return functional.pad(logits, (0, extra), value=-math.inf), hidden
+        return logits[..., : self.vocab_size], hidden
+
+
+def fitted(lm: TransformersLM, vocab_size: int) -> TransformersLM | FittedLM:
+    """``lm``, its logits brought to ``vocab_size`` if they are not that wide."""
+    return lm if lm.vocab_size == vocab_size else FittedLM(lm, vocab_size)

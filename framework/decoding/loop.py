@@ -171,7 +171,8 @@ class Decoder:
                 if not self.occupied:
                     return
                 yield from self.round()
-        finally:  # a caller that stops early, or an error, leaves the slots clean
+        finally:  # a caller that stops early, or an error inside a round, leaves the slots clean
+            self.target.keep([0] * self.target.batch_size)
             for row, slot in enumerate(self._slots):
                 if slot is not None:
                     self._retire(row)

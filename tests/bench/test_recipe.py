@@ -282,7 +282,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
 
         @classmethod
         def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-            return DraftTraits(drawn="iid", point_mass=False)
+            return DraftTraits(drawn="iid", point_mass=False, nodes=16)
 
         def propose(self, sequences: Any, rng: Any) -> Any: ...
 

@@ -14,11 +14,10 @@ from pyarrow import parquet
 
 from crossdraft.drafters.prompt_lookup import PromptLookup
 from crossdraft.framework import cli, plugins
-from crossdraft.framework.bench.cell import FittedLM
 from crossdraft.framework.bench.recipe import load_recipe
 from crossdraft.framework.bench.records import RunDirectory
 from crossdraft.framework.bench.run import chunked, run
-from crossdraft.framework.decoding.lm import TransformersLM
+from crossdraft.framework.decoding.lm import FittedLM, TransformersLM
 from crossdraft.framework.hookspecs import hookimpl
 from crossdraft.framework.models import load_model
 from crossdraft.framework.verifier import VerifierTraits

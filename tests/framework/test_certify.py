@@ -132,7 +132,7 @@ class FixedChain(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True)
+        return DraftTraits(drawn="chain", point_mass=True, nodes=16)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         b = sequences.batch_size

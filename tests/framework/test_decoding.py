@@ -90,7 +90,7 @@ class OracleTrees(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="deterministic", point_mass=True)
+        return DraftTraits(drawn="deterministic", point_mass=True, nodes=16)
 
     def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.started[row], self.answer[row] = len(prompt), self.config.answers[tuple(prompt)]
@@ -523,7 +523,7 @@ class TooDeep(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="deterministic" if config.tree else "chain", point_mass=True)
+        return DraftTraits(drawn="deterministic" if config.tree else "chain", point_mass=True, nodes=16)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         draft = Draft.chain(torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 5]))
