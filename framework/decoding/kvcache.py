@@ -54,6 +54,7 @@ class RaggedLayer(CacheLayerMixin):
         """Write ``[R, heads, W, dim]`` states where the placement says; returns the slots to attend over."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
         place = self.cache.placement
         return self._write(self.keys, key_states, place), self._write(self.values, value_states, place)
 
@@ -74,6 +75,7 @@ class RaggedLayer(CacheLayerMixin):
             return
         rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for buffer in (self.keys, self.values):
+            assert buffer is not None
             buffer[rows, :, target] = buffer[rows, :, source]
 
     def get_seq_length(self) -> int:
@@ -100,5 +102,4 @@ class RaggedCache(Cache):
 
     def nbytes(self) -> int:
         """Memory held by keys and values, in bytes."""
-        tensors = [t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        return sum(t.nbytes for t in tensors if t is not None)
+        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)  # type: ignore[union-attr]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ModelError
+from ..lm import LM
 from .cpu import speed_up_small_batches
 from .kvcache import Placement, RaggedCache
 
@@ -250,6 +251,7 @@ class FittedLM:
         return logits[..., : self.vocab_size], hidden
 
 
-def fitted(lm: TransformersLM, vocab_size: int) -> TransformersLM | FittedLM:
+def fitted(lm: TransformersLM, vocab_size: int) -> LM:
     """``lm``, its logits brought to ``vocab_size`` if they are not that wide."""
-    return lm if lm.vocab_size == vocab_size else FittedLM(lm, vocab_size)
+    # FittedLM passes on what it does not define, which a type checker cannot see.
+    return lm if lm.vocab_size == vocab_size else cast(LM, FittedLM(lm, vocab_size))

@@ -246,9 +246,14 @@ class Trainer:
         self.tokens += count
         return float(loss.detach()), float(overlap)
 
+    @property
+    def _head(self) -> Tensor:
+        head: Any = self.target.model.get_output_embeddings()
+        return head.weight
+
     def _sampled_head(self) -> tuple[Tensor, Tensor]:
         """Rows of the head for this step, and the logarithm of how many tokens each stands for."""
-        head = self.target.model.get_output_embeddings().weight
+        head = self._head
         wanted, vocab = self.recipe.sampled_vocab, len(head)
         rest = torch.ones(vocab, dtype=torch.bool, device=self.device)
         rest[self._common] = False
@@ -286,7 +291,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, texts: Sequence[Text]) -> None:
         """Mean sum_x min(p, q) at temperature 1 over held-out response tokens: the acceptance of one drafted token."""
-        head = self.target.model.get_output_embeddings().weight
+        head = self._head
         bias = head.new_zeros(len(head), dtype=torch.float32)
         overlap = count = 0.0
         for start in range(0, len(texts), 8):
