@@ -244,7 +244,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.tokens += count
-        return float(loss.detach()), float(overlap)
+        return float(loss.detach()), float(overlap.detach())
 
     @property
     def _head(self) -> Tensor:
