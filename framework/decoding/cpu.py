@@ -22,10 +22,11 @@ class SmallBatchLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if rows == 0 or rows > MOST_ROWS:
             return functional.linear(input, self.weight, self.bias)
-        x = input.reshape(rows, self.in_features)
+        # Both contiguous: with a transposed input this product takes the slow path again.
+        x = input.reshape(rows, self.in_features).contiguous()
         if rows == 1:
             x = functional.pad(x, (0, 0, 0, 1))
-        out = (self.weight @ x.t()).t()[:rows]
+        out = (self.weight @ x.t()).t()[:rows].contiguous()
         if self.bias is not None:
             out = out + self.bias
         return out.view(*input.shape[:-1], self.out_features)
