@@ -192,7 +192,8 @@ class TransformersLM:
             position_ids = position_ids.clamp(max=self.context_length - 1)
         extra: dict[str, Any] = {}
         if self.hidden_layers:
-            extra["output_hidden_states"] = list(self.hidden_layers)
+            # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
+            extra["output_hidden_states"] = True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
         out = self.model(
