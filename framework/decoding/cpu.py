@@ -2,7 +2,7 @@
 
 `torch.nn.functional.linear` computes ``x W^T`` and is slow on CPUs while ``x`` has 2 to about 16 rows, which is
 what drafting and verifying multiply. The same product as ``(W x^T)^T`` reads W once in its own order and takes
-a half to a quarter of the time; one row is padded to two for the same reason. ``benchmarks/small_linear.py``
+a half to a quarter of the time; one row is computed twice for the same reason. ``benchmarks/small_linear.py``
 shows both side by side.
 """
 
@@ -23,9 +23,7 @@ class SmallBatchLinear(nn.Linear):
         if rows == 0 or rows > MOST_ROWS:
             return functional.linear(input, self.weight, self.bias)
         # Both contiguous: with a transposed input this product takes the slow path again.
-        x = input.reshape(rows, self.in_features).contiguous()
-        if rows == 1:
-            x = functional.pad(x, (0, 0, 0, 1))
+        x = input.reshape(rows, self.in_features).expand(max(rows, 2), -1).contiguous()
         out = (self.weight @ x.t()).t()[:rows].contiguous()
         if self.bias is not None:
             out = out + self.bias
