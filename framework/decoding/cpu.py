@@ -22,7 +22,9 @@ class SmallBatchLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if rows == 0 or rows > MOST_ROWS:
+        # A single row pays two copies, which only a tall weight (an MLP's first half, the head) earns back.
+        low = rows == 1 and self.out_features < 2 * self.in_features
+        if rows == 0 or rows > MOST_ROWS or low:
             return functional.linear(input, self.weight, self.bias)
         # Both contiguous: with a transposed input this product takes the slow path again.
         x = input.reshape(rows, self.in_features)
