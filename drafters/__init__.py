@@ -17,3 +17,14 @@ def crossdraft_register_drafters(register):
         f"{__name__}.dynamic_threshold:DynamicThreshold",
         summary="a smaller model drafts until it is unsure",
     )
+    register("small-lm-iid", f"{__name__}.small_lm_iid:SmallLMIid", summary="a smaller model draws K sequences")
+    register(
+        "small-lm-tree",
+        f"{__name__}.small_lm_tree:SmallLMTree",
+        summary="a smaller model draws a tree: without replacement, top-k or greedy siblings",
+    )
+    register(
+        "small-lm-dynamic-tree",
+        f"{__name__}.small_lm_dynamic_tree:SmallLMDynamicTree",
+        summary="a smaller model grows the tree of EAGLE-2",
+    )

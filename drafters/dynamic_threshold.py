@@ -18,6 +18,7 @@ class DynamicThreshold(SmallLM):
     """The small LM under a confidence policy; gamma is the most it drafts."""
 
     name = "dynamic-threshold"
+    fixed_length = False
 
     class Config(SmallLM.Config):
         gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")

@@ -8,7 +8,7 @@ shares the target's tokenizer will do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -29,6 +29,8 @@ class SmallLM(Drafter):
     """
 
     name = "small-lm"
+    #: Is the draft length settled before the first token is drawn?
+    fixed_length: ClassVar[bool] = True
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
@@ -51,7 +53,7 @@ class SmallLM(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         point_mass = cls._sampling(config, sampling).temperature == 0
-        return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma)
+        return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, replayable=cls.fixed_length)
 
     @property
     def passes(self) -> int:
@@ -66,27 +68,34 @@ class SmallLM(Drafter):
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         steps = min(self.config.gamma, max(sequences.limit))
         self._pending, self._fed = [0] * sequences.batch_size, 0
-        if steps == 0:
+        sampled = self.sampling.temperature > 0
+        one_more = sampled and self.context.final_law and self._any_short(sequences)
+        if steps == 0 and not one_more:
             return Draft.empty(sequences.batch_size, sequences.device)
         length = torch.tensor(sequences.limit, device=sequences.device).clamp(max=steps)
         going = torch.ones_like(length, dtype=torch.bool)
         logits = self._catch_up(sequences)
         drafted, laws = [], []
-        for i in range(steps):
-            q, finite = self.sampling.checked_law(logits)
-            token = q.argmax(-1) if self.sampling.temperature == 0 else rng.draw(q, "draft", i)
-            drafted.append(token)
+        for i in range(steps + one_more):
+            q = self._law(logits, sequences, i)
             laws.append(q)
-            self._check(finite, sequences, i)
+            if i == steps:
+                break
+            token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
+            drafted.append(token)
             going = going & self.goes_on(logits, q, token)
             # A row that stops here keeps this token: dropping a token after looking at it is not lossless.
             length = torch.where(going, length, length.clamp(max=i + 1))
-            if i + 1 == steps or self._all_stopped(going):
+            if i + 1 == steps + one_more or self._all_stopped(going):
                 break
             logits = self.lm.grow(token[:, None])[0][:, 0]
             self._fed += 1
-        q = None if self.sampling.temperature == 0 else torch.stack(laws, 1)
-        return Draft.chain(torch.stack(drafted, 1), length.clamp(max=len(drafted)), q)
+        tokens = torch.stack(drafted, 1) if drafted else sequences.tokens[:, :0]
+        return Draft.chain(tokens, length.clamp(max=len(drafted)), torch.stack(laws, 1) if sampled else None)
+
+    def _any_short(self, sequences: Sequences) -> bool:
+        """Must some sequence draft less than gamma tokens?"""
+        return any(h and limit < self.config.gamma for h, limit in zip(sequences.history, sequences.limit, strict=True))
 
     def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         """``[B]`` bool: draft another one after ``token [B]``, drawn from ``q [B, V]``? A static gamma always does."""
@@ -113,11 +122,38 @@ class SmallLM(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        # The last drafted token was never fed; it is caught up next round if it was accepted.
-        if draft.width:
+        # The last drafted token is fed only for `final_law`; otherwise it is caught up once it was accepted.
+        if self._fed or any(self._pending):
             self.lm.keep([p + min(tau, self._fed) for p, tau in zip(self._pending, accepted, strict=True)])
 
+    # -- for drafters that grow trees with the same model ---------------------------------------------------
+
+    def _root(self, sequences: Sequences) -> Tensor:
+        """Commit what is missing; logits ``[B, V]`` after the last token. Nodes grown next count from 0."""
+        logits = self._catch_up(sequences)
+        if any(self._pending):
+            self.lm.keep(self._pending)
+            self._pending = [0] * sequences.batch_size
+        return logits
+
+    def _keep(self, place: Tensor, verdict: Verdict, counts: Sequence[int]) -> None:
+        """Commit the first ``counts[b]`` accepted nodes; ``place [B, N]`` is where each was fed, -1 = never."""
+        if verdict.path is None:  # a chain was grown in its own order
+            self.lm.keep(counts)
+            return
+        path = place.gather(1, verdict.path.clamp(min=0))
+        wanted = torch.tensor(list(counts), device=path.device)[:, None]
+        order = torch.arange(path.shape[1], device=path.device)
+        self.lm.keep(counts, torch.where(order < wanted, path, -1)[:, : max(counts)])
+
+    def _law(self, logits: Tensor, sequences: Sequences, step: int) -> Tensor:
+        """Logits ``[B, .., V]`` -> the law that tokens are drawn from; raises NumericalError where it can see a NaN."""
+        q, finite = self.sampling.checked_law(logits)
+        self._check(finite, sequences, step)
+        return q
+
     def _check(self, finite: Tensor, sequences: Sequences, step: int) -> None:
+        finite = finite.view(finite.shape[0], -1).all(1)
         if finite.device.type == "cpu" and not finite.all():
             row = (
                 next(i for i, h in enumerate(sequences.history) if h and not finite[i]) if any(sequences.history) else 0

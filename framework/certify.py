@@ -108,14 +108,8 @@ def _widen(scripts: np.ndarray, columns: int) -> np.ndarray:
 
 
 State = tuple[tuple[int, ...], Hashable]
-
-
-@dataclass
-class _RoundResult:
-    states: dict[State, float]
-    expected_tau: float
-    tau: np.ndarray
-    paths: int
+#: What one round adds to a state: the emitted tokens and the verifier's new state, with their probability.
+Outcomes = dict[State, float]
 
 
 def certify(
@@ -124,8 +118,9 @@ def certify(
     verifier: Callable[[], Verifier],
     *,
     rounds: int = 1,
-    gamma: int | None = None,
+    gamma: int | Sequence[int] | None = None,
     temperature: float = 1.0,
+    markov: bool = False,
 ) -> Certificate:
     """Enumerate ``rounds`` rounds of a pair on ``toy``.
 
@@ -133,26 +128,52 @@ def certify(
         build: makes the drafter, see :data:`DrafterFactory`.
         verifier: makes the verifier; called once per batch of paths.
         rounds: how many rounds to chain, at least 1.
-        gamma: draft length, the toy's own by default; 0 is allowed.
+        gamma: draft length, the toy's own by default; 0 is allowed. One number a round makes a drafter for the
+            largest that is cut short in the others, as at the end of a sequence.
         temperature: the target's; 0 certifies against the argmax.
+        markov: the drafter looks at the last token alone, as both toy models do: states that end alike and hold
+            the same verifier state are enumerated once.
     """
-    gamma = toy.gamma if gamma is None else gamma
+    lengths = _lengths(toy, rounds, gamma)
     sampling = Sampling(temperature=temperature)
-    states: dict[State, float] = {((), None): 1.0}
-    expected, first_tau, paths = [], np.zeros(gamma + 1), 0
-    for r in range(rounds):
-        result = _one_round(toy, build, verifier, sampling, states, gamma)
-        states, paths = result.states, paths + result.paths
-        expected.append(result.expected_tau)
-        if r == 0:
-            first_tau = result.tau
-    length = rounds * (gamma + 1)
-    while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < length}:
+
+    def step(states: Outcomes, length: int) -> tuple[Outcomes, np.ndarray, int]:
+        keys = {state: (state[0][-1:] if markov else state[0], state[1]) for state in states}
+        origins = list(dict.fromkeys(keys.values()))
+        found, paths = _one_round(toy, build, verifier, sampling, origins, length, max(lengths))
+        outcomes = dict(zip(origins, found, strict=True))
+        out: Outcomes = {}
+        tau_law = np.zeros(length + 1)
+        for state, weight in states.items():
+            for (new, snapshot), probability in outcomes[keys[state]].items():
+                after = ((*state[0], *new), snapshot)
+                out[after] = out.get(after, 0.0) + weight * probability
+                tau_law[len(new) - 1] += weight * probability
+        return out, tau_law, paths
+
+    states: Outcomes = {((), None): 1.0}
+    expected, first_tau, paths = [], np.zeros(0), 0
+    for length in lengths:
+        states, tau_law, more = step(states, length)
+        paths += more
+        expected.append(float((tau_law * np.arange(length + 1)).sum()))
+        first_tau = first_tau if len(first_tau) else tau_law
+    total = sum(lengths) + rounds
+    while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
         # The verifier still holds state: let it finish with rounds that draft nothing.
-        done = {s: w for s, w in states.items() if s not in pending}
-        states = _merge(done, _one_round(toy, build, verifier, sampling, pending, 0).states)
+        states = {s: w for s, w in states.items() if s not in pending}
+        for state, weight in step(pending, 0)[0].items():
+            states[state] = states.get(state, 0.0) + weight
     law = sampling.law(toy.target.log())
-    return Certificate(_total_variation(states, law, length), expected, [float(x) for x in first_tau], paths)
+    return Certificate(_total_variation(states, law, total), expected, [float(x) for x in first_tau], paths)
+
+
+def _lengths(toy: Toy, rounds: int, gamma: int | Sequence[int] | None) -> list[int]:
+    if gamma is None or isinstance(gamma, int):
+        return [toy.gamma if gamma is None else gamma] * rounds
+    if len(gamma) != rounds:
+        raise ValueError(f"{len(gamma)} draft lengths for {rounds} rounds")
+    return list(gamma)
 
 
 def _one_round(
@@ -160,35 +181,36 @@ def _one_round(
     build: DrafterFactory,
     verifier: Callable[[], Verifier],
     sampling: Sampling,
-    states: dict[State, float],
+    origins: list[State],
+    length: int,
     gamma: int,
-) -> _RoundResult:
-    keys, columns = list(states), {}
-    of_row, weight = np.arange(len(keys)), np.array(list(states.values()))
-    scripts = np.full((len(keys), 0), -1, dtype=np.int64)
-    out: dict[State, float] = {}
-    tau_law, paths = np.zeros(gamma + 1), 0
+) -> tuple[list[Outcomes], int]:
+    """What one round with drafts of ``length`` tokens (by a drafter made for ``gamma``) leads to from each origin."""
+    columns: dict[tuple[str, int], int] = {}
+    of_row, weight = np.arange(len(origins)), np.ones(len(origins))
+    scripts = np.full((len(origins), 0), -1, dtype=np.int64)
+    out: list[Outcomes] = [{} for _ in origins]
+    paths = 0
     while len(of_row):
         batch = of_row[:BATCH]
         rng = Enumeration(scripts[:BATCH], weight[:BATCH], columns)
         decoder = _decoder(toy, build, verifier(), sampling, rng, len(batch), gamma)
-        for row, key in enumerate(batch):
-            tokens, snapshot = keys[key]
+        for row, origin in enumerate(batch):
+            tokens, snapshot = origins[origin]
             decoder.begin(row, [toy.vocab_size, *tokens])
+            decoder.sequences.limit[row] = min(decoder.sequences.limit[row], length)
             if snapshot is not None:
                 decoder.verifier.restore(row, snapshot)
         decoder.round()
-        for row, key in enumerate(batch):
-            tokens = tuple(decoder.sequences.history[row][1:])
-            state = (tokens, decoder.verifier.snapshot(row))
-            out[state] = out.get(state, 0.0) + rng.weight[row]
-            tau_law[len(tokens) - len(keys[key][0]) - 1] += rng.weight[row]
+        for row, origin in enumerate(batch):
+            new = tuple(decoder.sequences.history[row][1 + len(origins[origin][0]) :])
+            state = (new, decoder.verifier.snapshot(row))
+            out[origin][state] = out[origin].get(state, 0.0) + rng.weight[row]
         paths += len(batch)
         of_row = np.concatenate([of_row[BATCH:], *(batch[parent] for parent, _, _ in rng.opened)])
         weight = np.concatenate([weight[BATCH:], *(w for _, _, w in rng.opened)])
         scripts = np.concatenate([_widen(s, len(columns)) for s in (scripts[BATCH:], *(s for _, s, _ in rng.opened))])
-    expected = float((tau_law * np.arange(gamma + 1)).sum())
-    return _RoundResult(out, expected, tau_law, paths)
+    return out, paths
 
 
 def _decoder(
@@ -207,15 +229,10 @@ def _decoder(
         vocab_size=toy.vocab_size,
         device=torch.device("cpu"),
         load_lm=lambda name: TableLM(toy.drafter, batch),
+        final_law=verifier.traits.modifies_target,
     )
     drafter = build(context, gamma)
     return Decoder(TableLM(toy.target, batch), drafter, verifier, sampling=sampling, rng=rng)
-
-
-def _merge(a: dict[State, float], b: dict[State, float]) -> dict[State, float]:
-    for state, weight in b.items():
-        a[state] = a.get(state, 0.0) + weight
-    return a
 
 
 def _total_variation(states: dict[State, float], law: Tensor, length: int) -> float:

@@ -64,7 +64,33 @@ DRAFTS: dict[str, DraftKind] = {
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1, "threshold": 2 / 5 - 1e-9},
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
+    "iid-2": DraftKind("small-lm-iid", lambda gamma: _iid(gamma, 2), "two sequences, drawn independently"),
+    "iid-3": DraftKind("small-lm-iid", lambda gamma: _iid(gamma, 3), "three of them"),
+    "tree-wor-2-1": DraftKind(
+        "small-lm-tree",
+        lambda gamma: _tree(gamma, "without-replacement"),
+        "two children of the root drawn without replacement, a chain below each",
+    ),
+    "tree-greedy-2-1": DraftKind(
+        "small-lm-tree",
+        lambda gamma: _tree(gamma, "greedy"),
+        "the most probable child of the root and one drawn from the rest, a sampled chain below each",
+    ),
+    "tree-top-2-1": DraftKind(
+        "small-lm-tree",
+        lambda gamma: _tree(gamma, "top-k"),
+        "the two most probable children, an argmax chain below each",
+    ),
 }
+
+
+def _iid(gamma: int, k: int) -> dict[str, Any]:
+    return {"model": "toy", "gamma": gamma, "K": k, "temperature": 1}
+
+
+def _tree(gamma: int, siblings: str) -> dict[str, Any]:
+    branching = [2] * min(gamma, 1) + [1] * (gamma - 1)
+    return {"model": "toy", "branching": branching, "siblings": siblings, "temperature": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +203,9 @@ def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma:
     if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits, sampling):
         return f"{label}: {reason}"
     try:
-        found = certify(toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature)
+        found = certify(
+            toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature, markov=True
+        )
         if not math.isfinite(found.tv):
             raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
     except Exception as error:  # whatever a third party's strategy may raise

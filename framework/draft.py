@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
-#: ``chain``: no node has two children. ``iid``: K sequences drawn independently, duplicates kept.
-#: ``without_replacement``: siblings drawn one after the other, each from what its elder siblings left.
+#: ``chain``: no node has two children.
+#: ``iid``: K sequences drawn independently from one law; equal prefixes are one node, see `Draft.sequences`.
+#: ``without_replacement``: siblings drawn one after the other, each from its own row of ``q``: what is left of
+#: the law once its elder siblings are taken out (or the law of another drafter).
+#: ``greedy_draft``: like that, but all siblings except the youngest are the most probable tokens, taken without
+#: randomness (their rows of ``q`` are one-hot); the youngest is drawn from the rest (Hu et al. 2025).
 #: ``deterministic``: no randomness was used, every node is a point mass.
-Drawn = Literal["chain", "iid", "without_replacement", "deterministic"]
+Drawn = Literal["chain", "iid", "without_replacement", "greedy_draft", "deterministic"]
 
 
 @dataclass
@@ -31,8 +35,13 @@ class Draft:
         valid: ``[B, N]`` bool. Rows may be ragged, 0 nodes allowed; invalid nodes come last in their row.
         q: ``[B, M, V]`` float32 (float64 on exact models), the laws the tokens were *actually* drawn from,
             after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass.
+            A chain may have one row more than nodes: the law after its last token (`DraftContext.final_law`).
         law: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
         drawn: how siblings are related, see :data:`Drawn`.
+        sequences: ``[B, K, L]`` int64 for ``iid``: the node that token i of sequence k is, -1 = past its end;
+            all sequences of a row are equally long. ``None`` for other drafts.
+        levels: depth of the deepest node there can be, if the drafter knows it (rules that walk down level by
+            level save time); ``None`` = N.
 
     The q contract: ``q`` must be the law of the draw, and a token that was looked at (to decide whether to go
     on, say) must be kept in the draft. Breaking either changes what the target says; ``crossdraft certify``
@@ -45,6 +54,8 @@ class Draft:
     q: Tensor | None = None
     law: Tensor | None = None
     drawn: Drawn = "chain"
+    sequences: Tensor | None = None
+    levels: int | None = None
 
     @classmethod
     def chain(cls, tokens: Tensor, length: Tensor, q: Tensor | None = None) -> Draft:
@@ -56,6 +67,48 @@ class Draft:
             valid=order < length[:, None],
             q=q,
             drawn="chain",
+        )
+
+    @classmethod
+    def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:
+        """K sequences per row, drawn independently, merged into a tree whose nodes the target evaluates once.
+
+        Args:
+            tokens: ``[B, K, L]``, of which the first ``length [B]`` count.
+            q: ``[B, 1 + (L - 1) K, V]``: row 0 is the law of every first token, row ``1 + (i - 1) K + k`` that of
+                token i of sequence k (i = 1, 2, ..).
+        """
+        b, k, depth = tokens.shape
+        inside = (torch.arange(depth, device=tokens.device) < length[:, None])[:, None].expand(b, k, depth)
+        same = (tokens[:, :, None] == tokens[:, None]).long().cumprod(-1)  # [B, k, k', i]: equal up to token i
+        first = same.argmax(2)  # the first sequence that shares sequence k's prefix of i + 1 tokens
+        new = (first == torch.arange(k, device=tokens.device)[:, None]) & inside
+        flat = new.transpose(1, 2).reshape(b, -1)  # level by level
+        index = (flat.long().cumsum(1) - 1).view(b, depth, k).transpose(1, 2)
+        sequences = torch.where(inside, index.gather(1, first), -1)
+        width = int(flat.sum(1).max()) if flat.shape[1] else 0  # the one look at the device: fewer target rows
+        parents = torch.cat([sequences.new_full((b, k, 1), -1), sequences[:, :, :-1]], 2)
+        row = torch.arange(k, device=tokens.device)[:, None] + 1 + k * (torch.arange(depth, device=tokens.device) - 1)
+        # Siblings name the same row, that of the first sequence through their parent.
+        through = torch.cat([first[:, :, :1], first[:, :, :-1]], 2)
+        law = row.clamp(min=0).expand(b, k, depth).gather(1, through)
+        law[:, :, 0] = 0
+        slot = torch.where(new, sequences, width)  # copies land in a spare column
+
+        def compact(values: Tensor, fill: int) -> Tensor:
+            out = values.new_full((b, width + 1), fill)
+            return out.scatter_(1, slot.reshape(b, -1), values.reshape(b, -1))[:, :width]
+
+        order = torch.arange(width, device=tokens.device)
+        return cls(
+            tokens=compact(tokens, 0),
+            parents=compact(parents, -1),
+            valid=order < flat.sum(1, keepdim=True),
+            q=q,
+            law=compact(law, 0),
+            drawn="iid",
+            sequences=sequences,
+            levels=depth,
         )
 
     @classmethod
@@ -81,6 +134,20 @@ class Draft:
     def point_mass(self) -> bool:
         return self.q is None
 
+    def law_of(self, node: Tensor, like: Tensor) -> Tensor:
+        """``[B, V]``: the law ``node [B]`` of each row was drawn from; ``like [B, V]`` shapes a point mass."""
+        rows = torch.arange(self.batch_size, device=node.device)
+        if self.q is None:
+            return torch.zeros_like(like).scatter_(1, self.tokens[rows, node][:, None], 1.0)
+        return self.q[rows, node if self.law is None else self.law[rows, node]]
+
+    def as_sequences(self) -> Tensor:
+        """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence."""
+        if self.sequences is not None:
+            return self.sequences
+        order = torch.arange(self.width, device=self.tokens.device)
+        return torch.where(self.valid, order, -1)[:, None]
+
     @cached_property
     def count(self) -> Tensor:
         """``[B]`` int64, valid nodes per row (a chain's draft length gamma)."""
@@ -93,12 +160,20 @@ class Draft:
         if self.is_chain:
             order = torch.arange(n, device=self.tokens.device)
             return (order[:, None] >= order).expand(self.batch_size, n, n)
+        if not n:
+            return self.valid[..., None].expand(self.batch_size, 0, 0)
         reach = torch.eye(n, device=self.tokens.device).expand(self.batch_size, n, n).clone()
         has_parent = (self.parents >= 0).float()[..., None]
         reach.scatter_add_(2, self.parents.clamp(min=0)[..., None], has_parent)
         for _ in range(max(n - 1, 1).bit_length()):  # each squaring doubles the generations reached
             reach = (reach @ reach > 0).float()
         return reach > 0
+
+    @cached_property
+    def elder(self) -> Tensor:
+        """``[B, N, N]`` bool, ``[b, i, j]``: node j is an elder sibling of node i (drawn before it)."""
+        order = torch.arange(self.width, device=self.tokens.device)
+        return (self.parents[..., None] == self.parents[:, None]) & (order[:, None] > order) & self.valid[:, None]
 
     @cached_property
     def depth(self) -> Tensor:

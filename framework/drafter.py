@@ -40,12 +40,16 @@ class DraftTraits:
         nodes: the most nodes a draft can have in a row; buffers are made for as many.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
             negative indices count from the end), in the order it wants them in ``Scores.hidden``.
+        replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
+            before the first token is drawn, and which carry the law after their last token where
+            `DraftContext.final_law` asks for it. A rule that modifies later targets needs all three.
     """
 
     drawn: Drawn | None
     point_mass: bool
     nodes: int
     hidden_layers: tuple[int, ...] = ()
+    replayable: bool = False
 
 
 @dataclass
@@ -61,6 +65,8 @@ class DraftContext:
         load_lm: ``load_lm(model_name)`` returns an :class:`~crossdraft.framework.lm.LM` with B slots for a
             model that shares the target's tokenizer. Raises ``ModelError`` with a sentence otherwise.
         target_model: the target's own module where there is one (heads share its embedding), else ``None``.
+        final_law: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
+            own gamma: the law of the token that would have come next (row ``count[b]``).
     """
 
     sampling: Sampling
@@ -70,6 +76,7 @@ class DraftContext:
     device: torch.device
     load_lm: Callable[[str], LM]
     target_model: Any = None
+    final_law: bool = False
 
 
 class Drafter(ABC):

@@ -91,6 +91,7 @@ def build_decoder(
         device=lm.device,
         load_lm=lambda name: load_drafter(target, name, batch_size, max_length, lm.vocab_size),
         target_model=target.model,
+        final_law=verifier_class.traits.modifies_target,
     )
     return Decoder(
         lm,

@@ -8,7 +8,7 @@ draft whose ``q`` is honest, which ``crossdraft certify`` proves by enumeration.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,12 +31,15 @@ class VerifierTraits:
         lossless: whether the output keeps the target's distribution exactly.
         temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
         stateful: it carries per-row state from one round to the next.
+        modifies_target: its state is a modification of the target by the drafter's law, so sampled drafts must be
+            replayable (see `DraftTraits`).
     """
 
     drawn: frozenset[Drawn]
     lossless: bool = True
     temperature_zero_only: bool = False
     stateful: bool = False
+    modifies_target: bool = False
 
 
 class Verifier(ABC):
@@ -55,6 +58,9 @@ class Verifier(ABC):
     @abstractmethod
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
+
+    def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
+        """The round is over: per slot, tau and the number of drafted nodes, now known on the host."""
 
     def retire(self, row: int) -> None:
         """Slot ``row`` is free."""
@@ -76,7 +82,14 @@ def incompatible(
             f"verifier '{verifier}' compares with the target's argmax and needs temperature 0, but the temperature is "
             f"{sampling.temperature:g}; use 'token' or 'block' for sampling"
         )
-    if draft.drawn is None or draft.drawn in traits.drawn:
+    if draft.drawn is None:
+        return None
+    if draft.drawn in traits.drawn:
+        if traits.modifies_target and not (draft.point_mass or draft.replayable):
+            return (
+                f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs a draft length "
+                f"that is fixed before drafting, and drafter '{drafter}' decides as it goes; use 'block'"
+            )
         return None
     accepted = ", ".join(sorted(traits.drawn))
     return f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"

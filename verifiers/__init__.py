@@ -12,3 +12,30 @@ def crossdraft_register_verifiers(register):
         summary="token verification (Leviathan et al. 2023, Chen et al. 2023)",
     )
     register("block", f"{__name__}.block:Block", summary="block verification (Sun et al. 2024)")
+    register(
+        "greedy-block",
+        f"{__name__}.greedy_block:GreedyBlock",
+        summary="greedy block verification with distribution modification (Sun et al. 2024)",
+    )
+    register("spectr", f"{__name__}.spectr:SpecTr", summary="K-SEQ on K i.i.d. sequences (Sun et al. 2023)")
+    register(
+        "specinfer",
+        f"{__name__}.specinfer:SpecInfer",
+        summary="multi-step speculative sampling on any tree (Miao et al. 2024)",
+    )
+    register(
+        "sample-match",
+        f"{__name__}.sample_match:SampleMatch",
+        summary="samples the target and looks for the token among the children",
+    )
+    register("traversal", f"{__name__}.traversal:Traversal", summary="block verification on a tree (Weng et al. 2025)")
+    register(
+        "multipath-block",
+        f"{__name__}.multipath_block:MultipathBlock",
+        summary="block verification of the best of K sequences (Thomas and Pal 2026)",
+    )
+    register(
+        "greedy-draft-optimal",
+        f"{__name__}.greedy_draft_optimal:GreedyDraftOptimal",
+        summary="the optimal rule for greedy drafts (Hu et al. 2025)",
+    )

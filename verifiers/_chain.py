@@ -30,7 +30,7 @@ def laws(draft: Draft) -> Tensor:
     """``[B, N, V]``: Q_{i-1}, the law token i was drawn from."""
     assert draft.q is not None
     if draft.law is None:
-        return draft.q
+        return draft.q[:, : draft.width]
     return draft.q.gather(1, draft.law[..., None].expand(-1, -1, draft.q.shape[2]))
 
 
@@ -39,7 +39,7 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, scale: Tensor | None, rng: 
 
     Args:
         tau: ``[B]`` accepted tokens.
-        scale: ``[B]`` float64 factor on P_tau (block verification's p_tau), ``None`` = 1.
+        scale: ``[B]`` float64 factor on P_tau (block verification's p_tau; may exceed 1), ``None`` = 1.
     """
     rows = torch.arange(len(tau), device=tau.device)
     target = p[rows, tau]
@@ -48,12 +48,14 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, scale: Tensor | None, rng: 
     rejected = (tau < draft.count)[:, None]
     at = tau.clamp(max=draft.width - 1)
     if draft.q is None:
-        # (s P - onehot(x))_+ is s P without x, since s P(x) <= 1.
+        # (s P - onehot(x))_+ is s P without x: a point mass never lets s P(x) exceed 1.
         weights = target.scatter(1, draft.tokens[rows, at][:, None], 0.0)
     else:
         q = draft.q[rows, at if draft.law is None else draft.law[rows, at]]
-        scaled = target if scale is None else target * scale[:, None].to(target.dtype)
-        weights = (scaled - q).clamp_(min=0)
+        if scale is not None:  # both divided by max(1, scale), which may be too large a number
+            target = target * scale.clamp(max=1)[:, None].to(target.dtype)
+            q = q / scale.clamp(min=1)[:, None].to(q.dtype)
+        weights = (target - q).clamp_(min=0)
     # No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
     usable = rejected & (weights.sum(1, keepdim=True) > 0)
-    return rng.draw(torch.where(usable, weights, target))
+    return rng.draw(torch.where(usable, weights, p[rows, tau]))

@@ -20,7 +20,8 @@ class Greedy(Verifier):
 
     name = "greedy"
     traits = VerifierTraits(
-        drawn=frozenset({"chain", "iid", "without_replacement", "deterministic"}), temperature_zero_only=True
+        drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+        temperature_zero_only=True,
     )
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:

@@ -190,6 +190,7 @@ class Cell:
             device=lm.device,
             load_lm=load_lm,
             target_model=target.model,
+            final_law=verifier_class.traits.modifies_target,
         )
         self.decoder = Decoder(
             lm,

@@ -222,6 +222,7 @@ class Decoder:
             slot.rounds.append(Round(min(accepted[row], len(new)), len(new), nodes[row], draft.width, survival[row]))
             self._set_limit(row)
         self.drafter.observe(seqs, draft, verdict, accepted, scores)
+        self.verifier.observe(accepted, nodes)
         for row, slot in enumerate(self._slots):
             if slot is not None and (finish := self._finish(row, slot)):
                 tokens = seqs.history[row][slot.prompt_length :]

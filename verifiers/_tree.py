@@ -1,0 +1,91 @@
+"""What the rules for trees share: the children in the order they are examined, and the laws they were drawn from.
+
+Symbols follow the literature: P(u) is the target's law after node u, q_j the law child j was drawn from given
+that its elder siblings were drawn before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+
+
+class Children:
+    """The drafted children of all nodes as one list of entries, parents before children.
+
+    An entry is a drawn token. That is a node, except that of i.i.d. sequences which agree each keeps its own
+    entry ``with_copies``.
+
+    Attributes:
+        node, parent, token: ``[B, E]`` int64; parent -1 is the root.
+        valid: ``[B, E]`` bool.
+    """
+
+    def __init__(self, draft: Draft, with_copies: bool = False, youngest_first: bool = False):
+        self.draft = draft
+        self._copies = with_copies and draft.sequences is not None
+        if self._copies:
+            assert draft.sequences is not None
+            entry = draft.sequences.transpose(1, 2).reshape(draft.batch_size, -1)  # level by level
+            self.valid = entry >= 0
+            self.node = entry.clamp(min=0)
+        elif youngest_first:
+            # Sorted by parent a tree is still in topological order, and siblings are neighbours.
+            order = torch.arange(draft.width, device=draft.tokens.device)
+            last = (draft.width + 1) ** 2
+            key = torch.where(draft.valid, draft.parents * (draft.width + 1) - order, last)
+            self.node = key.argsort(1)
+            self.valid = draft.valid.gather(1, self.node)
+        else:
+            self.node = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
+            self.valid = draft.valid
+        if draft.width:
+            self.parent, self.token = draft.parents.gather(1, self.node), draft.tokens.gather(1, self.node)
+        self._rows = torch.arange(draft.batch_size, device=draft.tokens.device)
+
+    def __len__(self) -> int:
+        return self.node.shape[1] if self.draft.width else 0
+
+    def law(self, entry: int, like: Tensor) -> Tensor:
+        """``[B, V]``: q of one entry per row; ``like [B, V]`` gives the width and dtype of a point mass."""
+        draft, node = self.draft, self.node[:, entry]
+        q = draft.law_of(node, like)
+        if draft.drawn == "iid" and not self._copies:
+            # Without copies a later child is one that differs from its elder siblings: drawn from the rest.
+            elder = draft.elder[self._rows, node]
+            kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
+            q = q.scatter_reduce(1, draft.tokens, kept, "amin")
+            mass = q.sum(1, keepdim=True)
+            q = torch.where(mass > 0, q / mass, q)
+        return q
+
+
+def one_hot(token: Tensor, like: Tensor) -> Tensor:
+    """``[B, V]``, 1 at ``token [B]``, of the shape and dtype of ``like``."""
+    return torch.zeros_like(like).scatter_(1, token[:, None], 1.0)
+
+
+def ratio(law: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    """``[B]`` float64: law(x) / q(x) at ``x = token [B]``; 0 where the law has no mass."""
+    top = law.gather(1, token[:, None]).squeeze(1).double()
+    return torch.where(top > 0, top / q.gather(1, token[:, None]).squeeze(1).double(), 0.0)
+
+
+def residual(law: Tensor, q: Tensor, credit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(credit law - q)_+ normalised ``[B, V]`` and its mass ``[B]`` float64; without mass, ``law`` itself."""
+    scaled = law if credit is None else law * credit[:, None].to(law.dtype)
+    left = (scaled - q).clamp_(min=0)
+    mass = left.sum(1)
+    some = mass > 0
+    left = left / torch.where(some, mass, 1.0)[:, None]
+    return torch.where(some[:, None], left, law), mass.double()
+
+
+def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:
+    """The verdict that accepts the path down to ``node [B]`` (-1 = nothing) and emits ``token [B]`` after it."""
+    if not draft.width:
+        return Verdict(torch.zeros_like(token), token)
+    tau = torch.where(node >= 0, draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), 0)
+    return Verdict(tau, token, path=None if draft.is_chain else draft.path_to(node))

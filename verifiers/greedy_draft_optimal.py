@@ -1,0 +1,23 @@
+"""The optimal rule for greedy drafts: K - 1 most probable children taken outright, one drawn from the rest.
+
+Z. Hu, T. Zheng, V. Viswanathan, Z. Chen, R. A. Rossi, Y. Wu, D. Manocha, H. Huang, "Towards Optimal Multi-draft
+Speculative Decoding", ICLR 2025, section 5 (greedy draft sampling).
+
+The drawn child x ~ q (the drafter's law without the others, renormalised) is verified first, as a single draft:
+accepted with probability min(1, P(x) / q(x)), else Y ~ norm((P - q)_+); an emitted token that is one of the other
+children goes on there. That is multi-step sampling with the drawn child examined before its elder siblings,
+and it reaches the optimal-transport bound P(top) + sum_{others} min(P, q) at every node.
+"""
+
+from __future__ import annotations
+
+from ..framework.verifier import VerifierTraits
+from .specinfer import SpecInfer
+
+
+class GreedyDraftOptimal(SpecInfer):
+    """Examines the drawn child first. Lossless; optimal node by node for greedy drafts (K = 1: a chain)."""
+
+    name = "greedy-draft-optimal"
+    traits = VerifierTraits(drawn=frozenset({"chain", "greedy_draft"}))
+    youngest_first = True

@@ -1,0 +1,158 @@
+"""Greedy multi-path block verification: pick the best of K i.i.d. sequences, then verify it as a block.
+
+R. Thomas, A. Pal, "Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling", 2026.
+
+At every prefix the tokens are ranked by P / Q, ascending (ties: by id). The path taken is the lexicographically
+largest sequence: at each depth, among the sequences that still agree, the highest-ranked next token. With A the
+probability that one sequence ranks below the prefix and J the probability of the prefix (A = 0, J = 1 at first),
+the token x on that path has the law
+
+    Qhat(x) = ((lo + J Q(x))^K - lo^K) / ((A + J)^K - A^K),   lo = A + J sum_{y < x} Q(y);   A <- lo, J <- J Q(x)
+
+and block verification runs on the path with Q := Qhat. With ``recycle`` a correction token that other sequences
+through the accepted prefix had drafted is accepted too, and the rule goes on with what follows it in those.
+
+It pays off when P and Q are far apart, and accepts less than one draft would when they are close.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+from ..framework.drafter import StrategyConfig
+from ..framework.rng import RoundRng
+from ..framework.verifier import Verifier, VerifierTraits
+from ._tree import one_hot, residual, stop_at
+
+
+class MultipathBlock(Verifier):
+    """Block verification of the best-ranked sequence. Lossless; K i.i.d. sequences, or a chain (K = 1: block)."""
+
+    name = "multipath-block"
+    traits = VerifierTraits(drawn=frozenset({"chain", "iid"}))
+
+    class Config(StrategyConfig):
+        recycle: bool = Field(
+            default=True, description="go on in other sequences that had drafted the correction token"
+        )
+
+    config: Config
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        rows = torch.arange(draft.batch_size, device=p.device)
+        sequences = draft.as_sequences()
+        k, depth = sequences.shape[1:]
+        at, start = torch.full_like(rows, -1), torch.zeros_like(rows)
+        members = torch.ones(draft.batch_size, k, dtype=torch.bool, device=p.device)
+        walking, token = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)
+        for attempt in range(depth if self.config.recycle and k > 1 else min(depth, 1)):
+            # An attempt starts at least one token deeper than the one before.
+            stop, weights = self._block(draft, p, sequences, members, at, start, attempt, walking, rng)
+            drawn = rng.draw(torch.where(walking[:, None], weights, one_hot(token, weights)), index=attempt)
+            at, token = torch.where(walking, stop, at), torch.where(walking, drawn, token)
+            # Others through the accepted prefix that had drafted the token: the nodes that carry it.
+            carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
+            node = torch.where(carries.any(1), carries.long().argmax(1), -1)
+            members = (sequences == node[:, None, None]).any(2) & (node >= 0)[:, None]
+            walking = walking & members.any(1)
+            if not self.config.recycle:
+                break
+            at = torch.where(walking, node, at)
+            start = torch.where(walking, draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), start)
+        # Rows whose last correction led to a leaf, and drafts without nodes, still lack their bonus token.
+        if depth == 0:
+            return Verdict(torch.zeros_like(rows), rng.draw(p[:, 0]))
+        if self.config.recycle:
+            last = torch.where(walking[:, None], p[rows, at + 1], one_hot(token, p[:, 0]))
+            token = rng.draw(last, "other")
+        return stop_at(draft, at, token)
+
+    def _block(
+        self,
+        draft: Draft,
+        p: Tensor,
+        sequences: Tensor,
+        members: Tensor,
+        at: Tensor,
+        start: Tensor,
+        first_level: int,
+        walking: Tensor,
+        rng: RoundRng,
+    ) -> tuple[Tensor, Tensor]:
+        """One block verification from node ``at [B]`` (depth ``start [B]``) over the sequences ``members [B, K]``.
+
+        Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
+        """
+        rows = torch.arange(draft.batch_size, device=p.device)
+        k, depth = sequences.shape[1:]
+        n = members.sum(1)
+        a, j = torch.zeros_like(start, dtype=torch.float64), torch.ones_like(start, dtype=torch.float64)
+        credit = torch.ones_like(a)  # p_i of block verification
+        stop, weights = at, p[rows, at + 1]  # tau = 0, unless something longer is accepted
+        for level in range(first_level, depth):
+            nodes = sequences[:, :, level]
+            active = walking & (level >= start) & (members & (nodes >= 0)).any(1)
+            law = p[rows, at + 1]
+            chooser = members & (nodes >= 0)
+            x = draft.tokens.gather(1, nodes.clamp(min=0))
+            some = nodes.clamp(min=0).gather(1, chooser.long().argmax(1, keepdim=True)).squeeze(1)
+            q = draft.law_of(some, law)
+            rank, below = ranking(law, q)
+            best = torch.where(chooser, rank.gather(1, x), -1).argmax(1, keepdim=True)
+            y, node = x.gather(1, best).squeeze(1), nodes.gather(1, best).squeeze(1)
+            qhat, lo = skewed(q, below, a, j, n, k)
+            # Stopping here, before y: the interior h of block verification (h_0 = 1).
+            rest, s = residual(law, qhat, credit)
+            left = s + (1 - credit)
+            h = torch.where((left > 0) & (credit < 1), s / left, 1.0)
+            stops = active & (level == start)
+            if level > first_level:
+                inside = active & (level > start)
+                number = level * (level + 1) // 2 + first_level  # the same whatever the width of the batch
+                stops = stops | rng.accept(torch.where(inside, h, 0.0)[:, None], index=number).squeeze(1)
+            stop = torch.where(stops, at, stop)
+            weights = torch.where(stops[:, None], rest, weights)
+            # On to y.
+            top = law.gather(1, y[:, None]).squeeze(1).double()
+            step = torch.where(top > 0, top / qhat.gather(1, y[:, None]).squeeze(1), 0.0)
+            credit = torch.where(active, (credit * step).clamp(max=1), credit)
+            a = torch.where(active, lo.gather(1, y[:, None]).squeeze(1), a)
+            j = torch.where(active, j * q.gather(1, y[:, None]).squeeze(1).double(), j)
+            members = torch.where(active[:, None], members & (nodes == node[:, None]), members)
+            at = torch.where(active, node, at)
+        # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
+        number = first_level * (first_level + 1) // 2 + first_level
+        whole = rng.accept(torch.where(walking, credit, 0.0)[:, None], index=number).squeeze(1)
+        stop = torch.where(whole, at, stop)
+        return stop, torch.where(whole[:, None], p[rows, at + 1], weights)
+
+
+def ranking(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank of every token by P / Q ascending, ties by id ``[B, V]``, and the mass of Q below it, float64."""
+    score = torch.where(p > 0, p / q, 0.0)
+    order = score.argsort(dim=1, stable=True)
+    sorted_q = q.gather(1, order).double()
+    below = torch.empty_like(sorted_q).scatter_(1, order, sorted_q.cumsum(1) - sorted_q)
+    places = torch.arange(p.shape[1], device=p.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places), below.clamp_(min=0)
+
+
+def skewed(q: Tensor, below: Tensor, a: Tensor, j: Tensor, n: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Qhat and lo, both ``[B, V]``, for ``n [B]`` (at most ``k``) sequences, without cancellation.
+
+    u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels against the denominator's.
+    """
+    lo = a[:, None] + j[:, None] * below
+    hi = lo + j[:, None] * q.double()
+    low, high = a, a + j
+    top, bottom = torch.ones_like(lo), torch.ones_like(low)
+    lo_power, low_power = lo, low
+    for m in range(1, k):
+        more = n > m
+        top = torch.where(more[:, None], hi * top + lo_power, top)
+        bottom = torch.where(more, high * bottom + low_power, bottom)
+        lo_power, low_power = lo_power * lo, low_power * low
+    return (q * top / bottom[:, None]).to(q.dtype), lo
