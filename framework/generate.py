@@ -20,7 +20,7 @@ from .decoding.sampling import Sampling
 from .drafter import DraftContext
 from .errors import ModelError, UsageError
 from .lm import LM
-from .models import LoadedModel, load_model, same_tokenizer
+from .models import LoadedModel, load_model, same_tokenizer, shares_embedding
 from .plugins import get
 from .rng import CounterRng
 from .verifier import incompatible
@@ -52,7 +52,8 @@ def configured(kind: str, strategy: Strategy) -> tuple[type, Any]:
 
 def drafter_lm(target: LoadedModel, name: str, batch_size: int, max_length: int, vocab_size: int) -> LM:
     """B slots of the model called ``name`` to draft for ``target``. Raises ModelError if the tokenizers differ."""
-    loaded = load_model(name, share_with=target, dtype=target.model.dtype, device=target.model.device)
+    share_with = target if shares_embedding(name, target) else None
+    loaded = load_model(name, share_with=share_with, dtype=target.model.dtype, device=target.model.device)
     if difference := same_tokenizer(target.tokenizer, loaded.tokenizer):
         raise ModelError(f"'{name}' cannot draft for '{target.name}': {difference}")
     return fitted(TransformersLM(loaded.model, batch_size, max_length), vocab_size)

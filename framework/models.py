@@ -217,6 +217,17 @@ def save_sharing_embedding(model: PreTrainedModel, directory: Path | str, *, emb
     (directory / SHARED).write_text(json.dumps(shared, indent=2) + "\n", encoding="utf-8")
 
 
+def shares_embedding(name: str, target: LoadedModel) -> bool:
+    """Whether the model `name` leaves out an embedding that is the target's; if not, it finds its own."""
+    file = resolve(name).path / SHARED
+    try:
+        shared = json.loads(file.read_text(encoding="utf-8"))["shared_embedding"]
+        weight: Any = target.model.get_input_embeddings().weight
+        return shared["model"] == target.name or shared["sha256"] == embedding_sha256(weight)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # it has an embedding, or a file that loading it will complain about
+
+
 def embedding_sha256(weight: torch.Tensor) -> str:
     """The SHA-256 of a weight rounded to bfloat16, row by row, little-endian.
 

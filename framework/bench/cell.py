@@ -5,9 +5,7 @@ The cells of a group share one target: they take turns on its slots, each with a
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from .. import plugins
 from ..decoding.lm import TransformersLM, fitted
 from ..decoding.loop import Decoder, Response
 from ..drafter import DraftContext
-from ..errors import ModelError, NumericalError, UsageError
-from ..models import SHARED, LoadedModel, embedding_sha256, load_model, resolve, same_tokenizer
+from ..errors import ModelError, UsageError
+from ..models import LoadedModel, load_model, same_tokenizer, shares_embedding
 from ..rng import CounterRng
 from .metrics import Chunk, RoundRecord
 from .prompts import Prompt, encode
@@ -63,23 +61,12 @@ class Models:
                 dtype=target.model.dtype,
                 device=target.model.device,
                 trust_remote_code=config.trust_remote_code,
-                share_with=target if _shares_embedding(name, target) else None,
+                share_with=target if shares_embedding(name, target) else None,
             )
             if reason := same_tokenizer(target.tokenizer, loaded.tokenizer):
                 raise ModelError(f"{name} cannot draft for {target.name}: {reason}")
             self._loaded[name] = loaded
         return self._loaded[name]
-
-
-def _shares_embedding(name: str, target: LoadedModel) -> bool:
-    """Whether the model `name` leaves out an embedding that is the target's; if not, it finds its own."""
-    file = resolve(name).path / SHARED
-    try:
-        shared = json.loads(file.read_text(encoding="utf-8"))["shared_embedding"]
-        weight: Any = target.model.get_input_embeddings().weight
-        return shared["model"] == target.name or shared["sha256"] == embedding_sha256(weight)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # it has an embedding, or a file that loading it will complain about
 
 
 @dataclass(frozen=True)
@@ -241,14 +228,9 @@ class Cell:
         prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in asked]
         streams = [c.prompt.stream(turn) for c in asked]
         self.lm.hidden_layers = self.hidden_layers
-        try:
-            responses = sorted(self.decoder.run(prompts, streams), key=lambda response: response.index)
-        except NumericalError as error:
-            # The loop counts the prompts it was given; people know them by question_id.
-            def named(match: re.Match[str]) -> str:
-                return f"prompt {asked[int(match[1])].prompt.question_id!r}"
-
-            raise NumericalError(re.sub(r"\bprompt (\d+)\b", named, str(error))) from error
+        # The loop would count the prompts it was given; people know them by question_id.
+        names = [f"prompt {c.prompt.question_id!r}" for c in asked]
+        responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
         return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
 
     def _record(self, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:

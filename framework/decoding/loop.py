@@ -92,6 +92,7 @@ class Stopwatch:
 @dataclass
 class _Slot:
     index: int
+    name: str
     prompt_length: int
     wanted: int  # tokens still to generate
     rounds: list[Round] = field(default_factory=list)
@@ -150,14 +151,21 @@ class Decoder:
         """Slots that hold a sequence."""
         return sum(slot is not None for slot in self._slots)
 
-    def run(self, prompts: Iterable[Sequence[int]], streams: Sequence[int] | None = None) -> Iterator[Response]:
+    def run(
+        self,
+        prompts: Iterable[Sequence[int]],
+        streams: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Iterator[Response]:
         """Decode all prompts (lists of token ids); responses come as they finish, in no particular order.
 
-        ``streams[i]`` is the random stream of prompt i, its position by default.
+        ``streams[i]`` is the random stream of prompt i, its position by default; ``names[i]`` is what error messages
+        call it.
         """
         queue = list(prompts)
-        for index, prompt in enumerate(queue):
-            self._check_prompt(index, prompt)
+        names = [f"prompt {i}" for i in range(len(queue))] if names is None else names
+        for name, prompt in zip(names, queue, strict=True):
+            self._check_prompt(name, prompt)
         waiting = iter(enumerate(queue))
         try:
             while True:
@@ -167,7 +175,8 @@ class Decoder:
                         if nxt is None:
                             break
                         index, prompt = nxt
-                        self.begin(row, prompt, index, index if streams is None else streams[index])
+                        stream = index if streams is None else streams[index]
+                        self.begin(row, prompt, index, stream, names[index])
                 if not self.occupied:
                     return
                 yield from self.round()
@@ -177,7 +186,7 @@ class Decoder:
                 if slot is not None:
                     self._retire(row)
 
-    def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0) -> None:
+    def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0, name: str = "the prompt") -> None:
         """Put a sequence into slot ``row``."""
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -187,7 +196,7 @@ class Decoder:
         self.sequences.stream[row] = stream
         self.drafter.begin(row, prompt, hidden)
         self.verifier.begin(row)
-        self._slots[row] = _Slot(index, len(prompt), self.max_new_tokens)
+        self._slots[row] = _Slot(index, name, len(prompt), self.max_new_tokens)
         self._set_limit(row)
         self.stopwatch.mark("prefill")
 
@@ -205,9 +214,9 @@ class Decoder:
         verdict = self.verifier.verify(draft, scores.p, rng)
         clock.mark("verify")
 
-        accepted, emitted, nodes, finite, survival = self._to_host(draft, scores, verdict)
+        accepted, emitted, nodes, depths, finite, survival = self._to_host(draft, scores, verdict)
         self._check_numbers(finite)
-        self._check_depth(draft, accepted, nodes)
+        self._check_depth(depths)
         kept = [tau + 1 if slot else 0 for tau, slot in zip(accepted, self._slots, strict=True)]
         self.target.keep(kept, self._kept_path(draft, verdict))
         self.batch_rounds += 1
@@ -251,8 +260,8 @@ class Decoder:
 
     def _to_host(
         self, draft: Draft, scores: Scores, verdict: Verdict
-    ) -> tuple[list[int], list[list[int]], list[int], list[bool], list[float | None]]:
-        """The round's one synchronisation: tau, emitted tokens, nodes, sanity and survival of every row."""
+    ) -> tuple[list[int], list[list[int]], list[int], list[int], list[bool], list[float | None]]:
+        """The round's one synchronisation: tau, emitted tokens, nodes, depth, sanity and survival of every row."""
         if draft.width:
             order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
             path = order if verdict.path is None else verdict.path.clamp(min=0)
@@ -261,16 +270,18 @@ class Decoder:
             along = draft.tokens
         emitted = torch.cat([along, torch.zeros_like(verdict.token)[:, None]], 1)
         emitted.scatter_(1, verdict.length[:, None], verdict.token[:, None])
-        meta = torch.stack([verdict.length, draft.count, scores.finite.long()], 1)
+        depth = draft.count if draft.is_chain or not draft.width else torch.where(draft.valid, draft.depth, 0).amax(1)
+        meta = torch.stack([verdict.length, draft.count, depth, scores.finite.long()], 1)
         host = torch.cat([meta, emitted], 1).tolist()
         survival: list[float | None] = [None] * len(host)
         if verdict.survival is not None:
             survival = list(verdict.survival.sum(1).tolist())
         return (
             [r[0] for r in host],
-            [r[3:] for r in host],
+            [r[4:] for r in host],
             [r[1] for r in host],
-            [bool(r[2]) for r in host],
+            [r[2] for r in host],
+            [bool(r[3]) for r in host],
             survival,
         )
 
@@ -320,13 +331,13 @@ class Decoder:
     def _drafter(self) -> str:
         return f"drafter '{getattr(self.drafter, 'name', type(self.drafter).__name__)}'"
 
-    def _check_prompt(self, index: int, prompt: Sequence[int]) -> None:
+    def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
         if not len(prompt):
-            raise UsageError(f"prompt {index} is empty; a prompt needs at least one token")
+            raise UsageError(f"{name} is empty; a prompt needs at least one token")
         room = self.target.context_length
         if room is not None and len(prompt) >= room:
             raise UsageError(
-                f"prompt {index} has {len(prompt)} tokens, but the target's context is {room} tokens; "
+                f"{name} has {len(prompt)} tokens, but the target's context is {room} tokens; "
                 "shorten the prompt or take a target with a longer context"
             )
 
@@ -335,15 +346,14 @@ class Decoder:
             if slot is not None and not finite[row]:
                 position = len(self.sequences.history[row])
                 raise NumericalError(
-                    f"the target produced NaN or infinite logits for prompt {slot.index} at position {position}; "
+                    f"the target produced NaN or infinite logits for {slot.name} at position {position}; "
                     "try dtype float32, another attention implementation, or check the weights"
                 )
 
-    def _check_depth(self, draft: Draft, accepted: list[int], nodes: list[int]) -> None:
-        for row, limit in enumerate(self.sequences.limit):
-            deep = nodes[row] if draft.is_chain else accepted[row]
-            if self._slots[row] is not None and deep > limit:
+    def _check_depth(self, depths: list[int]) -> None:
+        for row, (depth, limit) in enumerate(zip(depths, self.sequences.limit, strict=True)):
+            if self._slots[row] is not None and depth > limit:
                 raise ContractError(
-                    f"{self._drafter} drafted {deep} tokens deep in slot {row}, but sequences.limit allows {limit}; "
+                    f"{self._drafter} drafted {depth} tokens deep in slot {row}, but sequences.limit allows {limit}; "
                     "propose() must not exceed the limit of each row"
                 )
