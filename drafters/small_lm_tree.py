@@ -67,6 +67,7 @@ class SmallLMTree(SmallLM):
             drawn="chain" if config.shape.is_path else DRAWN[siblings],
             point_mass=siblings == "top-k",
             nodes=config.shape.nodes,
+            branching=config.branching if config.choices is None else None,
         )
 
     @classmethod

@@ -142,11 +142,15 @@ class Draft:
         return self.q[rows, node if self.law is None else self.law[rows, node]]
 
     def as_sequences(self) -> Tensor:
-        """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence."""
+        """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence.
+
+        A tree that branches at the root alone, level after level, is as many chains as the root has children.
+        """
         if self.sequences is not None:
             return self.sequences
         order = torch.arange(self.width, device=self.tokens.device)
-        return torch.where(self.valid, order, -1)[:, None]
+        depth = self.width if self.is_chain or not self.levels else self.levels
+        return torch.where(self.valid, order, -1).view(self.batch_size, depth, -1).transpose(1, 2)
 
     @cached_property
     def count(self) -> Tensor:

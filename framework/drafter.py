@@ -40,6 +40,7 @@ class DraftTraits:
         nodes: the most nodes a draft can have in a row; buffers are made for as many.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
             negative indices count from the end), in the order it wants them in ``Scores.hidden``.
+        branching: for a tree in which all nodes of a level have as many children: how many, level by level.
         replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
             before the first token is drawn, and which carry the law after their last token where
             `DraftContext.final_law` asks for it. A rule that modifies later targets needs all three.
@@ -49,6 +50,7 @@ class DraftTraits:
     point_mass: bool
     nodes: int
     hidden_layers: tuple[int, ...] = ()
+    branching: tuple[int, ...] | None = None
     replayable: bool = False
 
 

@@ -28,6 +28,7 @@ class VerifierTraits:
 
     Attributes:
         drawn: the shapes of draft it can judge.
+        pairs_only: of drafts without replacement it can judge only two children of the root with a chain below each.
         lossless: whether the output keeps the target's distribution exactly.
         temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
         stateful: it carries per-row state from one round to the next.
@@ -36,6 +37,7 @@ class VerifierTraits:
     """
 
     drawn: frozenset[Drawn]
+    pairs_only: bool = False
     lossless: bool = True
     temperature_zero_only: bool = False
     stateful: bool = False
@@ -89,6 +91,12 @@ def incompatible(
             return (
                 f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs a draft length "
                 f"that is fixed before drafting, and drafter '{drafter}' decides as it goes; use 'block'"
+            )
+        pair = draft.branching is not None and draft.branching[:1] == (2,) and set(draft.branching[1:]) <= {1}
+        if traits.pairs_only and draft.drawn == "without_replacement" and not pair:
+            return (
+                f"verifier '{verifier}' judges a tree without replacement only with branching [2, 1, 1, ...], which "
+                f"drafter '{drafter}' does not draw; use 'traversal' or 'specinfer'"
             )
         return None
     accepted = ", ".join(sorted(traits.drawn))

@@ -12,6 +12,12 @@ the token x on that path has the law
 and block verification runs on the path with Q := Qhat. With ``recycle`` a correction token that other sequences
 through the accepted prefix had drafted is accepted too, and the rule goes on with what follows it in those.
 
+Two children of the root drawn without replacement, a chain below each: the higher-ranked child has the law
+
+    Qhat(x) = Q(x) (sum_{y < x} Q(y) / (1 - Q(x)) + sum_{y < x} Q(y) / (1 - Q(y)))
+
+(x first and y second, or y first and x second), and what is below it is a single draft.
+
 It pays off when P and Q are far apart, and accepts less than one draft would when they are close.
 """
 
@@ -29,10 +35,11 @@ from ._tree import one_hot, residual, stop_at
 
 
 class MultipathBlock(Verifier):
-    """Block verification of the best-ranked sequence. Lossless; K i.i.d. sequences, or a chain (K = 1: block)."""
+    """Block verification of the best-ranked sequence. Lossless; K i.i.d. sequences, a pair of chains whose first
+    tokens were drawn without replacement, or a chain (K = 1: block)."""
 
     name = "multipath-block"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid"}))
+    traits = VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
 
     class Config(StrategyConfig):
         recycle: bool = Field(
@@ -103,7 +110,10 @@ class MultipathBlock(Verifier):
             rank, below = ranking(law, q)
             best = torch.where(chooser, rank.gather(1, x), -1).argmax(1, keepdim=True)
             y, node = x.gather(1, best).squeeze(1), nodes.gather(1, best).squeeze(1)
-            qhat, lo = skewed(q, below, a, j, n, k)
+            if draft.drawn == "without_replacement":
+                qhat, lo = (higher_of_two(q, rank) if level == 0 else q), below
+            else:
+                qhat, lo = skewed(q, below, a, j, n, k)
             # Stopping here, before y: the interior h of block verification (h_0 = 1).
             rest, s = residual(law, qhat, credit)
             left = s + (1 - credit)
@@ -138,6 +148,18 @@ def ranking(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     below = torch.empty_like(sorted_q).scatter_(1, order, sorted_q.cumsum(1) - sorted_q)
     places = torch.arange(p.shape[1], device=p.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places), below.clamp_(min=0)
+
+
+def higher_of_two(q: Tensor, rank: Tensor) -> Tensor:
+    """``[B, V]``: the law of the higher-ranked of two tokens drawn from ``q [B, V]`` without replacement."""
+    order = rank.argsort(1)
+    sorted_q = q.gather(1, order).double()
+    rest = 1 - sorted_q
+    odds = torch.where(rest > 0, sorted_q / rest, 0.0)  # of y; as a second token x has q(x) times that of the first
+    below, odds_below = sorted_q.cumsum(1) - sorted_q, odds.cumsum(1) - odds
+    # A token with all the mass has no sibling.
+    factor = torch.where(rest > 0, below / rest + odds_below, 1.0)
+    return torch.empty_like(sorted_q).scatter_(1, order, sorted_q * factor).to(q.dtype)
 
 
 def skewed(q: Tensor, below: Tensor, a: Tensor, j: Tensor, n: Tensor, k: int) -> tuple[Tensor, Tensor]:
