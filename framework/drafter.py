@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from .checkpoint import Checkpoint, load_checkpoint
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
 from .rng import RoundRng
 
@@ -66,7 +67,9 @@ class DraftContext:
         device: where the drafts must live.
         load_lm: ``load_lm(model_name)`` returns an :class:`~crossdraft.framework.lm.LM` with B slots for a
             model that shares the target's tokenizer. Raises ``ModelError`` with a sentence otherwise.
-        target_model: the target's own module where there is one (heads share its embedding), else ``None``.
+        load_heads: ``load_heads(name)`` returns the :class:`~crossdraft.framework.checkpoint.Checkpoint` of heads made
+            for the target. Raises ``ModelError`` with a sentence if there is no such, or it is damaged.
+        target_model: the target's own module where there is one (heads share its embedding and head), else ``None``.
         final_law: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
             own gamma: the law of the token that would have come next (row ``count[b]``).
     """
@@ -77,6 +80,7 @@ class DraftContext:
     vocab_size: int
     device: torch.device
     load_lm: Callable[[str], LM]
+    load_heads: Callable[[str], Checkpoint] = load_checkpoint
     target_model: Any = None
     final_law: bool = False
 

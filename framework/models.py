@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARED = "crossdraft.json"
+#: PyTorch's own files, which heads are also published as.
+PYTORCH_FILES = ("*.bin", "*.pt", "*.pth")
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -89,25 +91,26 @@ class ModelSource(ABC):
         """Put the model on this machine if it is not there yet; `ModelError` if that cannot be done."""
 
 
-def resolve(name: str) -> ResolvedModel:
+def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
     """Find the model called `name`, fetching it if necessary.
 
     `name` is, in this order: a registered name, an existing directory, a Hub id ``org/name`` (or
-    ``org/name@revision``). Raises `UsageError` for a name that cannot be any of these, `ModelError` for a
-    model that is not whole, not safetensors, or cannot be fetched.
+    ``org/name@revision``). `heads`: what is wanted is not a model of its own but heads for another one, which are
+    published as PyTorch files too (see :mod:`crossdraft.framework.checkpoint`). Raises `UsageError` for a name that
+    cannot be any of these, `ModelError` for a model that is not whole, not safetensors, or cannot be fetched.
     """
     registered = plugins.entries("models")
     path = Path(name).expanduser()
     if name in registered:
-        return _from_registered(name, plugins.get("models", name))
+        return _from_registered(name, plugins.get("models", name), heads)
     if path.is_dir():
-        return from_directory(name, path)
+        return from_directory(name, path, heads=heads)
     if path.is_file():
         raise UsageError(f"{name} is a file; a model is a directory with config.json and safetensors weights")
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
         raise UsageError(f"there is no model directory {name}; check the path (it is relative to {Path.cwd()})")
     if _HUB_ID.fullmatch(name):
-        return from_hub(name, name)
+        return from_hub(name, name, heads=heads)
     raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
 
 
@@ -293,7 +296,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     raise UsageError(f"there is no dtype {dtype!r}; write auto, float32, bfloat16 or float16")
 
 
-def from_directory(name: str, path: Path, source: str = "") -> ResolvedModel:
+def from_directory(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
     """The model in the directory `path`. Raises `ModelError` if it is not whole, or not safetensors."""
     if not path.is_dir():
         raise ModelError(f"the directory of {name}, {path}, does not exist")
@@ -304,7 +307,7 @@ def from_directory(name: str, path: Path, source: str = "") -> ResolvedModel:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if absent := [shard for shard in shards if not (path / shard).is_file()]:
             raise ModelError(f"{path} is not whole: it lacks {_list(absent)}")
-    elif not any(path.glob("*.safetensors")):
+    elif not any(path.glob("*.safetensors")) and not (heads and any(any(path.glob(p)) for p in PYTORCH_FILES)):
         raise ModelError(
             f"{path} has no safetensors weights. Pickled weights (.bin, .pt) can run code, so they are not "
             "loaded; where you trust them, convert them once: "
@@ -313,7 +316,7 @@ def from_directory(name: str, path: Path, source: str = "") -> ResolvedModel:
     return ResolvedModel(name, path, source or f"directory {path.resolve()}")
 
 
-def from_hub(name: str, hub_id: str) -> ResolvedModel:
+def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
     """The Hub model ``org/name`` or ``org/name@revision``, downloaded if the Hub's cache lacks it."""
     from huggingface_hub import errors, snapshot_download
 
@@ -324,7 +327,7 @@ def from_hub(name: str, hub_id: str) -> ResolvedModel:
         path = snapshot_download(
             parts["id"],
             revision=parts["revision"],
-            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"],
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", *PYTORCH_FILES * heads],
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
         )
     except errors.GatedRepoError:
@@ -343,20 +346,20 @@ def from_hub(name: str, hub_id: str) -> ResolvedModel:
     else:
         return ResolvedModel(
             name,
-            from_directory(name, Path(path)).path,
+            from_directory(name, Path(path), heads=heads).path,
             f"Hub {parts['id']} at {Path(path).name}",
             parts["id"],
         )
     raise ModelError(f"the model {hub_id} could not be fetched: {reason}")
 
 
-def _from_registered(name: str, found: Any) -> ResolvedModel:
+def _from_registered(name: str, found: Any, heads: bool) -> ResolvedModel:
     if callable(found):
         found = found()
     if isinstance(found, ModelSource):
         return found.fetch(name)
     provider = plugins.entries("models")[name].provider
-    return from_directory(name, Path(found), f"plug-in {provider}")
+    return from_directory(name, Path(found), f"plug-in {provider}", heads=heads)
 
 
 def _shared_embedding(path: Path) -> dict[str, str] | None:

@@ -1,0 +1,125 @@
+"""Checkpoints of heads: a config and tensors by name, in whatever layout they were published.
+
+Drafting heads are no models of their own: they read the target's features and come as bare tensors in a dozen
+layouts, many of them as PyTorch files. This module reads the tensors; which layout they are in, the drafter that
+knows it tells from the keys. PyTorch files are read with ``weights_only=True``: what is more than tensors, and could
+run code, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a directory of heads holds.
+
+    Attributes:
+        name: as the user wrote it.
+        path: the directory.
+        config: ``config.json`` as it stands.
+        tensors: by key, on the CPU, in the dtype they are stored in.
+    """
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def refused(self, why: str) -> ModelError:
+        """The error to raise for a checkpoint that does not fit, with the sentence ``why``."""
+        return ModelError(f"the heads '{self.name}' do not load: {why} ({self.path})")
+
+    def fill(self, module: nn.Module, tensors: dict[str, Tensor], *, shared: Iterable[str] = ()) -> None:
+        """Copy ``tensors``, renamed to the keys of ``module``, into it; keys in ``shared`` may be absent.
+
+        Raises:
+            ModelError: a missing or left-over key, or another shape; the sentence lists names and shapes.
+        """
+        import torch
+
+        wanted = module.state_dict(keep_vars=True)
+        missing = sorted(wanted.keys() - tensors.keys() - set(shared))
+        unexpected = sorted(tensors.keys() - wanted.keys())
+        shapes = [
+            f"{key} is {list(tensors[key].shape)}, not {list(wanted[key].shape)}"
+            for key in sorted(wanted.keys() & tensors.keys())
+            if wanted[key].shape != tensors[key].shape
+        ]
+        problems = [
+            f"missing {', '.join(f'{key} {list(wanted[key].shape)}' for key in missing)}" if missing else "",
+            f"unexpected {', '.join(f'{key} {list(tensors[key].shape)}' for key in unexpected)}" if unexpected else "",
+            f"of another shape: {', '.join(shapes)}" if shapes else "",
+        ]
+        if any(problems):
+            raise self.refused("; ".join(problem for problem in problems if problem))
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                wanted[key].copy_(tensor)
+
+
+def load_checkpoint(name: str) -> Checkpoint:
+    """The heads called ``name``: a registered name, a directory or a Hub id, as :func:`models.resolve` reads it.
+
+    Safetensors are preferred where both forms lie side by side.
+
+    Raises:
+        UsageError, UnknownNameError: a name that cannot be any of these.
+        ModelError: no such heads, or files that are damaged, incomplete or more than tensors.
+    """
+    from .models import PYTORCH_FILES, resolve
+
+    path = resolve(name, heads=True).path
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path / 'config.json'} must hold an object, not a {type(config).__name__}")
+    files = sorted(path.glob("*.safetensors")) or sorted(file for p in PYTORCH_FILES for file in path.glob(p))
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = _safetensors(file) if file.suffix == ".safetensors" else _pytorch(file)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise ModelError(f"{path} holds {twice[0]} in more than one file ({file.name} is one of them)")
+        tensors |= found
+    return Checkpoint(name, path, config, tensors)
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, struct.error, OSError) as error:
+        raise ModelError(f"{file} is damaged or no safetensors file: {str(error).splitlines()[0]}") from None
+
+
+def _pytorch(file: Path) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ModelError(
+            f"{file} is a pickle of more than tensors, which could run code when it is read; convert it to safetensors "
+            "where you trust it"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ModelError(f"{file} is damaged or no PyTorch file: {(str(error).splitlines() or ['empty'])[0]}") from None
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise ModelError(f"{file} does not hold tensors by name; heads are a dictionary of tensors")
+    return {str(key): tensor for key, tensor in found.items()}
