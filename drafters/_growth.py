@@ -206,7 +206,7 @@ def grow_dynamic(
     generation = torch.cat([torch.full_like(t, level) for t, level in zip(tokens, levels, strict=True)], 1)
     joint = torch.cat(scores, 1).masked_fill(generation > limit[:, None], -torch.inf)
     # Stable, so that of equals the parent comes first; then back into topological order.
-    best = joint.sort(1, descending=True, stable=True).indices[:, :nodes].sort(1).values
+    best = joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
     new = torch.full_like(token, -1).scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best))
     old_parent = parent.gather(1, best)
     draft = Draft(

@@ -11,14 +11,15 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import plugins
+from . import model_law, plugins
 from .errors import ContractError, CrossdraftError, NumericalError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
+    from .bounds import Bounds
     from .drafter import DraftContext, Drafter
     from .tablelm import Toy
     from .verifier import Verifier
@@ -108,11 +109,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds to chain (default: 1)")
     parser.add_argument("--gamma", type=int, metavar="N", help="draft length (default: the toy's own)")
+    parser.add_argument(
+        "--bounds",
+        action="store_true",
+        help="beside E[tau], print the most that any lossless rule could accept of such drafts in the first round: of "
+        "chains (single draft), of any draft by a rule that keeps the law of every round (LP; needs "
+        "crossdraft[bounds]), by any rule (full information), and the largest Pr(tau >= 1) (root)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    model_law.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``crossdraft certify``; 1 if a pair that is declared lossless is not, or one failed."""
+    """Run ``crossdraft certify``; 1 if a pair that is declared lossless is not, or one failed.
+
+    With ``--model`` it is :mod:`crossdraft.framework.model_law` that runs.
+    """
+    if args.model:
+        if args.bounds:
+            raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
+        return model_law.main(args)
     from .tablelm import built_in_toys, read_toys
 
     if args.rounds < 1:
@@ -128,24 +144,40 @@ def main(args: argparse.Namespace) -> int:
         _check_size(toy, args.rounds, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
 
-    rows, skipped = [], dict.fromkeys(unusable)
+    rows, skipped, missing = [], {}, {}
     for toy in toys:
         gamma = toy.gamma if args.gamma is None else args.gamma
         for label in labels:
+            bounds: dict[float, Bounds] = {}  # by the target's temperature
             for verifier in verifiers:
                 row = _certify(toy, label, verifier, args.rounds, gamma)
-                if isinstance(row, Row):
-                    rows.append(row)
-                else:
+                if not isinstance(row, Row):
                     skipped[row] = None
-    for sentence in skipped:
+                    continue
+                if args.bounds and row.error is None:
+                    row = replace(row, bounds=_bounds(toy, row, bounds))
+                    missing |= dict.fromkeys(row.bounds.missing if row.bounds else ())
+                rows.append(row)
+    for sentence in unusable:
         print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+    if args.verifier or args.draft:
+        for sentence in skipped:
+            print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+    elif skipped:
+        pairs = "pair" if len(skipped) == 1 else "pairs"
+        print(
+            f"crossdraft: skipped: {len(skipped)} {pairs} of draft and verifier that cannot run together; name a "
+            "--draft or --verifier to see why",
+            file=sys.stderr,
+        )
+    for sentence in missing:
+        print(f"crossdraft: bounds left out: {sentence}", file=sys.stderr)
     if not rows:
         raise UsageError("no pair is left to certify: every one was skipped")
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
-        _print_table(rows)
+        _print_table(rows, args.bounds)
     return 1 if unusable or any(row.bad for row in rows) else 0
 
 
@@ -162,6 +194,7 @@ class Row:
     expected_tau: tuple[float, ...] = ()
     lossless: bool = False
     error: str | None = None
+    bounds: Bounds | None = None
 
     @property
     def bad(self) -> bool:
@@ -176,7 +209,7 @@ class Row:
         return "yes" if self.lossless else "NO"
 
     def as_json(self) -> dict[str, Any]:
-        """The row for programs; ``error`` is there only if the pair failed."""
+        """The row for programs; ``error`` is there only if it failed, ``bounds`` only if they were asked for."""
         found = {
             "toy": self.toy,
             "draft": self.draft,
@@ -187,6 +220,8 @@ class Row:
             "expected_tau": list(self.expected_tau),
             "lossless": self.lossless,
         }
+        if self.bounds is not None:
+            found["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
         return found if self.error is None else {**found, "error": self.error}
 
 
@@ -197,7 +232,7 @@ def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma:
     from .verifier import incompatible
 
     kind = DRAFTS[label]
-    sampling = Sampling(temperature=0 if verifier.traits.temperature_zero_only else 1)
+    sampling = Sampling(temperature=_temperature(verifier))
     drafter, config = kind.config(gamma)
     draft = drafter.traits(config, sampling)
     if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits, sampling):
@@ -211,6 +246,28 @@ def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma:
     except Exception as error:  # whatever a third party's strategy may raise
         return Row(toy.name, label, verifier, gamma, rounds, error=_sentence(error))
     return Row(toy.name, label, verifier, gamma, rounds, found.tv, tuple(found.expected_tau), found.lossless)
+
+
+def _temperature(verifier: type[Verifier]) -> float:
+    """The target's temperature that a verifier is certified at."""
+    return 0.0 if verifier.traits.temperature_zero_only else 1.0
+
+
+def _bounds(toy: Toy, row: Row, known: dict[float, Bounds]) -> Bounds:
+    """The bounds that bind a row's rule; ``known`` ones of the same toy and draft are not computed again."""
+    from .bounds import Bounds, bounds
+
+    if not row.verifier.traits.lossless:
+        return Bounds()
+    temperature = _temperature(row.verifier)
+    if temperature not in known:
+        try:
+            known[temperature] = bounds(toy, DRAFTS[row.draft].build, row.gamma, temperature)
+        except NumericalError as error:
+            known[temperature] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
+    if row.verifier.traits.stateful:  # it may take in this round what it repays in a later one
+        return replace(known[temperature], single_draft=None, lp=None)
+    return known[temperature]
 
 
 def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
@@ -240,12 +297,14 @@ def _check_size(toy: Toy, rounds: int, gamma: int) -> None:
     )
 
 
-def _print_table(rows: list[Row]) -> None:
+def _print_table(rows: list[Row], with_bounds: bool) -> None:
     from tabulate import tabulate
 
-    header = ["toy", "draft", "verifier", "gamma", "rounds", "TV", "E[tau] per round", "lossless"]
-    table = [
-        [
+    header = ["toy", "draft", "verifier", "gamma", "rounds", "TV", "E[tau] per round"]
+    header += ["single draft", "LP", "full information", "root"] * with_bounds + ["lossless"]
+    table = []
+    for row in rows:
+        line = [
             row.toy,
             row.draft,
             row.verifier.name + " (temperature 0)" * row.verifier.traits.temperature_zero_only,
@@ -253,10 +312,12 @@ def _print_table(rows: list[Row]) -> None:
             str(row.rounds),
             "-" if row.tv is None else f"{row.tv:.2g}",
             ", ".join(f"{tau:.6f}" for tau in row.expected_tau) or "-",
-            row.verdict,
         ]
-        for row in rows
-    ]
+        if with_bounds:
+            b = row.bounds
+            values = (b.single_draft, b.lp, b.full_information, b.optimal_transport) if b else (None,) * 4
+            line += ["-" if value is None else f"{value:.6f}" for value in values]
+        table.append([*line, row.verdict])
     print(tabulate(table, headers=header, tablefmt="simple", disable_numparse=True))
 
 

@@ -87,6 +87,8 @@ class Draft:
         index = (flat.long().cumsum(1) - 1).view(b, depth, k).transpose(1, 2)
         sequences = torch.where(inside, index.gather(1, first), -1)
         width = int(flat.sum(1).max()) if flat.shape[1] else 0  # the one look at the device: fewer target rows
+        if not width:
+            return cls.empty(b, tokens.device)
         parents = torch.cat([sequences.new_full((b, k, 1), -1), sequences[:, :, :-1]], 2)
         row = torch.arange(k, device=tokens.device)[:, None] + 1 + k * (torch.arange(depth, device=tokens.device) - 1)
         # Siblings name the same row, that of the first sequence through their parent.
@@ -148,6 +150,8 @@ class Draft:
         """
         if self.sequences is not None:
             return self.sequences
+        if not self.width:
+            return self.tokens[:, None]
         order = torch.arange(self.width, device=self.tokens.device)
         depth = self.width if self.is_chain or not self.levels else self.levels
         return torch.where(self.valid, order, -1).view(self.batch_size, depth, -1).transpose(1, 2)

@@ -39,3 +39,11 @@ def crossdraft_register_verifiers(register):
         f"{__name__}.greedy_draft_optimal:GreedyDraftOptimal",
         summary="the optimal rule for greedy drafts (Hu et al. 2025)",
     )
+    register(
+        "lenient",
+        f"{__name__}.lenient:Lenient",
+        summary="lossy: token verification with lenience (Leviathan et al. 2023)",
+    )
+    register("typical", f"{__name__}.typical:Typical", summary="lossy: typical acceptance (Medusa, Cai et al. 2024)")
+    register("top-k", f"{__name__}.top_k:TopK", summary="lossy: top-k with a tolerance (SpecDec, Xia et al. 2023)")
+    register("bild", f"{__name__}.bild:BiLD", summary="lossy: rollback on surprise (BiLD, Kim et al. 2023)")

@@ -55,20 +55,26 @@ class MultipathBlock(Verifier):
         at, start = torch.full_like(rows, -1), torch.zeros_like(rows)
         members = torch.ones(draft.batch_size, k, dtype=torch.bool, device=p.device)
         walking, token = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)
+        goes_on = walking
         for attempt in range(depth if self.config.recycle and k > 1 else min(depth, 1)):
             # An attempt starts at least one token deeper than the one before.
-            stop, weights = self._block(draft, p, sequences, members, at, start, attempt, walking, rng)
-            drawn = rng.draw(torch.where(walking[:, None], weights, one_hot(token, weights)), index=attempt)
-            at, token = torch.where(walking, stop, at), torch.where(walking, drawn, token)
+            stop, weights = self._block(draft, p, sequences, members, at, start, attempt, goes_on, rng)
+            drawn = rng.draw(torch.where(goes_on[:, None], weights, one_hot(token, weights)), index=attempt)
+            at, token = torch.where(goes_on, stop, at), torch.where(goes_on, drawn, token)
             # Others through the accepted prefix that had drafted the token: the nodes that carry it.
             carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
             node = torch.where(carries.any(1), carries.long().argmax(1), -1)
-            members = (sequences == node[:, None, None]).any(2) & (node >= 0)[:, None]
+            through = (sequences == node[:, None, None]).any(2) & (node >= 0)[:, None]
+            members = torch.where(goes_on[:, None], through, members)
             walking = walking & members.any(1)
             if not self.config.recycle:
                 break
-            at = torch.where(walking, node, at)
-            start = torch.where(walking, draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), start)
+            at = torch.where(goes_on & walking, node, at)
+            deeper = draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1)
+            start = torch.where(goes_on & walking, deeper, start)
+            # A row at a leaf waits for its bonus token, however deep the drafts of other rows are.
+            below = torch.arange(depth, device=p.device) >= start[:, None, None]
+            goes_on = goes_on & walking & (below & members[:, :, None] & (sequences >= 0)).any((1, 2))
         # Rows whose last correction led to a leaf, and drafts without nodes, still lack their bonus token.
         if depth == 0:
             return Verdict(torch.zeros_like(rows), rng.draw(p[:, 0]))

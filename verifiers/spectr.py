@@ -99,4 +99,6 @@ def rho_star(p: Tensor, q: Tensor, n: Tensor) -> Tensor:
         step = (rho - value / slope.clamp(min=1e-30)) * slack
         rho = torch.where((step > low) & (step < high), step, (low + high) / 2)
     value, _ = excess(rho)
-    return torch.where(value >= 0, torch.minimum(rho, high), high)
+    rho = torch.where(value >= 0, torch.minimum(rho, high), high)
+    # Where P = Q, 1 is a multiple root, which Newton's method nears too slowly.
+    return torch.where(excess(torch.ones_like(n))[0] >= -4 * torch.finfo(p.dtype).eps, 1.0, rho)

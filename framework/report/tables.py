@@ -126,7 +126,7 @@ def _row(result: CellResult) -> list[str]:
     shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest")]
     return [
         config.drafter.title,
-        config.verifier.title + ("" if _lossless(config) else " (lossy)"),
+        _verifier(config),
         "1" if config.is_baseline else _estimate(metrics.block_efficiency),
         " ".join(acceptance[:_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
@@ -139,6 +139,11 @@ def _row(result: CellResult) -> list[str]:
 def _estimate(estimate: Estimate, sign: str = "") -> str:
     interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
     return f"{estimate.value:{sign}.2f}{interval}"
+
+
+def _verifier(config: CellConfig) -> str:
+    """What tables call the verifier of a cell; a lossy one never without saying so."""
+    return config.verifier.title + ("" if _lossless(config) else " (lossy)")
 
 
 def _lossless(config: CellConfig) -> bool:
@@ -177,7 +182,7 @@ def _differences(outcome: Outcome) -> list[str]:
             first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
             if first is not result:
                 difference = _estimate(paired_difference(result.records, first.records), "+")
-                what = f"BE of {result.config.verifier.title} − {first.config.verifier.title}"
+                what = f"BE of {_verifier(result.config)} − {_verifier(first.config)}"
                 lines.append(f"{title}, {drafter.title}: {what}, on the same prompts: {difference}")
     return lines
 

@@ -1,0 +1,204 @@
+"""Drafts that end on confidence: where they end, that nothing is lost by it, and what would be lost otherwise."""
+
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from crossdraft.drafters.dynamic_threshold import DynamicThreshold
+from crossdraft.drafters.none import NoDrafter
+from crossdraft.framework import plugins
+from crossdraft.framework.certify import TOLERANCE, certify
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.draft import Draft, Sequences
+from crossdraft.framework.drafter import DraftContext
+from crossdraft.framework.rng import CounterRng
+from crossdraft.framework.tablelm import TableLM, Toy
+
+TOYS = ("T0", "G1", "G2", "G3", "G4")
+#: Less 1e-9, so that the rounding of a probability equal to the threshold does not decide.
+EDGE = 1e-9
+
+
+def make(drafter: type[DynamicThreshold] = DynamicThreshold, **options: Any) -> Callable[[DraftContext, int], Any]:
+    def build(context: DraftContext, gamma: int) -> DynamicThreshold:
+        return drafter(drafter.Config(model="toy", gamma=gamma, **options), context)
+
+    return build
+
+
+def drafted_and_accepted(toy: Toy, threshold: float, temperature: float) -> tuple[float, float]:
+    """Tokens drafted and tokens accepted by token verification in a round, without decoding."""
+    drafted = accepted = 0.0
+    p, q = toy.target.tolist(), toy.drafter.tolist()
+    for depth in range(1, toy.gamma + 1):
+        for x in itertools.product(range(toy.vocab_size), repeat=depth):
+            reach = keep = 1.0
+            for last, token in itertools.pairwise((toy.vocab_size, *x)):
+                best = q[last].index(max(q[last]))
+                probability = q[last][token] if temperature else float(token == best)
+                if max(q[last]) < threshold or not probability:
+                    reach = 0.0  # the draft ended before this token, or it is never drawn
+                    break
+                reach *= probability
+                keep *= min(1.0, p[last][token] / probability)
+            drafted += reach
+            accepted += reach * keep
+    return drafted, accepted
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
+@pytest.mark.parametrize("toy", TOYS)
+def test_stopping_before_an_unsure_law_is_lossless(
+    toys: dict[str, Toy], toy: str, threshold: float, temperature: int
+) -> None:
+    build = make(stop="before", threshold=threshold - EDGE, temperature=temperature)
+    for verifier in ("token", "block"):
+        found = certify(toys[toy], build, plugins.get("verifiers", verifier), rounds=2, markov=True)
+        assert found.tv <= TOLERANCE
+        if verifier == "token":
+            want = drafted_and_accepted(toys[toy], threshold - EDGE, temperature)[1]
+            assert found.expected_tau[0] == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_greedy_is_exact_after_an_early_stop(toys: dict[str, Toy], toy: str) -> None:
+    build = make(stop="before", threshold=0.6 - EDGE)
+    found = certify(toys[toy], build, plugins.get("verifiers", "greedy"), rounds=2, temperature=0, markov=True)
+    assert found.tv <= TOLERANCE
+
+
+class Discarding(DynamicThreshold):
+    """Wrong on purpose: looks at the token it drew and throws it away for being improbable."""
+
+    def goes_on(self, logits: torch.Tensor, q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        sure = q.gather(1, token[:, None]).squeeze(1) >= self.config.threshold
+        self._sure.append(sure)
+        return sure
+
+
+@pytest.mark.parametrize(
+    "toy, token, block",
+    [
+        ("T0", "1/9", "2/27"),
+        ("G1", "1/12", "13/160"),
+        ("G2", "1/12", "137/2430"),
+        ("G3", "1/8", "1/8"),
+        ("G4", "1/6", "32/285"),
+    ],
+)
+def test_throwing_a_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, token: str, block: str) -> None:
+    """Why the decision may not see the token: the certificate finds exactly how much that would cost."""
+    build = make(Discarding, stop="before", threshold=0.4 - EDGE, temperature=1)
+    for verifier, tv in (("token", token), ("block", block)):
+        found = certify(toys[toy], build, plugins.get("verifiers", verifier), markov=True)
+        assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
+
+
+# -- where a draft ends ---------------------------------------------------------------------------------
+
+#: Laws of a drafter over three tokens: sure after 0, not quite after 1, unsure after 2; sure at the start.
+LAWS = [[0.8, 0.1, 0.1], [0.25, 0.5, 0.25], [0.4, 0.3, 0.3], [0.1, 0.2, 0.7]]
+
+
+def propose(laws: list[list[float]], starts: list[list[int]], limit: int = 9, **options: Any) -> tuple[Draft, Any]:
+    """At most four tokens drafted by a table model, a row for each of ``starts``; 3 is the token before the first."""
+    table = torch.tensor(laws, dtype=torch.float64)
+    b = len(starts)
+    context = DraftContext(
+        sampling=Sampling(temperature=1),
+        batch_size=b,
+        max_length=32,
+        vocab_size=3,
+        device=torch.device("cpu"),
+        load_lm=lambda name: TableLM(table, b),
+    )
+    drafter = make(**options)(context, 4)
+    tokens = torch.zeros(b, 32, dtype=torch.long)
+    sequences = Sequences([[] for _ in starts], tokens, [limit] * b, list(range(b)))
+    for row, start in enumerate(starts):
+        drafter.begin(row, start)
+        sequences.append(row, start)
+    rng = CounterRng(0).round(range(b), [0] * b, torch.device("cpu"))
+    return drafter.propose(sequences, rng), drafter
+
+
+@pytest.mark.parametrize(
+    "threshold, tokens",
+    [(0.75, []), (0.7, [2]), (0.45, [2]), (0.4, [2, 0, 0, 0]), (0, [2, 0, 0, 0])],
+)
+def test_where_an_argmax_draft_ends(threshold: float, tokens: list[int]) -> None:
+    """Start -> 2 (0.7) -> 0 (0.4) -> 0 (0.8) -> 0 (0.8); at temperature 0 the confidence is the model's own."""
+    draft, drafter = propose(LAWS, [[3]], stop="before", threshold=threshold - EDGE * (threshold > 0), temperature=0)
+    assert draft.point_mass
+    assert draft.tokens[0, : int(draft.count)].tolist() == tokens
+    assert draft.width == len(tokens)  # the target is not asked about a token that nobody proposes
+    assert drafter.passes == min(len(tokens) + 1, 4)  # one look at the law that was unsure
+
+
+def test_stopping_after_keeps_the_token_that_stopping_before_leaves_out() -> None:
+    for stop, tokens in (("after", [2, 0]), ("before", [2])):
+        draft, _ = propose(LAWS, [[3]], stop=stop, threshold=0.5, temperature=0)
+        assert draft.tokens.tolist() == [tokens]
+        assert draft.count.tolist() == [len(tokens)]
+
+
+def test_rows_stop_by_themselves() -> None:
+    draft, _ = propose(LAWS, [[3, 0], [3, 1], [3, 2]], stop="before", threshold=0.45, temperature=0)
+    assert draft.count.tolist() == [4, 4, 0]
+    assert draft.tokens[:2].tolist() == [[0] * 4, [1] * 4]
+    alone, _ = propose(LAWS, [[3, 2]], stop="before", threshold=0.45, temperature=0)
+    assert alone.width == 0 and alone.valid.shape == (1, 0)
+
+
+def test_a_sampled_draft_reports_the_laws_it_was_drawn_from() -> None:
+    draft, _ = propose(LAWS, [[3]] * 256, stop="before", threshold=0.45, temperature=1)
+    assert draft.q is not None and draft.q.shape == (256, draft.width, 3)
+    table = torch.tensor(LAWS, dtype=torch.float64)
+    for row, count in enumerate(draft.count.tolist()):
+        tokens = [3, *draft.tokens[row].tolist()]
+        for i in range(count):
+            assert table[tokens[i]].max() >= 0.45
+            torch.testing.assert_close(draft.q[row, i], table[tokens[i]])
+        assert count == 4 or table[tokens[count]].max() < 0.45
+    assert set(draft.count.tolist()) == {1, 2, 3, 4}
+
+
+def test_the_limit_of_a_row_holds() -> None:
+    draft, _ = propose(LAWS, [[3, 0]], limit=2, stop="before", threshold=0.45, temperature=0)
+    assert draft.count.tolist() == [2]
+    draft, _ = propose(LAWS, [[3, 0]], limit=0, stop="before", threshold=0.45, temperature=0)
+    assert draft.width == 0
+
+
+def test_the_default_threshold_is_that_of_the_policy() -> None:
+    config = DynamicThreshold.Config
+    assert (config(model="m").stop, config(model="m").threshold) == ("after", 0.4)
+    assert config(model="m", stop="before").threshold == 0.6
+    assert config(model="m", stop="before", threshold=0.3).threshold == 0.3
+    with pytest.raises(ValidationError, match="after"):
+        config.model_validate({"model": "m", "stop": "never"})
+
+
+# -- with transformers models ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.1])
+def test_a_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: float) -> None:
+    """Rows stop at different depths, nodes that were fed are dropped again, and the target says what it always says."""
+    target, drafting = tiny_model("llama"), tiny_model("llama", noise=0.2)
+    prompts = [[5, 6, 7], [8, 9], [11, 12, 13, 14], [3], [21, 22]]
+    greedy = plugins.get("verifiers", "greedy")
+    options = {"model": "noisy", "gamma": 4, "stop": "before", "threshold": threshold}
+    ours = decoder(target, DynamicThreshold, options, greedy, batch_size=3, drafting=drafting, max_new_tokens=20)
+    plain = decoder(target, NoDrafter, {}, greedy, batch_size=3, max_new_tokens=20)
+    responses, expected = list(ours.run(prompts)), list(plain.run(prompts))
+    assert {r.index: r.tokens for r in responses} == {r.index: r.tokens for r in expected}
+    rounds = [each for r in responses for each in r.rounds]
+    assert {0, 1, 2} <= {each.nodes for each in rounds}
+    assert any(each.tau for each in rounds) and any(each.tau < each.nodes for each in rounds)

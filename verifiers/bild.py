@@ -1,0 +1,45 @@
+"""Rollback: keep the draft up to the first token that surprises the target too much. Lossy.
+
+S. Kim, K. Mangalam, S. Moon, J. Malik, M. W. Mahoney, A. Gholami, K. Keutzer, "Speculative Decoding with Big
+Little Decoder", NeurIPS 2023 (BiLD, the rollback policy).
+
+    the first x_i with -ln P_{i-1}(x_i) > rollback  and  x_i != argmax P_{i-1}  is replaced by argmax P_{i-1}
+
+What follows it is dropped; argmax P_gamma follows a draft that is kept whole. The rule draws nothing. It judges P as
+sampled, so what the paper does takes temperature 1; at temperature 0 (P one-hot) it is exact greedy matching, as it
+is with rollback 0.
+
+The paper's other half, the fallback that ends a draft where the small model is unsure, is a property of the drafter:
+``dynamic-threshold`` with ``stop: before`` and ``temperature: 0``.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+from ..framework.drafter import StrategyConfig
+from ..framework.rng import RoundRng
+from ..framework.verifier import Verifier, VerifierTraits
+
+
+class BiLD(Verifier):
+    """Accepts every token the target does not find absurd. Lossy, deterministic; sampled and point-mass chains."""
+
+    name = "bild"
+    traits = VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
+
+    class Config(StrategyConfig):
+        rollback: float = Field(
+            5.0, ge=0, allow_inf_nan=False, description="nats of surprise above which a token is replaced"
+        )
+
+    config: Config
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        best = p.argmax(-1)
+        surprise = -p[:, :-1].gather(2, draft.tokens[..., None]).squeeze(2).double().log()
+        kept = ((surprise <= self.config.rollback) | (draft.tokens == best[:, :-1])) & draft.valid
+        tau = kept.long().cumprod(1).sum(1)
+        return Verdict(tau, best.gather(1, tau[:, None]).squeeze(1))

@@ -1,0 +1,50 @@
+"""Lenient token verification: a drafted token may be up to 1/l times as probable as the target has it. Lossy.
+
+Y. Leviathan, M. Kalman, Y. Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023,
+appendix A.5.
+
+    h_i = min(1, P_{i-1}(x_i) / (l Q_{i-1}(x_i)))        tau = (first i with eta_i >= h_i) - 1, or gamma
+    Y ~ norm((P_tau - l Q_tau)_+) after a rejection,     Y ~ P_gamma otherwise
+
+The paper defines the test and promises that no token becomes more than 1/l times as probable as under the target;
+with this residual the promise holds at every position. l = 1 is token verification.
+
+At temperature 0 the paper is lenient before it collapses the law: x passes if P(x) >= l max P. A verifier is given
+the law after warping, and that is one-hot at temperature 0: P(x) is 1 or 0, no l makes up for a 0, and the rule is
+exact greedy matching. A target that is to be lenient about its second choice must be sampled, if only at a low
+temperature.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+from ..framework.drafter import StrategyConfig
+from ..framework.rng import RoundRng
+from ..framework.verifier import Verifier, VerifierTraits
+from ._chain import next_token, ratios
+
+
+class Lenient(Verifier):
+    """Token verification with lenience l. Lossy for l < 1; sampled and point-mass chains."""
+
+    name = "lenient"
+    traits = VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
+
+    class Config(StrategyConfig):
+        lenience: float = Field(
+            0.5, gt=0, le=1, description="l: no token gets more than 1/l times its probability; 1 = token verification"
+        )
+
+    config: Config
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        lenience = self.config.lenience
+        h = (ratios(draft, p) / lenience).clamp(max=1)
+        tau = rng.accept(h).long().cumprod(1).sum(1)
+        # norm((P / l - Q)_+) is the residual above.
+        scale = torch.full_like(tau, 1 / lenience, dtype=torch.float64)
+        return Verdict(tau, next_token(draft, p, tau, scale, rng), survival=h.cumprod(1))

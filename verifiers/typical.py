@@ -1,0 +1,78 @@
+"""Typical acceptance: keep what the target finds likely enough, whoever proposed it. Lossy.
+
+T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework
+with Multiple Decoding Heads", ICML 2024 (typical acceptance). With the entropy H(P) = -sum_x P(x) ln P(x) in nats:
+
+    accept x  iff  P(x) > min(epsilon, delta exp(-H(P)))
+
+The deepest path of accepted tokens is kept; of several, the one with the larger sum of ln P(x). The token after it
+is drawn from P restricted to the tokens that pass the same test. q plays no part, so a draft of any shape will do.
+At temperature 0 (P one-hot) only the argmax passes: exact greedy matching.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..framework.draft import Draft, Verdict
+from ..framework.drafter import StrategyConfig
+from ..framework.rng import RoundRng
+from ..framework.verifier import Verifier, VerifierTraits
+from ._tree import stop_at
+
+
+class Typical(Verifier):
+    """Accepts tokens above an entropy-dependent threshold. Lossy; any draft."""
+
+    name = "typical"
+    traits = VerifierTraits(
+        drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+        lossless=False,
+    )
+
+    class Config(StrategyConfig):
+        epsilon: float = Field(0.09, gt=0, le=1, description="a token with more than this probability is accepted")
+        # Below 1, because exp(-H(P)) <= max P: the most probable token always passes.
+        delta: float = Field(
+            0.3, gt=0, lt=1, description="a token with more than this share of exp(-entropy) is accepted"
+        )
+
+    config: Config
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        p = p if p.dtype == torch.float64 else p.float()
+        threshold = self.threshold(p)
+        rows, above = torch.arange(draft.batch_size, device=p.device), draft.parents + 1
+        px = p[rows[:, None], above, draft.tokens]
+        node = deepest_accepted(draft, px > threshold.gather(1, above), px)
+        law = p[rows, node + 1]
+        weights = torch.where(law > threshold.gather(1, node[:, None] + 1), law, 0.0)
+        # Only rounding can leave nothing, with a flat law and a delta next to 1.
+        return stop_at(draft, node, rng.draw(torch.where(weights.sum(1, keepdim=True) > 0, weights, law)))
+
+    def threshold(self, p: Tensor) -> Tensor:
+        """Laws ``[.., V]`` -> ``[..]``, the probability that a token must exceed."""
+        entropy = torch.special.entr(p).sum(-1)
+        return (self.config.delta * (-entropy).exp()).clamp(max=self.config.epsilon)
+
+
+def deepest_accepted(draft: Draft, accepted: Tensor, px: Tensor) -> Tensor:
+    """``[B]`` int64: the deepest node that is accepted together with all its ancestors, -1 = none.
+
+    Args:
+        accepted: ``[B, N]`` bool, what the rule says of each node by itself; padding may say anything.
+        px: ``[B, N]``, P(x) of each node, positive where it is accepted. Of equally deep nodes the one with the
+            larger product along its path wins, then the first.
+    """
+    if not draft.width:
+        return torch.full_like(draft.count, -1)
+    accepted = accepted & draft.valid
+    reached = ~(draft.lineage & ~accepted[:, None]).any(-1)
+    depth = torch.where(reached, draft.depth, 0)
+    tau = depth.amax(1, keepdim=True)
+    log_px = torch.where(accepted, px.double().log(), 0.0)
+    joint = (draft.lineage * log_px[:, None]).sum(-1)
+    node = torch.where(reached & (depth == tau), joint, -torch.inf).argmax(1)
+    return torch.where(tau.squeeze(1) > 0, node, -1)
