@@ -156,3 +156,18 @@ def test_inverse_cdf_is_the_inverse_of_the_cdf(weights: list[int], data: st.Data
     uniform = torch.tensor([(cell + 0.5) / sum(weights)], dtype=torch.float64)
     want = next(i for i in range(len(weights)) if sum(weights[: i + 1]) > cell)
     assert inverse_cdf(torch.tensor([weights]).float(), uniform).item() == want
+
+
+@pytest.mark.parametrize("v", [255, 256, 257, 512, 700])
+def test_inverse_cdf_over_several_blocks_is_the_inverse_of_the_cdf(v: int) -> None:
+    """Whole numbers, so that every running sum is exact: at, just below and between all the steps of the cdf."""
+    generator = torch.Generator().manual_seed(v)
+    weights = torch.randint(0, 4, (v,), generator=generator)
+    weights[weights.nonzero()[-1]] = 4 - weights.sum() % 4 + 4  # a total that divides 2**k keeps u * total exact
+    weights[0] += 2 ** int(weights.sum()).bit_length() - weights.sum()
+    total = int(weights.sum())
+    steps = torch.arange(total, dtype=torch.float64)
+    uniform = torch.cat([steps, steps + 0.5, (steps + 1).nextafter(steps)]) / total
+    want = torch.searchsorted(weights.cumsum(0).double(), uniform * total, right=True)
+    found = inverse_cdf(weights.float().expand(len(uniform), v), uniform)
+    assert torch.equal(found, want)

@@ -1,0 +1,196 @@
+"""What a verifier costs: its time over that of one float32 softmax of the same logits [B, N+1, V], in one run.
+
+    python benchmarks/verifier_cost.py [--device cuda] [--batch 1 8 32] [--vocab 32000 152064] [--rules block ...]
+
+A softmax of the target's logits is made in every round whatever the verifier is, so the ratio says what a rule adds.
+Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
+tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
+shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
+state of a real sequence. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from crossdraft.drafters._growth import Shape, grow_fixed
+from crossdraft.framework import plugins
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.draft import Draft, Drawn
+from crossdraft.framework.rng import CounterRng, RoundRng
+
+GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
+#: Draft shapes: what siblings are, and the most nodes of a row.
+SHAPES: dict[str, tuple[Drawn, int]] = {
+    f"chain {GAMMA}": ("chain", GAMMA),
+    f"iid 2 x {LENGTH}": ("iid", 2 * LENGTH),
+    f"iid 4 x {LENGTH}": ("iid", 4 * LENGTH),
+    f"tree {list(BRANCHING)}": ("without_replacement", Shape.branching(BRANCHING).nodes),
+    f"greedy tree {list(BRANCHING)}": ("greedy_draft", Shape.branching(BRANCHING).nodes),
+}
+#: Most time a rule may take, in softmaxes, for the rules that run in every deployment.
+BUDGETS = {"token": 1.0, "block": 2.0, "greedy-block": 2.0}
+
+
+class SyntheticLM:
+    """A target and a drafter whose logits depend on the prefix through one of a few states."""
+
+    STATES = 32
+
+    def __init__(self, vocab: int, device: torch.device, spread: float = 4.2, disagreement: float = 0.7):
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal() -> Tensor:
+            return torch.randn(self.STATES, vocab, generator=generator, device=device)
+
+        self.target = normal() * spread
+        self.drafter = self.target + normal() * disagreement
+        self.p, self.q = self.target.softmax(-1), self.drafter.softmax(-1)
+
+    def after(self, state: Tensor, token: Tensor) -> Tensor:
+        return (state * 5 + token + 1) % self.STATES
+
+    def states(self, draft: Draft, start: Tensor) -> Tensor:
+        """``[B, N+1]``: the state of the root, ``start [B]``, and of every node."""
+        states = [start[:, None]]
+        for node in range(draft.width):
+            known = torch.cat(states, 1)
+            one = slice(node, node + 1)
+            states.append(self.after(known.gather(1, draft.parents[:, one] + 1), draft.tokens[:, one]))
+        return torch.cat(states, 1)
+
+    def draft(self, shape: str, start: Tensor, rng: RoundRng) -> Draft:
+        drawn, nodes = SHAPES[shape]
+        b, device = len(start), start.device
+        if drawn in ("chain", "iid"):
+            length = GAMMA if drawn == "chain" else LENGTH
+            k = nodes // length
+            states, tokens, laws = start[:, None].expand(b, k), [], []
+            for level in range(length):
+                laws.append(self.q[states if level else states[:, :1]])
+                drawn_now = [rng.draw(laws[-1][:, j if level else 0], "draft", level * k + j) for j in range(k)]
+                tokens.append(torch.stack(drawn_now, 1))
+                states = self.after(states, tokens[-1])
+            full = torch.full((b,), length, device=device)
+            q = torch.cat(laws, 1)
+            if drawn == "chain":
+                return Draft.chain(torch.cat(tokens, 1), full, q)
+            return Draft.iid(torch.stack(tokens, 2), full, q)
+        states = start[:, None]
+
+        def expand(tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal states
+            new = self.after(states.gather(1, parents + 1), tokens)
+            states = torch.cat([states, new], 1)
+            return self.drafter[new]
+
+        siblings = "greedy" if drawn == "greedy_draft" else "without-replacement"
+        limit = torch.full((b,), len(BRANCHING), device=device)
+        return grow_fixed(Shape.branching(BRANCHING), siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+    start = time.perf_counter()
+    out = run()
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+    return time.perf_counter() - start, out
+
+
+def gibibytes(shape: str, batch: int, vocab: int) -> float:
+    """Logits, p, its softmax, q and about three tensors of their size inside a rule, float32."""
+    return 7 * batch * (SHAPES[shape][1] + 1) * vocab * 4 / 2**30
+
+
+@torch.inference_mode()
+def measure(shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: int, device: torch.device) -> list:
+    """Rows of the table for one shape and batch size."""
+    verifiers = {name: plugins.get("verifiers", name)() for name in rules}
+    times: dict[str, list[float]] = {name: [] for name in ("softmax", *rules)}
+    accepted: dict[str, list[float]] = {name: [] for name in rules}
+    for verifier in verifiers.values():
+        for row in range(batch):
+            verifier.begin(row)
+    rng, nodes = CounterRng(0), 0
+    for position in range(repeats + 2):  # two to warm up
+        numbers = lambda: rng.round(range(batch), [position] * batch, device)  # noqa: B023, E731
+        start = (torch.arange(batch, device=device) * 7 + position) % SyntheticLM.STATES
+        draft = lm.draft(shape, start, numbers())
+        states = lm.states(draft, start)
+        logits, p = lm.target[states], lm.p[states]
+        elapsed, _ = seconds(lambda: logits.softmax(-1), device)  # noqa: B023
+        found = {"softmax": elapsed}
+        for name, verifier in verifiers.items():
+            # What a draft works out once (its lineage, say) is made anew for every rule.
+            own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
+            round_ = numbers()
+            found[name], verdict = seconds(lambda: verifier.verify(own, p, round_), device)  # noqa: B023
+            tau = verdict.length.tolist()
+            verifier.observe(tau, draft.count.tolist())
+            accepted[name].append(sum(tau) / batch)
+        nodes = max(nodes, draft.width)
+        if position >= 2:
+            for name, value in found.items():
+                times[name].append(value)
+    softmax = statistics.median(times["softmax"])
+    rows = []
+    for name in rules:
+        ratios = [own / base for own, base in zip(times[name], times["softmax"], strict=True)]
+        ratio, budget = statistics.median(ratios), BUDGETS.get(name)
+        verdict = "" if budget is None else f"{'within' if ratio <= budget else 'OVER'} {budget:g}"
+        rows.append(
+            [
+                *(shape, lm.p.shape[1], batch, name, nodes, softmax * 1e3),
+                *(statistics.median(times[name]) * 1e3, ratio, statistics.mean(accepted[name]), verdict),
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 152064])
+    parser.add_argument("--rules", nargs="+", help="default: all that can be sampled with")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--limit-gib", type=float, default=6.0, help="skip what would need more memory than this")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    known = {name: plugins.get("verifiers", name) for name in args.rules or plugins.entries("verifiers")}
+    header = ["draft", "V", "B", "rule", "N", "softmax ms", "rule ms", "ratio", "E[tau]", "budget"]
+    rows = []
+    for vocab in args.vocab:
+        lm = SyntheticLM(vocab, device)
+        for shape, (drawn, _) in SHAPES.items():
+            rules = [
+                name
+                for name, rule in known.items()
+                if drawn in rule.traits.drawn and not rule.traits.temperature_zero_only
+            ]
+            if shape not in args.shapes or not rules:
+                continue
+            for batch in args.batch:
+                if (need := gibibytes(shape, batch, vocab)) > args.limit_gib:
+                    print(f"skipped: {shape}, V = {vocab}, B = {batch} needs about {need:.1f} GiB (--limit-gib)")
+                    continue
+                rows += measure(shape, rules, lm, batch, args.repeats, device)
+                print(f"{shape}, V = {vocab}, B = {batch}: done", flush=True)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"\ntorch {torch.__version__}, {where}, {args.repeats} repeats, medians")
+    print(tabulate(rows, header, floatfmt=("", "", "", "", "", ".2f", ".2f", ".2f", ".2f", "")))
+
+
+if __name__ == "__main__":
+    main()
