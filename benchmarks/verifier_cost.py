@@ -12,6 +12,7 @@ state of a real sequence. Medians over the repeats. Combinations beyond ``--limi
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -123,9 +124,9 @@ def measure(shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: 
             verifier.begin(row)
     rng, nodes = CounterRng(0), 0
     for position in range(repeats + 2):  # two to warm up
-        numbers = lambda: rng.round(range(batch), [position] * batch, device)  # noqa: B023, E731
+        numbers = rng.round(range(batch), [position] * batch, device)
         start = (torch.arange(batch, device=device) * 7 + position) % SyntheticLM.STATES
-        draft = lm.draft(shape, start, numbers())
+        draft = lm.draft(shape, start, numbers)
         states = lm.states(draft, start)
         logits, p = lm.target[states], lm.p[states]
         elapsed, _ = seconds(lambda: logits.softmax(-1), device)  # noqa: B023
@@ -133,7 +134,8 @@ def measure(shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: 
         for name, verifier in verifiers.items():
             # What a draft works out once (its lineage, say) is made anew for every rule.
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
-            round_ = numbers()
+            # The drafter's first draw has made the numbers of the round.
+            round_ = copy.deepcopy(numbers)
             found[name], verdict = seconds(lambda: verifier.verify(own, p, round_), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
@@ -177,7 +179,10 @@ def main() -> None:
             rules = [
                 name
                 for name, rule in known.items()
-                if drawn in rule.traits.drawn and not rule.traits.temperature_zero_only
+                if drawn in rule.traits.drawn
+                and not rule.traits.temperature_zero_only
+                # A rule for pairs alone does not judge this tree.
+                and not (rule.traits.pairs_only and drawn == "without_replacement")
             ]
             if shape not in args.shapes or not rules:
                 continue

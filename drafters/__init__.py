@@ -11,6 +11,12 @@ def crossdraft_register_drafters(register):
         f"{__name__}.prompt_lookup:PromptLookup",
         summary="copies what followed an earlier n-gram",
     )
+    register(
+        "medusa", f"{__name__}.medusa:Medusa", summary="heads on the target's last hidden state draft a chain or a tree"
+    )
+    register("eagle", f"{__name__}.eagle:Eagle", summary="a head that continues the target's last features")
+    register("eagle3", f"{__name__}.eagle3:Eagle3", summary="a head on features of three of the target's layers")
+    register("mtp", f"{__name__}.mtp:Mtp", summary="the target's own module of multi-token prediction")
     register("small-lm", f"{__name__}.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length")
     register(
         "dynamic-threshold",
@@ -27,4 +33,23 @@ def crossdraft_register_drafters(register):
         "small-lm-dynamic-tree",
         f"{__name__}.small_lm_dynamic_tree:SmallLMDynamicTree",
         summary="a smaller model grows the tree of EAGLE-2",
+    )
+
+
+@hookimpl
+def crossdraft_register_trainers(register):
+    register(
+        "small-lm",
+        f"{__name__}.small_lm_training:SmallLMRecipe",
+        summary="distil a small LM from a few of the target's own layers",
+    )
+    register(
+        "medusa",
+        f"{__name__}.medusa_training:MedusaRecipe",
+        summary="train Medusa heads on the target's last hidden state",
+    )
+    register(
+        "eagle3",
+        f"{__name__}.eagle3_training:Eagle3Recipe",
+        summary="train an EAGLE-3 head on features of three of the target's layers",
     )

@@ -64,7 +64,8 @@ class Shape:
         if len(wanted) != len(paths) or any(not path or min(path) < 0 for path in wanted):
             raise ValueError("choices must be distinct lists of ranks, each of at least one rank, counted from 0")
         known = set(wanted)
-        parents, ranks, above = [], [], [()]
+        parents, ranks = [], []
+        above: list[tuple[int, ...]] = [()]
         for depth in range(1, len(wanted[-1]) + 1 if wanted else 1):
             level = [path for path in wanted if len(path) == depth]
             for path in level:

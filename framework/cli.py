@@ -23,6 +23,7 @@ COMMANDS = {
         "check by exact enumeration that a drafter and a verifier keep the target's distribution",
     ),
     "train": ("crossdraft.framework.training.command", "train a drafter for a target"),
+    "cost": ("crossdraft.framework.bench.cost_command", "measure what a pass costs, and predict speed-ups from it"),
 }
 """Subcommands that live in modules of their own: module, one-line help."""
 
@@ -64,7 +65,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
     summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
-    kinds = ("drafters", "verifiers", "models", "prompts", "recipes")
+    kinds = ("drafters", "verifiers", "models", "prompts", "recipes", "trainers")
     command.add_argument("kind", nargs="?", choices=kinds, help="only this kind")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=_list)

@@ -138,10 +138,10 @@ class Draft:
 
     def law_of(self, node: Tensor, like: Tensor) -> Tensor:
         """``[B, V]``: the law ``node [B]`` of each row was drawn from; ``like [B, V]`` shapes a point mass."""
-        rows = torch.arange(self.batch_size, device=node.device)
+        node = node[:, None]
         if self.q is None:
-            return torch.zeros_like(like).scatter_(1, self.tokens[rows, node][:, None], 1.0)
-        return self.q[rows, node if self.law is None else self.law[rows, node]]
+            return torch.zeros_like(like).scatter_(1, self.tokens.gather(1, node), 1.0)
+        return take(self.q, (node if self.law is None else self.law.gather(1, node)).squeeze(1))
 
     def as_sequences(self) -> Tensor:
         """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence.
@@ -199,6 +199,15 @@ class Draft:
         slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
         padded.scatter_(1, slot, torch.where(on_path, order, -1))
         return padded[:, : self.width]
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """``[B, V]``: a copy of row ``index[b]`` of ``rows [B, M, V]``."""
+    b, m, v = rows.shape
+    order = torch.arange(b, device=index.device)
+    if rows.is_contiguous():  # on a CPU several times faster than indexing
+        return rows.view(b * m, v).index_select(0, order * m + index)
+    return rows[order, index]
 
 
 @dataclass

@@ -40,7 +40,8 @@ class DraftTraits:
         point_mass: True if its drafts carry no ``q`` (deterministic proposals).
         nodes: the most nodes a draft can have in a row; buffers are made for as many.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
-            negative indices count from the end), in the order it wants them in ``Scores.hidden``.
+            negative indices count from the end, a float is a share of the depth rounded down: 0.5 is the middle of
+            any target), in the order it wants them in ``Scores.hidden``.
         branching: for a tree in which all nodes of a level have as many children: how many, level by level.
         replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
             before the first token is drawn, and which carry the law after their last token where
@@ -50,7 +51,7 @@ class DraftTraits:
     drawn: Drawn | None
     point_mass: bool
     nodes: int
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: tuple[float, ...] = ()
     branching: tuple[int, ...] | None = None
     replayable: bool = False
 

@@ -41,6 +41,11 @@ def crossdraft_register_verifiers(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_trainers(register: Register) -> None:
+    """Register what ``crossdraft train`` can train: subclasses of `crossdraft.framework.training.trainee.Recipe`."""
+
+
+@hookspec
 def crossdraft_register_models(register: Register) -> None:
     """Register models: a `ModelSource`, a directory (`Path`), or a function without arguments giving one."""
 

@@ -21,7 +21,7 @@ from .errors import ContractError, CrossdraftError, UnknownNameError
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("drafters", "verifiers", "models", "prompts", "recipes")
+KINDS = ("drafters", "verifiers", "trainers", "models", "prompts", "recipes")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 
 
@@ -187,7 +187,7 @@ def _import(reference: str) -> Any:
 
 def _check(kind: str, name: str, found: Any) -> None:
     """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
-    if kind in ("drafters", "verifiers"):
+    if kind in ("drafters", "verifiers", "trainers"):
         _check_strategy(kind, name, found)
     elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
         raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
@@ -201,6 +201,8 @@ def _check(kind: str, name: str, found: Any) -> None:
 def _check_strategy(kind: str, name: str, found: Any) -> None:
     if kind == "drafters":
         from .drafter import Drafter as base
+    elif kind == "trainers":
+        from .training.trainee import Recipe as base
     else:
         from .verifier import Verifier as base
     if not (isinstance(found, type) and issubclass(found, base)):

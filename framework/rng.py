@@ -6,7 +6,8 @@ Keying by the token's own absolute position would be a trap: a position drafted 
 reuse a number on which the last round's decisions already depended.
 
 The generator is Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC 2011), computed for all rows at once with integer tensor operations.
+1, 2, 3", SC 2011), computed on the host for all rows and purposes of a round at once: the host knows the key, and a
+hundred small operations on a device would take longer than the verifier that needs the numbers.
 
 The certificate replaces :class:`CounterRng` by a source that enumerates both outcomes of every choice.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,51 +51,57 @@ class RngSource(Protocol):
         ...
 
 
-def philox4x32(counter: Tensor, key: tuple[int, int], rounds: int = 10) -> Tensor:
-    """Philox4x32: ``counter [..., 4]`` int64 holding 32-bit words -> ``[..., 4]`` 32-bit words in int64."""
-    c0, c1, c2, c3 = counter.unbind(-1)
+def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> np.ndarray:
+    """Philox4x32: ``counter [4, ...]`` uint64 holding 32-bit words -> ``[4, ...]`` 32-bit words in uint64."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
+    low, half = np.uint64(_LOW32), np.uint64(32)
     for _ in range(rounds):
-        # int64 products wrap modulo 2**64, so the low and high words come out exact.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (
-            ((product1 >> 32) & _LOW32) ^ c1 ^ k0,
-            product1 & _LOW32,
-            ((product0 >> 32) & _LOW32) ^ c3 ^ k1,
-            product0 & _LOW32,
+            (product1 >> half) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            (product0 >> half) ^ c3 ^ np.uint64(k1),
+            product0 & low,
         )
         k0, k1 = (k0 + 0x9E3779B9) & _LOW32, (k1 + 0xBB67AE85) & _LOW32
-    return torch.stack((c0, c1, c2, c3), -1)
+    return np.stack((c0, c1, c2, c3))
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """Index per row of ``weights [B, V]`` by inverse CDF in float64, one ``uniform [B]`` in [0, 1) a draw.
 
     In two steps, a block of tokens first and then the token inside it: a running sum over all V is many times slower
-    than sums of blocks, on any device.
+    than sums of blocks, on any device. A block is summed in the weights' own precision, at least float32.
     """
     v = weights.shape[1]
+    if weights.dtype not in (torch.float32, torch.float64):
+        weights = weights.float()
     if v <= BLOCK:
-        return _search(weights.double(), uniform * weights.sum(1, dtype=torch.float64))
+        cdf = weights.cumsum(1, dtype=torch.float64)
+        return _search(cdf, uniform * cdf[:, -1])
     whole = v // BLOCK * BLOCK
-    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
     if whole < v:
-        sums = torch.cat([sums, weights[:, whole:].sum(1, keepdim=True, dtype=torch.float64)], 1)
-    threshold = uniform * sums.sum(1)
-    block = _search(sums, threshold)[:, None]
-    before = (sums.cumsum(1) - sums).gather(1, block).squeeze(1)
+        sums = torch.cat([sums, weights[:, whole:].sum(1, keepdim=True)], 1)
+    cdf = sums.cumsum(1, dtype=torch.float64)
+    threshold = uniform * cdf[:, -1]
+    block = _search(cdf, threshold)[:, None]
+    before = (cdf - sums).gather(1, block).squeeze(1)
     token = block * BLOCK + torch.arange(BLOCK, device=weights.device)
-    inside = weights.gather(1, token.clamp(max=v - 1)).double().masked_fill(token >= v, 0.0)
-    return block.squeeze(1) * BLOCK + _search(inside, threshold - before)
+    if whole < v:
+        inside = weights.gather(1, token.clamp(max=v - 1)).masked_fill(token >= v, 0.0)
+    else:
+        inside = weights.gather(1, token)
+    # Rounding may put the threshold a little below 0 in its block.
+    inside = inside.cumsum(1, dtype=torch.float64)
+    return token[:, 0] + _search(inside, (threshold - before).clamp(min=0))
 
 
-def _search(weights: Tensor, threshold: Tensor) -> Tensor:
-    """``[B]``: the first index at which the running sum of ``weights [B, n]``, float64, exceeds ``threshold [B]``."""
-    cdf = weights.cumsum(1)
-    total = cdf[:, -1:]
-    # Rounding may put the threshold at the total or, in a block, a little below 0: never on a weight of 0.
-    inside = torch.minimum(threshold[:, None].clamp(min=0), torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, inside, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)
+def _search(cdf: Tensor, threshold: Tensor) -> Tensor:
+    """``[B]``: the first index at which ``cdf [B, n]`` exceeds ``threshold [B]``, at most where it reaches its end."""
+    found = torch.searchsorted(cdf, threshold[:, None], right=True)
+    return torch.minimum(found, torch.searchsorted(cdf, cdf[:, -1:].contiguous())).squeeze(1)
 
 
 class CounterRng:
@@ -103,15 +111,16 @@ class CounterRng:
         self.key = (seed & _LOW32, (seed >> 32) & _LOW32)
 
     def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterRound:
-        return CounterRound(self.key, torch.tensor([list(stream), list(position)], dtype=torch.long, device=device))
+        return CounterRound(self.key, stream, position, device)
 
 
 class CounterRound:
-    """One round's uniforms, generated in blocks per purpose when first asked for."""
+    """One round's uniforms, generated when the first one is asked for."""
 
-    def __init__(self, key: tuple[int, int], where: Tensor):
-        self._key, self._where = key, where
-        self._uniforms: dict[str, Tensor] = {}
+    def __init__(self, key: tuple[int, int], stream: Sequence[int], position: Sequence[int], device: torch.device):
+        self._key, self._device = key, device
+        self._where = np.array([list(stream), list(position)], dtype=np.uint64)
+        self._uniforms: Tensor | None = None
         self._used: dict[str, set[int]] = {}
 
     def uniform(self, purpose: str, index: int, n: int) -> Tensor:
@@ -125,21 +134,24 @@ class CounterRound:
         if used & wanted:
             raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this round")
         used |= wanted
-        have = self._uniforms.get(purpose)
-        if have is None or have.shape[1] < index + n:
-            have = self._uniforms[purpose] = self._block(purpose, max(index + n, 16))
-        return have[:, index : index + n]
+        if self._uniforms is None or self._uniforms.shape[2] < index + n:
+            self._uniforms = self._made(max(index + n, 16))
+        return self._uniforms[PURPOSES.index(purpose), :, index : index + n]
 
-    def _block(self, purpose: str, n: int) -> Tensor:
+    def _made(self, n: int) -> Tensor:
+        """``[purposes, B, n]`` float64, on the device: a longer table starts like a shorter one."""
         stream, position = self._where
-        device = self._where.device
-        counter = torch.empty(len(stream), (n + 1) // 2, 4, dtype=torch.long, device=device)
-        counter[..., 0] = torch.arange((n + 1) // 2, device=device)
-        counter[..., 1] = PURPOSES.index(purpose)
-        counter[..., 2] = position[:, None]
-        counter[..., 3] = stream[:, None]
-        words = philox4x32(counter, self._key).view(len(stream), -1, 2)
-        return ((words[..., 0] << 21) ^ (words[..., 1] >> 11)).double() * 2.0**-53
+        pairs = (n + 1) // 2
+        counter = np.empty((4, len(PURPOSES), len(stream), pairs), dtype=np.uint64)
+        counter[0] = np.arange(pairs, dtype=np.uint64)
+        counter[1] = np.arange(len(PURPOSES), dtype=np.uint64)[:, None, None]
+        counter[2] = position[:, None]
+        counter[3] = stream[:, None]
+        words = philox4x32(counter, self._key)
+        high, low = words[0::2], words[1::2]
+        bits = (high << np.uint64(21)) ^ (low >> np.uint64(11))
+        uniforms = np.moveaxis(bits, 0, -1).reshape(len(PURPOSES), len(stream), 2 * pairs) * 2.0**-53
+        return torch.from_numpy(uniforms).to(self._device, non_blocking=True)
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         return self.uniform(purpose, index, h.shape[1]) < h

@@ -6,11 +6,16 @@ Symbols follow Sun et al. 2024: P_i is the target's law after the first i draft 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft
+from ..framework.draft import Draft, take
 from ..framework.rng import RoundRng
+
+#: Numbers that fit in a processor's cache beside others: 1 MiB of float32.
+CACHED = 2**18
 
 
 def ratios(draft: Draft, p: Tensor) -> Tensor:
@@ -22,7 +27,7 @@ def ratios(draft: Draft, p: Tensor) -> Tensor:
     px = p[:, :-1].gather(2, draft.tokens[..., None]).squeeze(2).double()
     if draft.q is not None:
         qx = laws(draft).gather(2, draft.tokens[..., None]).squeeze(2).double()
-        px = torch.where(px > 0, px / qx, 0.0)
+        px = px.div_(qx).nan_to_num_(0.0, posinf=torch.inf)
     return torch.where(draft.valid, px, 0.0)
 
 
@@ -41,21 +46,43 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, scale: Tensor | None, rng: 
         tau: ``[B]`` accepted tokens.
         scale: ``[B]`` float64 factor on P_tau (block verification's p_tau; may exceed 1), ``None`` = 1.
     """
-    rows = torch.arange(len(tau), device=tau.device)
-    target = p[rows, tau]
+    target = take(p, tau)
     if not draft.width:
         return rng.draw(target)
     rejected = (tau < draft.count)[:, None]
     at = tau.clamp(max=draft.width - 1)
     if draft.q is None:
         # (s P - onehot(x))_+ is s P without x: a point mass never lets s P(x) exceed 1.
-        weights = target.scatter(1, draft.tokens[rows, at][:, None], 0.0)
+        x = draft.tokens.gather(1, at[:, None])
+        weights = target.scatter(1, x, torch.where(rejected, 0.0, target.gather(1, x)))
     else:
-        q = draft.q[rows, at if draft.law is None else draft.law[rows, at]]
+        q, scaled = draft.law_of(at, target).mul_(rejected), target
         if scale is not None:  # both divided by max(1, scale), which may be too large a number
-            target = target * scale.clamp(max=1)[:, None].to(target.dtype)
-            q = q / scale.clamp(min=1)[:, None].to(q.dtype)
-        weights = (target - q).clamp_(min=0)
+            scaled = target * scale.clamp(max=1)[:, None].to(target.dtype)
+            q = q.div_(scale.clamp(min=1)[:, None])
+        weights = (scaled - q).clamp_(min=0)
     # No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
-    usable = rejected & (weights.sum(1, keepdim=True) > 0)
-    return rng.draw(torch.where(usable, weights, p[rows, tau]))
+    empty = (weights.sum(1, keepdim=True) <= 0).to(weights.dtype)
+    return rng.draw(weights.addcmul_(target, empty))
+
+
+def excess(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """``[B, M]`` float64: sum_x (scale P(x) - Q(x))_+ of ``p, q [B, M, V]`` and ``scale [B, M]``."""
+    scale = scale[..., None].to(p.dtype)
+    found = torch.empty(p.shape[:2], dtype=torch.float64, device=p.device)
+    for part in pieces(p):
+        found[part] = (p[part] * scale[part]).sub_(q[part]).clamp_(min=0).sum(2).double()
+    return found
+
+
+def pieces(p: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Indices that split ``p [B, M, V]`` into a few rows at a time on a CPU, so that what lies between the steps of a
+    calculation stays in its cache; elsewhere the whole is one piece."""
+    b, m, v = p.shape
+    if p.device.type != "cpu" or b * m * v <= CACHED:
+        yield slice(0, b), slice(0, m)
+        return
+    step = max(1, CACHED // v)
+    for row in range(b):
+        for first in range(0, m, step):
+            yield slice(row, row + 1), slice(first, min(first + step, m))

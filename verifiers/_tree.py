@@ -62,9 +62,10 @@ class Children:
         return q
 
 
-def one_hot(token: Tensor, like: Tensor) -> Tensor:
-    """``[B, V]``, 1 at ``token [B]``, of the shape and dtype of ``like``."""
-    return torch.zeros_like(like).scatter_(1, token[:, None], 1.0)
+def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
+    """``weights [B, V]``, but all of it on ``token [B]`` where ``settled [B]``: a draw that is none."""
+    mask = settled[:, None].to(weights.dtype)
+    return (weights * (1 - mask)).scatter_add_(1, token[:, None], mask)
 
 
 def ratio(law: Tensor, q: Tensor, token: Tensor) -> Tensor:

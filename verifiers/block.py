@@ -20,7 +20,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import laws, next_token, ratios
+from ._chain import excess, laws, next_token, ratios
 
 
 class Block(Verifier):
@@ -31,9 +31,10 @@ class Block(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         n = draft.width
-        p_i = torch.ones(draft.batch_size, n + 1, dtype=torch.float64, device=p.device)
-        for i, ratio in enumerate(ratios(draft, p).unbind(1)):
-            p_i[:, i + 1] = (p_i[:, i] * ratio).clamp(max=1)
+        steps = [torch.ones(draft.batch_size, dtype=torch.float64, device=p.device)]
+        for ratio in ratios(draft, p).unbind(1):
+            steps.append((steps[-1] * ratio).clamp_(max=1))
+        p_i = torch.stack(steps, 1)
         h = self.acceptance(draft, p, p_i)
         order = torch.arange(1, n + 1, device=p.device)
         tau = (rng.accept(h) * order).amax(1) if n else torch.zeros_like(draft.count)
@@ -50,8 +51,7 @@ class Block(Verifier):
                 px = p[:, 1:-1].gather(2, draft.tokens[:, 1:, None]).squeeze(2).double()
                 s = inner * (1 - px)
             else:
-                excess = p[:, 1:-1] * inner[..., None].to(p.dtype)
-                s = excess.sub_(laws(draft)[:, 1:]).clamp_(min=0).sum(2).double()
+                s = excess(p[:, 1:-1], laws(draft)[:, 1:], inner)
             # The parentheses matter: (s + 1) - p loses s when it is small, and h came out above 1.
             denominator = s + (1 - inner)
             interior = torch.where(denominator > 0, s / denominator, 1.0)

@@ -29,7 +29,7 @@ from ..framework.drafter import StrategyConfig
 from ..framework.errors import ContractError
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import next_token, ratios
+from ._chain import next_token, pieces, ratios
 from .block import Block
 
 
@@ -103,10 +103,11 @@ class GreedyBlock(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         r, remaining = self._layers(draft.batch_size, p.device)
-        target, along = self._modified(draft, p, r, remaining)
-        pt = torch.ones(draft.batch_size, draft.width + 1, dtype=torch.float64, device=p.device)
-        for i, ratio in enumerate(ratios(draft, target).unbind(1)):
-            pt[:, i + 1] = (pt[:, i] * ratio).clamp(max=1e150)
+        target, along, mass = self._modified(draft, p, r, remaining)
+        steps = [torch.ones(draft.batch_size, dtype=torch.float64, device=p.device)]
+        for ratio in ratios(draft, target).unbind(1):
+            steps.append((steps[-1] * ratio).clamp_(max=1e150))
+        pt = torch.stack(steps, 1)
         p_i = pt.clamp(max=1)
         # A_i >= B_i where pt_i >= 1, so h_i = 1 there; elsewhere B_i = A_i + 1 - pt_i as in block verification.
         h = Block.acceptance(draft, target, p_i)
@@ -114,67 +115,77 @@ class GreedyBlock(Verifier):
         tau = (rng.accept(h) * order).amax(1) if draft.width else torch.zeros_like(draft.count)
         scale = pt.gather(1, tau[:, None]).squeeze(1)
         token = next_token(draft, target, tau, scale, rng)
-        self._advance(draft, p, target, along, tau, token, scale)
+        self._advance(draft, p, target, along, mass, tau, token, scale)
         return Verdict(tau, token, survival=p_i[:, 1:] * draft.valid)
 
-    def _modified(self, draft: Draft, p: Tensor, r: Tensor, remaining: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """T_m ``[B, N+1, V]``, and r of every layer along the draft ``[B, layers, N+1]`` (0 once it has expired)."""
+    def _modified(
+        self, draft: Draft, p: Tensor, r: Tensor, remaining: list[list[int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """T_m ``[B, N+1, V]``; r of every layer along the draft (0 once it has expired) and the mass that it leaves of
+        the target it sees (1 where it changes nothing), both ``[B, layers, N+1]``."""
         layers, positions = r.shape[1], draft.width + 1
         along = torch.zeros(draft.batch_size, layers, positions, dtype=torch.float64, device=p.device)
+        masses = torch.ones_like(along)
         if not layers or draft.q is None:
-            return p, along
-        reach = [
-            min(positions, max((left[k] for left in remaining if len(left) > k), default=0)) for k in range(layers)
-        ]
-        if max(reach) > draft.q.shape[1]:
+            return p, along, masses
+        lasts = [[min(left[k], positions) if len(left) > k else 0 for k in range(layers)] for left in remaining]
+        reach = max(map(max, lasts))
+        if reach > draft.q.shape[1]:
             raise ContractError(
                 "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
                 "(DraftContext.final_law), and this draft does not carry it"
             )
-        lasts = [[left[k] if len(left) > k else 0 for k in range(layers)] for left in remaining]
         active = torch.tensor(lasts).to(p.device, non_blocking=True)[..., None] > torch.arange(
             positions, device=p.device
         )
         target = p.clone()
-        for j in range(max(reach)):
-            t, q = target[:, j], draft.q[:, j]
-            for k in range(layers):
-                if j >= reach[k]:
-                    continue
-                along[:, k, j] = torch.where(active[:, k, j], r[:, k], 0.0)
-                if j < draft.width:
-                    r[:, k] = r[:, k] * _ratio(q, t, draft.tokens[:, j])
-                t = self._without(t, q, along[:, k, j])
-            target[:, j] = t
-        return target, along
+        for k in range(layers):
+            # Along the draft r needs only what this layer's target, the one older layers left, says of the tokens.
+            steps = _ratio(draft.q[:, : draft.width], target[:, :-1], draft.tokens)
+            along[:, k] = torch.where(active[:, k], torch.cat([r[:, k, None], steps], 1).cumprod(1), 0.0)
+            for rows, places in pieces(target[:, :reach]):
+                if any(last[k] > places.start for last in lasts[rows]):
+                    t, mass = self._without(target[rows, places], draft.q[rows, places], along[rows, k, places])
+                    target[rows, places], masses[rows, k, places] = t, mass
+        return target, along, masses
 
     def _advance(
-        self, draft: Draft, p: Tensor, target: Tensor, along: Tensor, tau: Tensor, token: Tensor, scale: Tensor
+        self,
+        draft: Draft,
+        p: Tensor,
+        target: Tensor,
+        along: Tensor,
+        masses: Tensor,
+        tau: Tensor,
+        token: Tensor,
+        scale: Tensor,
     ) -> None:
         """r of every layer after the emitted tokens, and r of the layer that this block creates (last column)."""
         rows = torch.arange(len(tau), device=p.device)
         layers = along.shape[1]
         new = torch.zeros(len(tau), layers + 1, dtype=torch.float64, device=p.device)
         if draft.q is not None:
-            at = tau.clamp(max=draft.q.shape[1] - 1)
-            q, t = draft.q[rows, at], p[rows, tau]
+            q = draft.q[rows, tau.clamp(max=draft.q.shape[1] - 1), token].double()
+            t = p[rows, tau, token].double()
             for k in range(layers):
                 r = along[rows, k, tau]
-                new[:, k] = r * _ratio(q, t, token)
-                t = self._without(t, q, r)
-            new[:, layers] = _ratio(q, target[rows, tau], token) / scale
+                new[:, k] = r * torch.where(t > 0, q / t, 0.0)
+                t = (t - r * q).clamp(min=0) / masses[rows, k, tau]
+            t = target[rows, tau, token].double()
+            new[:, layers] = torch.where(t > 0, q / t, 0.0) / scale
         self._r = new
 
     @staticmethod
-    def _without(t: Tensor, q: Tensor, r: Tensor) -> Tensor:
-        """norm((t - r q)_+) where r > 0, ``t`` itself elsewhere."""
-        left = (t - q * r[:, None].to(q.dtype)).clamp_(min=0)
-        mass = left.sum(1, keepdim=True)
-        changed = (r > 0)[:, None] & (mass > 0)
-        return torch.where(changed, left / torch.where(mass > 0, mass, 1.0), t)
+    def _without(t: Tensor, q: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """norm((t - r q)_+) where r > 0, ``t`` itself elsewhere, ``[.., V]``; and the mass before, float64, else 1."""
+        left = torch.addcmul(t, q, r[..., None].to(q.dtype), value=-1).clamp_(min=0)
+        mass = left.sum(-1)
+        changed = (r > 0) & (mass > 0)
+        mass = torch.where(changed, mass, 1.0)
+        return torch.where(changed[..., None], left.div_(mass[..., None]), t), mass.double()
 
 
 def _ratio(q: Tensor, t: Tensor, token: Tensor) -> Tensor:
-    """``[B]`` float64: q(x) / t(x); 0 where the target cannot say x."""
-    below = t.gather(1, token[:, None]).squeeze(1).double()
-    return torch.where(below > 0, q.gather(1, token[:, None]).squeeze(1).double() / below, 0.0)
+    """``[B, N]`` float64: q(x) / t(x) of ``q, t [B, N, V]`` and ``token [B, N]``; 0 where the target cannot say x."""
+    below = t.gather(2, token[..., None]).squeeze(2).double()
+    return torch.where(below > 0, q.gather(2, token[..., None]).squeeze(2).double() / below, 0.0)

@@ -27,11 +27,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
+from ..framework.draft import Draft, Verdict, take
 from ..framework.drafter import StrategyConfig
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import one_hot, residual, stop_at
+from ._tree import residual, settle, stop_at
 
 
 class MultipathBlock(Verifier):
@@ -59,7 +59,7 @@ class MultipathBlock(Verifier):
         for attempt in range(depth if self.config.recycle and k > 1 else min(depth, 1)):
             # An attempt starts at least one token deeper than the one before.
             stop, weights = self._block(draft, p, sequences, members, at, start, attempt, goes_on, rng)
-            drawn = rng.draw(torch.where(goes_on[:, None], weights, one_hot(token, weights)), index=attempt)
+            drawn = rng.draw(settle(weights, token, ~goes_on), index=attempt)
             at, token = torch.where(goes_on, stop, at), torch.where(goes_on, drawn, token)
             # Others through the accepted prefix that had drafted the token: the nodes that carry it.
             carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
@@ -79,8 +79,7 @@ class MultipathBlock(Verifier):
         if depth == 0:
             return Verdict(torch.zeros_like(rows), rng.draw(p[:, 0]))
         if self.config.recycle:
-            last = torch.where(walking[:, None], p[rows, at + 1], one_hot(token, p[:, 0]))
-            token = rng.draw(last, "other")
+            token = rng.draw(settle(take(p, at + 1), token, ~walking), "other")
         return stop_at(draft, at, token)
 
     def _block(
@@ -99,16 +98,15 @@ class MultipathBlock(Verifier):
 
         Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
         """
-        rows = torch.arange(draft.batch_size, device=p.device)
         k, depth = sequences.shape[1:]
         n = members.sum(1)
         a, j = torch.zeros_like(start, dtype=torch.float64), torch.ones_like(start, dtype=torch.float64)
         credit = torch.ones_like(a)  # p_i of block verification
-        stop, weights = at, p[rows, at + 1]  # tau = 0, unless something longer is accepted
+        stop, weights = at, take(p, at + 1)  # tau = 0, unless something longer is accepted
         for level in range(first_level, depth):
             nodes = sequences[:, :, level]
             active = walking & (level >= start) & (members & (nodes >= 0)).any(1)
-            law = p[rows, at + 1]
+            law = take(p, at + 1)
             chooser = members & (nodes >= 0)
             x = draft.tokens.gather(1, nodes.clamp(min=0))
             some = nodes.clamp(min=0).gather(1, chooser.long().argmax(1, keepdim=True)).squeeze(1)
@@ -143,7 +141,7 @@ class MultipathBlock(Verifier):
         number = first_level * (first_level + 1) // 2 + first_level
         whole = rng.accept(torch.where(walking, credit, 0.0)[:, None], index=number).squeeze(1)
         stop = torch.where(whole, at, stop)
-        return stop, torch.where(whole[:, None], p[rows, at + 1], weights)
+        return stop, torch.where(whole[:, None], take(p, at + 1), weights)
 
 
 def ranking(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
+from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import one_hot, stop_at
+from ._tree import settle, stop_at
 
 
 class SampleMatch(Verifier):
@@ -30,9 +30,9 @@ class SampleMatch(Verifier):
         token = torch.zeros_like(rows)
         levels = draft.width if draft.levels is None else min(draft.levels, draft.width)
         for level in range(levels + 1):
-            law = p[rows, at + 1]
+            law = take(p, at + 1)
             if level:
-                law = torch.where(walking[:, None], law, one_hot(token, law))
+                law = settle(law, token, ~walking)
             token = rng.draw(law, index=level)
             if level < levels:
                 carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid

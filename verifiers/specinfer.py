@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
+from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
 from ._tree import Children, ratio, residual, stop_at
@@ -41,5 +41,5 @@ class SpecInfer(Verifier):
             accepted = rng.accept(h[:, None], index=j).squeeze(1)
             at = torch.where(accepted, children.node[:, j], at)
             law = torch.where((examined & ~accepted)[:, None], residual(law, q)[0], law)
-            law = torch.where(accepted[:, None], p[rows, at + 1], law)
+            law = torch.where(accepted[:, None], take(p, at + 1), law)
         return stop_at(draft, at, rng.draw(law))

@@ -18,13 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
+from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import one_hot, stop_at
+from ._tree import settle, stop_at
 
-#: Safeguarded Newton steps for rho*; six or seven reach machine precision.
-STEPS = 10
+#: Steps to rho*, which reach what the law's precision allows.
+STEPS = {torch.float64: 24, torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 
 
 class SpecTr(Verifier):
@@ -41,7 +41,7 @@ class SpecTr(Verifier):
         at, walking = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
         token = torch.zeros_like(rows)
         for level in range(depth + 1):
-            law = p[rows, at + 1]
+            law = take(p, at + 1)
             weights, chosen = law, torch.zeros_like(walking)
             if level < depth:
                 nodes = sequences[:, :, level]
@@ -58,13 +58,13 @@ class SpecTr(Verifier):
                     token = torch.where(accepted, x[:, i], token)
                     chosen = chosen | accepted
                 common = torch.minimum(q, law / rho[:, None].to(law.dtype))
-                beta = common.sum(1, dtype=torch.float64)
+                beta = common.sum(1).double()
                 share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** n) / beta, 0.0)
                 rest = (law - common * share[:, None].to(law.dtype)).clamp_(min=0)
                 usable = (n > 0) & (rest.sum(1) > 0)
                 weights = torch.where(usable[:, None], rest, law)
             settled = chosen | ~walking
-            token = rng.draw(torch.where(settled[:, None], one_hot(token, law), weights), index=level)
+            token = rng.draw(settle(weights, token, settled), index=level)
             if level < depth:
                 racing = racing & (x == token[:, None])
                 walking = racing.any(1)
@@ -76,29 +76,31 @@ class SpecTr(Verifier):
 def rho_star(p: Tensor, q: Tensor, n: Tensor) -> Tensor:
     """``[B]`` float64: the smallest valid rho for ``n [B]`` draws from ``q [B, V]`` and target ``p [B, V]``.
 
-    Newton's method on rho beta - p_acc, kept inside a bracket. The upper end of the bracket is returned: a rho
-    slightly too large is valid and hardly weaker, one slightly too small would make the residual negative.
+    With m = rho beta the condition p_acc <= rho beta reads rho >= m / (1 - (1 - m)^(1/n)). The difference of the two
+    sides rises with a slope of at least 1, also where P and Q are close and p_acc - rho beta is nearly flat. Its root
+    in [1, n] by the Illinois method (regula falsi that halves the value of an end that stays). The upper end of the
+    bracket is returned: a rho slightly too large is valid and hardly weaker, one slightly too small would make the
+    residual negative.
     """
     n = n.double().clamp(min=1)
 
-    def excess(rho: Tensor) -> tuple[Tensor, Tensor]:
-        bound = rho[:, None].to(q.dtype) * q
-        covered = bound <= p
-        m = torch.where(covered, bound, p).sum(1, dtype=torch.float64)  # rho beta
-        slope = (q * covered).sum(1, dtype=torch.float64)
-        miss = (1 - m / rho).clamp(min=0)
-        value = m - 1 + miss**n
-        return value, slope + n * miss ** (n - 1) * (m / rho - slope) / rho
+    def common(rho: Tensor) -> Tensor:
+        return torch.minimum(q * rho[:, None].to(q.dtype), p).sum(1).double().clamp(max=1)
+
+    def excess(rho: Tensor, m: Tensor) -> Tensor:
+        return rho - torch.where(m > 0, m / (1 - (1 - m) ** (1 / n)), n)
 
     low, high = torch.ones_like(n), n
-    rho = (low + high) / 2
-    slack = 1 + 64 * torch.finfo(p.dtype).eps
-    for _ in range(STEPS):
-        value, slope = excess(rho)
-        low, high = torch.where(value >= 0, low, rho), torch.where(value >= 0, rho, high)
-        step = (rho - value / slope.clamp(min=1e-30)) * slack
-        rho = torch.where((step > low) & (step < high), step, (low + high) / 2)
-    value, _ = excess(rho)
-    rho = torch.where(value >= 0, torch.minimum(rho, high), high)
-    # Where P = Q, 1 is a multiple root, which Newton's method nears too slowly.
-    return torch.where(excess(torch.ones_like(n))[0] >= -4 * torch.finfo(p.dtype).eps, 1.0, rho)
+    first = common(low)
+    at_low, at_high = excess(low, first), excess(high, common(high))
+    stayed = torch.zeros_like(n)  # the end that stayed in the last step: -1 the low one, 1 the high one
+    for _ in range(STEPS[p.dtype]):
+        rho = (low - at_low * (high - low) / (at_high - at_low).clamp(min=1e-300)).clamp(low, high)
+        value = excess(rho, common(rho))
+        up = value >= 0  # rho is valid
+        at_low = torch.where(up, torch.where(stayed == -1, at_low / 2, at_low), value)
+        at_high = torch.where(up, value, torch.where(stayed == 1, at_high / 2, at_high))
+        low, high = torch.where(up, low, rho), torch.where(up, rho, high)
+        stayed = torch.where(up, -1.0, 1.0)
+    # P = Q but for rounding, to which the root is very sensitive there.
+    return torch.where(first >= 1 - 4 * torch.finfo(p.dtype).eps, 1.0, high)

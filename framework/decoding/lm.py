@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,10 +57,12 @@ class TransformersLM:
             product for few rows (see ``cpu.py``).
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
-        hidden_layers: layers whose hidden states ``grow`` and ``begin`` return.
+        hidden_layers: layers whose hidden states ``grow`` and ``begin`` return, see `DraftTraits.hidden_layers`.
+
+    ``begin`` and ``grow`` hand further inputs by name to the model, for drafting heads that read more than tokens.
     """
 
-    def __init__(self, model: Any, batch_size: int, max_length: int, hidden_layers: Sequence[int] = ()):
+    def __init__(self, model: Any, batch_size: int, max_length: int, hidden_layers: Sequence[float] = ()):
         refuse_unsupported(model)
         self.model = model.eval()
         if model.device.type == "cpu" and model.dtype == torch.float32:
@@ -87,8 +89,11 @@ class TransformersLM:
     # -- protocol ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        """Each prompt is prefilled by itself, so its keys and values do not depend on its neighbours."""
+    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
+        """Each prompt is prefilled by itself, so its keys and values do not depend on its neighbours.
+
+        ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
+        """
         self.lengths[row] = 0
         rows = torch.tensor([row], device=self.device)
         hidden = []
@@ -98,8 +103,9 @@ class TransformersLM:
             slots = torch.arange(start, start + piece.shape[1], device=self.device)[None]
             reach = start + piece.shape[1]
             allowed = torch.arange(reach, device=self.device) <= slots[..., None]
+            here = {name: value[None, start:reach] for name, value in inputs.items()}
             _, states = self._forward(
-                piece, Placement(rows, slots, None, reach), slots, allowed, slots, want_logits=False
+                piece, Placement(rows, slots, None, reach), slots, allowed, slots, here, want_logits=False
             )
             if states is not None:
                 hidden.append(states)
@@ -107,7 +113,7 @@ class TransformersLM:
         return torch.cat(hidden, 1)[0] if hidden else None
 
     @torch.inference_mode()
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def grow(self, tokens: Tensor, parents: Tensor | None = None, **inputs: Any) -> tuple[Tensor, Tensor | None]:
         width = tokens.shape[1]
         first, total = self._grown, self._grown + width
         longest = max(self.lengths)
@@ -136,7 +142,7 @@ class TransformersLM:
         placement = Placement(None, slots, longest + first if same else None, reach)
         self._grown = total
         self.passes += 1
-        logits, hidden = self._forward(tokens, placement, positions, allowed, key_positions)
+        logits, hidden = self._forward(tokens, placement, positions, allowed, key_positions, inputs)
         assert logits is not None
         return logits, hidden
 
@@ -182,6 +188,7 @@ class TransformersLM:
         positions: Tensor,
         allowed: Tensor,
         key_positions: Tensor | None,
+        inputs: Mapping[str, Any],
         want_logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
         """One pass: ``tokens [R, W]`` at ``positions [R, W]``, ``allowed [R, W, reach]`` bool."""
@@ -190,7 +197,7 @@ class TransformersLM:
         if self.context_length is not None:
             # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
             position_ids = position_ids.clamp(max=self.context_length - 1)
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = dict(inputs)
         if self.hidden_layers:
             # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
             extra["output_hidden_states"] = True
@@ -206,7 +213,9 @@ class TransformersLM:
         )
         hidden = None
         if self.hidden_layers:
-            hidden = torch.stack([out.hidden_states[i] for i in self.hidden_layers], 2)
+            states = out.hidden_states
+            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in self.hidden_layers]
+            hidden = torch.stack([states[i] for i in wanted], 2)
         return (out.logits if want_logits else None), hidden
 
     def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor | dict[str, Tensor]:

@@ -136,6 +136,8 @@ def write(
         invented: share of questions the target invents (1 when ``questions`` is empty).
         temperatures: answers are sampled at these in turn.
     """
+    if path.exists():
+        _drop_half_line(path)
     texts = read(path) if path.exists() else []
     have = sum(len(t.response) for t in texts)
     order = list(questions)
@@ -197,6 +199,13 @@ def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response
         if len(ids) <= max_prompt:
             texts.append(Text(ids, answer[:max_response], "finished"))
     return texts
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cut what follows the last newline: a run that was killed while it wrote leaves half a line there."""
+    whole = path.read_bytes().rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        file.truncate(whole)
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -166,13 +166,14 @@ class AbsoluteRng(CounterRng):
     """Keys each number by the token's own position: a position drafted again reuses its numbers."""
 
     def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterRound:
-        return AbsoluteRound(self.key, torch.tensor([list(stream), list(position)]))
+        return AbsoluteRound(self.key, stream, position, device)
 
 
 class AbsoluteRound(CounterRound):
     def uniform(self, purpose: str, index: int, n: int) -> torch.Tensor:
-        stream, position = self._where
-        columns = [CounterRound(self._key, torch.stack([stream, position + index + i])) for i in range(n)]
+        stream, position = self._where.tolist()
+        later = [[at + index + i for at in position] for i in range(n)]
+        columns = [CounterRound(self._key, stream, at, torch.device("cpu")) for at in later]
         return torch.cat([column.uniform(purpose, 0, 1) for column in columns], 1)
 
 

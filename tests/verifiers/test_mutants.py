@@ -334,9 +334,17 @@ class M13(GreedyBlock):
     """Expired layers deleted before the younger ones are advanced, which then follow a target without them."""
 
     def _advance(
-        self, draft: Draft, p: Tensor, target: Tensor, along: Tensor, tau: Tensor, token: Tensor, scale: Tensor
+        self,
+        draft: Draft,
+        p: Tensor,
+        target: Tensor,
+        along: Tensor,
+        masses: Tensor,
+        tau: Tensor,
+        token: Tensor,
+        scale: Tensor,
     ) -> None:
-        super()._advance(draft, p, target, along, tau, token, scale)
+        super()._advance(draft, p, target, along, masses, tau, token, scale)
         assert draft.q is not None and self._r is not None
         for row, remaining in self._remaining.items():
             accepted = int(tau[row])
@@ -354,7 +362,7 @@ class M13(GreedyBlock):
             for m in range(len(r)):
                 before = r[m : m + 1].clone()
                 r[m] *= q[i, z] / t[0, z]
-                t = self._without(t, q[i : i + 1], before)
+                t, _ = self._without(t, q[i : i + 1], before)
         return r[-1]
 
 

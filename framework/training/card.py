@@ -1,0 +1,135 @@
+"""The model card of a trained drafter, and the block efficiency that it states."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench.prompts import Prompt, encode
+from ..generate import generate
+from ..models import LoadedModel
+from .texts import Text
+from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Block efficiency by category, measured by decoding.
+
+    Attributes:
+        by_category: category -> (tokens emitted per target call after prefill, prompts).
+        how: what was decoded and with what, for people.
+    """
+
+    by_category: dict[str, tuple[float, int]]
+    how: str
+
+
+def measure(
+    target: LoadedModel,
+    drafter: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    *,
+    source: str,
+    temperature: float,
+    tokens: int,
+    seed: int,
+) -> Measured:
+    """Decode the first turn of ``prompts`` with a drafter, ``tokens`` each, 8 at a time."""
+    inputs = [encode(target.tokenizer, prompt.turns[:1]) for prompt in prompts]
+    responses = generate(target, inputs, drafter=drafter, max_new_tokens=tokens, temperature=temperature, seed=seed)
+    found: dict[str, tuple[float, int]] = {}
+    for category in sorted({prompt.category for prompt in prompts}):
+        mine = [r for r, prompt in zip(responses, prompts, strict=True) if prompt.category == category]
+        emitted = sum(r.emitted for response in mine for r in response.rounds)
+        found[category] = (emitted / max(sum(len(response.rounds) for response in mine), 1), len(mine))
+    rule = "greedy" if temperature == 0 else "block"
+    options = "".join(f", {key} {value}" for key, value in drafter.items() if key not in ("name", "model"))
+    how = (
+        f"drafter {drafter['name']}{options} with its defaults, {rule} verification, temperature {temperature:g}, "
+        f"{tokens} new tokens for the first turn of each of the first {len(prompts)} prompts of `{Path(source).name}`, "
+        f"seed {seed}"
+    )
+    return Measured(found, how)
+
+
+def write_card(
+    path: Path,
+    trainer: Trainer,
+    train: Sequence[Text],
+    held_out: Sequence[Text],
+    *,
+    temperatures: Sequence[float],
+    questions: Sequence[str],
+    finished: Sequence[Path],
+    measured: Measured | None,
+    argv: Sequence[str],
+) -> None:
+    """Write the model card.
+
+    Args:
+        temperatures: that the target answered at.
+        questions, finished: where questions and finished texts come from.
+        argv: the command line after ``crossdraft``.
+    """
+    written = sum(text.source != "finished" for text in train)
+    invented = sum(text.source == "invented" for text in train)
+    distinct = sum(len(text.response) for text in train)
+    trainee, log = trainer.trainee, trainer.log
+    source = trainer.target.source
+    if source.startswith("directory "):
+        source = f"directory {trainee.target_name}"
+    title, about, objective = trainee.describe()
+    places = len(log[-1]["positions"])
+    by_place = "" if places == 1 else ", by its place in the draft"
+    facts = [
+        f"Target weights: sha256 `{trainer.target.sha256}` ({source})",
+        f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were written by the "
+        f"target at temperature {', '.join(f'{x:g}' for x in temperatures)}; it invented {invented} of their questions "
+        f"itself (Magpie), the others come from {_names(questions)}. {len(train) - written} finished texts come from "
+        f"{_names(finished)}.",
+        f"Objective: {objective}",
+        f"Training: {trainer.step} steps, {trainer.seconds / 60:.1f} minutes, {trainer.tokens} response tokens seen, "
+        f"device {trainer.device}, precision {trainer.accelerator.mixed_precision}",
+        f"Acceptance of a drafted token on {len(held_out)} held-out conversations (mean sum of min(p, q), temperature "
+        f"1, given the text before it{by_place}): {', '.join(f'**{a:.3f}**' for a in log[-1]['positions'])}",
+    ]
+    parts = [f"# {title}", _wrapped(about), "\n".join(_wrapped(fact, "- ") for fact in facts)]
+    if measured is not None:
+        rows = [[name, f"{be:.2f}", count] for name, (be, count) in measured.by_category.items()]
+        parts.append(_wrapped(f"Block efficiency (tokens emitted per target call after prefill): {measured.how}."))
+        parts.append(_table(["category", "BE", "prompts"], rows))
+    header = ["held-out acceptance"] if places == 1 else [f"token {i + 1}" for i in range(places)]
+    rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
+    parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
+    parts.append(f"Made with: `crossdraft {shlex.join(_public(argv))}`")
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _wrapped(text: str, bullet: str = "") -> str:
+    return textwrap.fill(
+        text,
+        110,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _names(files: Sequence[Any]) -> str:
+    return ", ".join(Path(f).name for f in files) or "nowhere"
+
+
+def _public(argv: Sequence[str]) -> list[str]:
+    """The command line with paths cut to their last part: a card names files, not the machine they were on."""
+    return [Path(a).name if "/" in a and Path(a).is_absolute() else a for a in argv]
