@@ -62,6 +62,14 @@ class Children:
         return q
 
 
+def choose(condition: Tensor, this: Tensor, that: Tensor) -> Tensor:
+    """``[.., V]``: ``this`` where ``condition [..]``, else ``that``, both finite.
+
+    A weight of 0 or 1 makes lerp exact, and on a CPU it is several times faster than where with a broadcast condition.
+    """
+    return torch.lerp(that, this, condition[..., None].to(this.dtype))
+
+
 def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
     """``weights [B, V]``, but all of it on ``token [B]`` where ``settled [B]``: a draw that is none."""
     mask = settled[:, None].to(weights.dtype)
@@ -81,7 +89,7 @@ def residual(law: Tensor, q: Tensor, credit: Tensor | None = None) -> tuple[Tens
     mass = left.sum(1)
     some = mass > 0
     left = left / torch.where(some, mass, 1.0)[:, None]
-    return torch.where(some[:, None], left, law), mass.double()
+    return choose(some, left, law), mass.double()
 
 
 def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:

@@ -30,6 +30,7 @@ from ..framework.errors import ContractError
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
 from ._chain import next_token, pieces, ratios
+from ._tree import choose
 from .block import Block
 
 
@@ -182,7 +183,7 @@ class GreedyBlock(Verifier):
         mass = left.sum(-1)
         changed = (r > 0) & (mass > 0)
         mass = torch.where(changed, mass, 1.0)
-        return torch.where(changed[..., None], left.div_(mass[..., None]), t), mass.double()
+        return choose(changed, left.div_(mass[..., None]), t), mass.double()
 
 
 def _ratio(q: Tensor, t: Tensor, token: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ..framework.draft import Draft, Verdict, take
 from ..framework.drafter import StrategyConfig
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import residual, settle, stop_at
+from ._tree import choose, residual, settle, stop_at
 
 
 class MultipathBlock(Verifier):
@@ -128,7 +128,7 @@ class MultipathBlock(Verifier):
                 number = level * (level + 1) // 2 + first_level  # the same whatever the width of the batch
                 stops = stops | rng.accept(torch.where(inside, h, 0.0)[:, None], index=number).squeeze(1)
             stop = torch.where(stops, at, stop)
-            weights = torch.where(stops[:, None], rest, weights)
+            weights = choose(stops, rest, weights)
             # On to y.
             top = law.gather(1, y[:, None]).squeeze(1).double()
             step = torch.where(top > 0, top / qhat.gather(1, y[:, None]).squeeze(1), 0.0)
@@ -141,7 +141,7 @@ class MultipathBlock(Verifier):
         number = first_level * (first_level + 1) // 2 + first_level
         whole = rng.accept(torch.where(walking, credit, 0.0)[:, None], index=number).squeeze(1)
         stop = torch.where(whole, at, stop)
-        return stop, torch.where(whole[:, None], take(p, at + 1), weights)
+        return stop, choose(whole, take(p, at + 1), weights)
 
 
 def ranking(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import Children, ratio, residual, stop_at
+from ._tree import Children, choose, ratio, residual, stop_at
 
 
 class SpecInfer(Verifier):
@@ -40,6 +40,6 @@ class SpecInfer(Verifier):
             h = torch.where(examined, ratio(law, q, children.token[:, j]).clamp(max=1), 0.0)
             accepted = rng.accept(h[:, None], index=j).squeeze(1)
             at = torch.where(accepted, children.node[:, j], at)
-            law = torch.where((examined & ~accepted)[:, None], residual(law, q)[0], law)
-            law = torch.where(accepted[:, None], take(p, at + 1), law)
+            law = choose(examined & ~accepted, residual(law, q)[0], law)
+            law = choose(accepted, take(p, at + 1), law)
         return stop_at(draft, at, rng.draw(law))

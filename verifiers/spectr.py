@@ -21,7 +21,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import settle, stop_at
+from ._tree import choose, settle, stop_at
 
 #: Steps to rho*, which reach what the law's precision allows.
 STEPS = {torch.float64: 24, torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
@@ -62,7 +62,7 @@ class SpecTr(Verifier):
                 share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** n) / beta, 0.0)
                 rest = (law - common * share[:, None].to(law.dtype)).clamp_(min=0)
                 usable = (n > 0) & (rest.sum(1) > 0)
-                weights = torch.where(usable[:, None], rest, law)
+                weights = choose(usable, rest, law)
             settled = chosen | ~walking
             token = rng.draw(settle(weights, token, settled), index=level)
             if level < depth:

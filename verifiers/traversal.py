@@ -23,7 +23,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import Children, ratio, residual, stop_at
+from ._tree import Children, choose, ratio, residual, stop_at
 
 
 class Traversal(Verifier):
@@ -46,7 +46,7 @@ class Traversal(Verifier):
             left = s + (1 - a)
             updated = torch.where(left > 0, s / left, 1.0)
             credit[rows, parent] = torch.where(valid, updated, a)
-            law[rows, parent] = torch.where(valid[:, None], after, before)
+            law[rows, parent] = choose(valid, after, before)
         at, searching = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
         for step, node in enumerate(self.leaves_first(draft).unbind(1)):
             h = torch.where(searching, credit[rows, node + 1], 0.0)
