@@ -89,8 +89,9 @@ def incompatible(
     if draft.drawn in traits.drawn:
         if traits.modifies_target and not (draft.point_mass or draft.replayable):
             return (
-                f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs a draft length "
-                f"that is fixed before drafting, and drafter '{drafter}' decides as it goes; use 'block'"
+                f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs drafts of a length "
+                "fixed beforehand whose laws depend on the committed tokens alone, which drafter "
+                f"'{drafter}' does not promise; use 'block'"
             )
         pair = draft.branching is not None and draft.branching[:1] == (2,) and set(draft.branching[1:]) <= {1}
         if traits.pairs_only and draft.drawn == "without_replacement" and not pair:
