@@ -26,6 +26,8 @@ PURPOSES = ("draft", "accept", "residual", "other")
 _LOW32 = 0xFFFFFFFF
 #: Tokens whose weights are summed before one of them is looked for.
 BLOCK = 256
+#: Tokens of which a running sum takes less time than the further steps of a search by blocks.
+SMALL = 2**15
 
 
 class RoundRng(Protocol):
@@ -71,13 +73,13 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> n
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """Index per row of ``weights [B, V]`` by inverse CDF in float64, one ``uniform [B]`` in [0, 1) a draw.
 
-    In two steps, a block of tokens first and then the token inside it: a running sum over all V is many times slower
-    than sums of blocks, on any device. A block is summed in the weights' own precision, at least float32.
+    Over a large vocabulary in two steps, a block of tokens first and then the token inside it: a running sum over all V
+    is many times slower than sums of blocks. A block is summed in the weights' own precision, at least float32.
     """
     v = weights.shape[1]
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
-    if v <= BLOCK:
+    if v <= SMALL:
         cdf = weights.cumsum(1, dtype=torch.float64)
         return _search(cdf, uniform * cdf[:, -1])
     whole = v // BLOCK * BLOCK
