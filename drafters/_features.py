@@ -262,13 +262,9 @@ class HeadConfig(StrategyConfig):
             return Shape.choices(self.choices, contiguous=self.siblings != "top-k")
         return Shape.branching(self.branching)
 
-    def drafting(self, target: Sampling) -> Sampling:
-        """How tokens are drawn for a target sampled with ``target``."""
-        return target if self.temperature is None else target.model_copy(update={"temperature": self.temperature})
-
     def chosen(self, target: Sampling) -> Siblings:
         """How children are chosen; a sampled chain is a tree whose only child is drawn."""
-        if self.drafting(target).temperature == 0:
+        if target.at(self.temperature).temperature == 0:
             return "top-k"
         return self.siblings if self.tree else "without-replacement"
 
@@ -290,7 +286,7 @@ class FeatureDrafter(Drafter):
         # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places.
         for weight in self.head.parameters():
             weight.data = weight.data.to(context.target_model.dtype)
-        self.sampling = self.config.drafting(context.sampling)
+        self.sampling = context.sampling.at(self.config.temperature)
         self.shape = None if self.config.tree == "dynamic" else self.config.shape
         # A dynamic tree feeds more nodes than it keeps.
         fed = (self.config.depth - 1) * self.config.top_k if self.shape is None else 0

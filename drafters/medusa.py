@@ -135,7 +135,7 @@ class Medusa(Drafter):
         self.heads, self._ids = read_heads(checkpoint, target, self.config.heads)
         if context.device.type == "cpu" and target.dtype == torch.float32:
             speed_up_small_batches(self.heads)
-        self.sampling = self._sampling(self.config, context.sampling)
+        self.sampling = context.sampling.at(self.config.temperature)
         size = self.heads.hidden_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
         self._known = [False] * context.batch_size  # has the row a feature?
@@ -155,12 +155,6 @@ class Medusa(Drafter):
                 "for each token; shorten gamma or the tree"
             )
 
-    @staticmethod
-    def _sampling(config: Any, target: Sampling) -> Sampling:
-        if config.temperature is None:
-            return target
-        return target.model_copy(update={"temperature": config.temperature})
-
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         if config.nodes is not None:
@@ -175,7 +169,7 @@ class Medusa(Drafter):
             )
         return DraftTraits(
             drawn="chain",
-            point_mass=cls._sampling(config, sampling).temperature == 0,
+            point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=MOST_HEADS if config.gamma is None else config.gamma,
             hidden_layers=(-1,),
         )

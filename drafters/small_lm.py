@@ -42,17 +42,11 @@ class SmallLM(Drafter):
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         self.lm = context.load_lm(self.config.model)
-        self.sampling = self._sampling(self.config, context.sampling)
-
-    @staticmethod
-    def _sampling(config: Any, target: Sampling) -> Sampling:
-        if config.temperature is None:
-            return target
-        return target.model_copy(update={"temperature": config.temperature})
+        self.sampling = context.sampling.at(self.config.temperature)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        point_mass = cls._sampling(config, sampling).temperature == 0
+        point_mass = sampling.at(config.temperature).temperature == 0
         return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, replayable=cls.fixed_length)
 
     @property

@@ -72,7 +72,7 @@ class SmallLMTree(SmallLM):
 
     @classmethod
     def _chosen(cls, config: Any, sampling: Sampling) -> Siblings:
-        return "top-k" if cls._sampling(config, sampling).temperature == 0 else config.siblings
+        return "top-k" if sampling.at(config.temperature).temperature == 0 else config.siblings
 
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         levels = min(len(self.shape.ranks), max(sequences.limit))

@@ -25,6 +25,10 @@ class Sampling(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
 
+    def at(self, temperature: float | None) -> Sampling:
+        """The same at another temperature; ``None`` = this one, which a drafter's option leaves by default."""
+        return self if temperature is None else self.model_copy(update={"temperature": temperature})
+
     def law(self, logits: Tensor) -> Tensor:
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
         return self.checked_law(logits)[0]
