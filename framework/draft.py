@@ -204,6 +204,8 @@ class Draft:
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """``[B, V]``: a copy of row ``index[b]`` of ``rows [B, M, V]``."""
     b, m, v = rows.shape
+    if b == 1:
+        return rows[0].index_select(0, index)
     order = torch.arange(b, device=index.device)
     if rows.is_contiguous():  # on a CPU several times faster than indexing
         return rows.view(b * m, v).index_select(0, order * m + index)

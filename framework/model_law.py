@@ -56,8 +56,6 @@ LARGEST_BATCH = 2**15
 SHOWN = 30
 #: Which draft a verifier is given if none is asked for: the first of these, then of `DRAFTS`, that it accepts.
 PREFERRED = ("iid-2", "tree-greedy-2-1")
-#: The model that drafts for a target if none is named.
-DRAFTER_OF = {"smollm2-135m-instruct": "smollm2-small-lm"}
 
 
 class RepeatedLaw:
@@ -200,11 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*names, **spec)
 
     option("--model", metavar="NAME", help="the target: a name, a directory or a Hub id")
-    option(
-        "--drafter",
-        metavar="NAME",
-        help=f"the model that drafts (default: {', '.join(f'{d} for {t}' for t, d in DRAFTER_OF.items())})",
-    )
+    option("--drafter", metavar="NAME", help="the model that drafts; one with the target's tokenizer")
     option("--verifier", action="append", metavar="NAME", help="repeatable (default: all that are declared lossless)")
     option("--draft", action="append", metavar="LABEL", help="repeatable (default: one that the verifier accepts)")
     option("--prompt", action="append", metavar="TEXT", help="repeatable")
@@ -232,7 +226,7 @@ def main(args: argparse.Namespace) -> int:
         ContractError: a strategy that drafts or emits what its contract forbids.
     """
     sampling = _checked(args)
-    drafter = args.drafter or DRAFTER_OF.get(args.model)
+    drafter = args.drafter
     if drafter is None:
         raise UsageError(f"--drafter is missing: name a model that shares the tokenizer of {args.model}")
     cases, skipped = choose(args.verifier, args.draft, drafter, args.gamma or 1)

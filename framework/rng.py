@@ -102,8 +102,10 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def _search(cdf: Tensor, threshold: Tensor) -> Tensor:
     """``[B]``: the first index at which ``cdf [B, n]`` exceeds ``threshold [B]``, at most where it reaches its end."""
+    end = cdf[:, -1]
+    threshold = torch.minimum(threshold, torch.nextafter(end, -end))  # rounding may have put it at the end
     found = torch.searchsorted(cdf, threshold[:, None], right=True)
-    return torch.minimum(found, torch.searchsorted(cdf, cdf[:, -1:].contiguous())).squeeze(1)
+    return found.squeeze(1).clamp_(max=cdf.shape[1] - 1)  # past the end where the weights are NaN or 0
 
 
 class CounterRng:

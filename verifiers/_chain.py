@@ -6,29 +6,29 @@ Symbols follow Sun et al. 2024: P_i is the target's law after the first i draft 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ..framework.draft import Draft, take
 from ..framework.rng import RoundRng
 
-#: Numbers that fit in a processor's cache beside others: 1 MiB of float32.
-CACHED = 2**18
+#: Stands for a division by zero: products of a few stay finite.
+_HUGE = 1e30
+#: Numbers that fit in a processor's cache beside others: 4 MiB of float32.
+CACHED = 2**20
 
 
 def ratios(draft: Draft, p: Tensor) -> Tensor:
     """``[B, N]`` float64: P_{i-1}(x_i) / Q_{i-1}(x_i) of every drafted token; 0 on padding.
 
     For a point mass Q is 1 at the token. Where Q says 0 of a token that was drawn (a drafter that reports a
-    law it did not sample from) the ratio is inf, or 0 if P is 0 too.
+    law it did not sample from) the ratio is huge, or 0 if P is 0 too.
     """
-    px = p[:, :-1].gather(2, draft.tokens[..., None]).squeeze(2).double()
+    x = draft.tokens[..., None]
+    ratio = p.gather(2, x).double()  # N of its N + 1 positions
     if draft.q is not None:
-        qx = laws(draft).gather(2, draft.tokens[..., None]).squeeze(2).double()
-        px = px.div_(qx).nan_to_num_(0.0, posinf=torch.inf)
-    return torch.where(draft.valid, px, 0.0)
+        ratio = (ratio / laws(draft).gather(2, x)).nan_to_num_(0.0, posinf=_HUGE)
+    return ratio.squeeze(2) * draft.valid
 
 
 def laws(draft: Draft) -> Tensor:
@@ -39,50 +39,69 @@ def laws(draft: Draft) -> Tensor:
     return draft.q.gather(1, draft.law[..., None].expand(-1, -1, draft.q.shape[2]))
 
 
-def next_token(draft: Draft, p: Tensor, tau: Tensor, scale: Tensor | None, rng: RoundRng) -> Tensor:
-    """``[B]``: Y ~ norm((scale * P_tau - Q_tau)_+) after a rejection, P_tau once the whole draft is accepted.
+def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tensor | None = None) -> Tensor:
+    """``[B]``: Y ~ norm((P_tau - minus Q_tau)_+).
 
     Args:
         tau: ``[B]`` accepted tokens.
-        scale: ``[B]`` float64 factor on P_tau (block verification's p_tau; may exceed 1), ``None`` = 1.
+        minus: ``[B]`` float64; ``None`` = 1 after a rejection, 0 once the whole draft is accepted.
     """
     target = take(p, tau)
-    if not draft.width:
+    if not draft.width and (draft.q is None or not draft.q.shape[1]):
         return rng.draw(target)
-    rejected = (tau < draft.count)[:, None]
-    at = tau.clamp(max=draft.width - 1)
+    if minus is None:
+        minus = (tau < draft.count).to(p.dtype)
     if draft.q is None:
-        # (s P - onehot(x))_+ is s P without x: a point mass never lets s P(x) exceed 1.
-        x = draft.tokens.gather(1, at[:, None])
-        weights = target.scatter(1, x, torch.where(rejected, 0.0, target.gather(1, x)))
+        # (P - minus onehot(x))_+ is P without x: a point mass never lets P(x) exceed minus.
+        x = draft.tokens.gather(1, tau.clamp(max=draft.width - 1)[:, None])
+        weights = target.scatter(1, x, torch.where(minus[:, None] > 0, 0.0, target.gather(1, x)))
     else:
-        q, scaled = draft.law_of(at, target).mul_(rejected), target
-        if scale is not None:  # both divided by max(1, scale), which may be too large a number
-            scaled = target * scale.clamp(max=1)[:, None].to(target.dtype)
-            q = q.div_(scale.clamp(min=1)[:, None])
-        weights = (scaled - q).clamp_(min=0)
+        last = (draft.q if draft.law is None else draft.law).shape[1] - 1
+        weights = subtract(target, draft.law_of(tau.clamp(max=last), target), minus)
     # No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
     empty = (weights.sum(1, keepdim=True) <= 0).to(weights.dtype)
     return rng.draw(weights.addcmul_(target, empty))
 
 
-def excess(p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    """``[B, M]`` float64: sum_x (scale P(x) - Q(x))_+ of ``p, q [B, M, V]`` and ``scale [B, M]``."""
-    scale = scale[..., None].to(p.dtype)
-    found = torch.empty(p.shape[:2], dtype=torch.float64, device=p.device)
-    for part in pieces(p):
-        found[part] = (p[part] * scale[part]).sub_(q[part]).clamp_(min=0).sum(2).double()
-    return found
+def joint(ratio: Tensor) -> Tensor:
+    """``[B, N]``: p_1 .. p_N of p_i = min(1, p_{i-1} ratio_i), p_0 = 1: the product over its running maximum."""
+    product = ratio.cumprod(1)
+    return product / product.cummax(1).values.clamp_(min=1) if ratio.shape[1] else product
 
 
-def pieces(p: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Indices that split ``p [B, M, V]`` into a few rows at a time on a CPU, so that what lies between the steps of a
-    calculation stays in its cache; elsewhere the whole is one piece."""
-    b, m, v = p.shape
-    if p.device.type != "cpu" or b * m * v <= CACHED:
-        yield slice(0, b), slice(0, m)
-        return
-    step = max(1, CACHED // v)
-    for row in range(b):
-        for first in range(0, m, step):
-            yield slice(row, row + 1), slice(first, min(first + step, m))
+def longest(accepted: Tensor) -> Tensor:
+    """``[B]``: the last i with ``accepted [B, N]`` at i - 1, 0 if there is none."""
+    n = accepted.shape[1]
+    if not n:
+        return accepted.sum(1)
+    return (accepted * torch.arange(1, n + 1, device=accepted.device)).amax(1)
+
+
+def inner_excess(draft: Draft, p: Tensor, minus: Tensor) -> Tensor:
+    """``[B, N-1]`` float64: sum_x (P_i(x) - minus_i Q_i(x))_+ for 1 <= i < N, ``minus [B, N-1]`` at least 1."""
+    if draft.q is None or draft.width < 2:  # Q_i is one-hot at x_{i+1}
+        return 1 - p[:, 1:-1].gather(2, draft.tokens[:, 1:, None]).squeeze(2).double()
+    return excess(p[:, 1:-1], laws(draft)[:, 1:], minus)
+
+
+def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
+    """``[.., V]``: (P - minus Q)_+ of ``p, q [.., V]`` and ``minus [..]``."""
+    factor = minus.clamp(max=min(_HUGE, torch.finfo(p.dtype).max))[..., None].to(p.dtype)
+    return torch.addcmul(p, q, factor, value=-1).clamp_(min=0)
+
+
+def excess(p: Tensor, q: Tensor, minus: Tensor, rows: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``.
+
+    ``rows``: ``[M]`` each, which of ``p [.., V]`` and which of ``q [.., V]`` to take; None = all.
+    """
+    v = p.shape[-1]
+    # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
+    step = v if p.device.type != "cpu" else max(CACHED // max(minus.numel(), 1), 1024)
+    mass = torch.zeros_like(minus)
+    for first in range(0, v, step):
+        some_p, some_q = p[..., first : first + step], q[..., first : first + step]
+        if rows is not None:
+            some_p, some_q = some_p.index_select(0, rows[0]), some_q.index_select(0, rows[1])
+        mass += subtract(some_p, some_q, minus).sum(-1)
+    return mass

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..framework.draft import Draft, Verdict
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import excess, laws, next_token, ratios
+from ._chain import inner_excess, joint, longest, next_token, ratios
 
 
 class Block(Verifier):
@@ -30,31 +31,19 @@ class Block(Verifier):
     traits = VerifierTraits(drawn=frozenset({"chain"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        n = draft.width
-        steps = [torch.ones(draft.batch_size, dtype=torch.float64, device=p.device)]
-        for ratio in ratios(draft, p).unbind(1):
-            steps.append((steps[-1] * ratio).clamp_(max=1))
-        p_i = torch.stack(steps, 1)
-        h = self.acceptance(draft, p, p_i)
-        order = torch.arange(1, n + 1, device=p.device)
-        tau = (rng.accept(h) * order).amax(1) if n else torch.zeros_like(draft.count)
-        scale = p_i.gather(1, tau[:, None]).squeeze(1)
-        return Verdict(tau, next_token(draft, p, tau, scale, rng), survival=p_i[:, 1:] * draft.valid)
+        p_i = joint(ratios(draft, p))
+        # p_i P - Q is P - Q / p_i up to a factor.
+        h = self.acceptance(draft, p_i, p_i[:, :-1] * inner_excess(draft, p, 1 / p_i[:, :-1]))
+        tau = longest(rng.accept(h))
+        scale = functional.pad(p_i, (1, 0), value=1.0).gather(1, tau[:, None]).squeeze(1)
+        return Verdict(tau, next_token(draft, p, tau, rng, (tau < draft.count) / scale), survival=p_i)
 
     @staticmethod
-    def acceptance(draft: Draft, p: Tensor, p_i: Tensor) -> Tensor:
-        """h_1 .. h_N as ``[B, N]`` float64, given p_0 .. p_N ``[B, N+1]``; 0 past the end of a ragged row."""
-        h = p_i[:, 1:].clone()  # h_gamma = p_gamma; the interior entries are replaced
-        if draft.width > 1:
-            inner = p_i[:, 1:-1]
-            if draft.q is None:  # Q_i is one-hot at x_{i+1}: S_i = p_i (1 - P_i(x_{i+1}))
-                px = p[:, 1:-1].gather(2, draft.tokens[:, 1:, None]).squeeze(2).double()
-                s = inner * (1 - px)
-            else:
-                s = excess(p[:, 1:-1], laws(draft)[:, 1:], inner)
-            # The parentheses matter: (s + 1) - p loses s when it is small, and h came out above 1.
-            denominator = s + (1 - inner)
-            interior = torch.where(denominator > 0, s / denominator, 1.0)
-            interior = torch.where(inner == 1, 1.0, interior)
-            h[:, :-1] = torch.where(draft.valid[:, 1:], interior, h[:, :-1])
-        return torch.where(draft.valid, h, 0.0)
+    def acceptance(draft: Draft, p_i: Tensor, s_i: Tensor) -> Tensor:
+        """h_1 .. h_N as ``[B, N]`` float64, given p_1 .. p_N ``[B, N]`` and S_1 .. S_{N-1} ``[B, N-1]``; 0 past the end
+        of a ragged row."""
+        inner = p_i[:, :-1]
+        # The parentheses matter: (s + 1) - p loses s when it is small, and h came out above 1. 0 / 0 is p_i = 1, s = 0.
+        interior = (s_i / (s_i + (1 - inner))).nan_to_num_(1.0)
+        # A row's last token has h = p, and its padding p = 0.
+        return torch.cat([torch.where(draft.valid[:, 1:], interior, inner), p_i[:, -1:]], 1)

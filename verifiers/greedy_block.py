@@ -14,7 +14,10 @@ gamma - tau - 1 tokens is modified: at a prefix z of that block it is
     P'(. | z) = norm((P(. | z) - r(z) Q(. | z))_+),   r(z) = Q(z) / P(z) over the tokens of the block so far.
 
 A block that starts while modifications are active stacks its own on top. Each layer k sees the target T_{k-1}
-as the older layers left it; the newest one is what this block verifies against.
+as the older layers left it; the newest one is what this block verifies against. All of them subtract multiples of
+the same Q(. | z), so at every prefix a target is one factor and one mass:
+
+    T_k = (P - a_k Q)_+ / m_k,   a_k = a_{k-1} + r_k m_{k-1},   m_k = sum_x (P - a_k Q)_+,   a_0 = 0,  m_0 = 1
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..framework.draft import Draft, Verdict
 from ..framework.drafter import StrategyConfig
 from ..framework.errors import ContractError
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import next_token, pieces, ratios
-from ._tree import choose
+from ._chain import excess, inner_excess, longest, next_token, ratios
 from .block import Block
 
 
@@ -44,15 +47,14 @@ class GreedyBlock(Verifier):
         super().__init__(config)
         #: Per slot, how many positions each layer still modifies, oldest first. Host integers.
         self._remaining: dict[int, list[int]] = {}
-        #: Per slot, r of each layer: restored values, or a row of `_r` (``[B, layers]`` float64).
-        self._restored: dict[int, list[float]] = {}
+        #: r of every layer at the root, ``[B, layers]`` float64, 0 = modifies nothing; and rows to put in its place.
         self._r: Tensor | None = None
+        self._restored: dict[int, list[float]] = {}
 
     # -- state -------------------------------------------------------------------------------------------
 
     def begin(self, row: int) -> None:
-        self._remaining[row] = []
-        self._restored.pop(row, None)
+        self._remaining[row], self._restored[row] = [], []
 
     retire = begin
 
@@ -75,118 +77,115 @@ class GreedyBlock(Verifier):
     def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """Age the layers by the tokens emitted, append this block's, drop those that modify nothing any more."""
         assert self._r is not None
+        newest, none = self._r.shape[1] - 2, self._r.shape[1] - 1  # the last two columns
         kept: list[list[int]] = []
         for row, (tau, gamma) in enumerate(zip(accepted, drafted, strict=True)):
-            old = self._remaining.get(row, [])
-            # Column `width` holds the new layer; columns before it the old ones.
-            aged = [(column, left - tau - 1) for column, left in enumerate(old)]
-            aged.append((self._r.shape[1] - 1, gamma - tau - 1))
+            aged = [(column, left - tau - 1) for column, left in enumerate(self._remaining.get(row, []))]
+            aged.append((newest, gamma - tau - 1))
             kept.append([column for column, left in aged if left > 0])
             self._remaining[row] = [left for _, left in aged if left > 0]
         width = max(map(len, kept))
-        columns = torch.tensor([row + [0] * (width - len(row)) for row in kept], dtype=torch.long)
+        columns = torch.tensor([row + [none] * (width - len(row)) for row in kept], dtype=torch.long)
         self._r = self._r.gather(1, columns.view(len(kept), width).to(self._r.device, non_blocking=True))
 
-    def _layers(self, batch_size: int, device: torch.device) -> tuple[Tensor, list[list[int]]]:
-        """r ``[B, layers]`` (0 = no layer) and the positions each layer still modifies, per row."""
-        remaining = [self._remaining.get(row, []) for row in range(batch_size)]
-        width = max(map(len, remaining))
-        mask = [[1.0] * len(left) + [0.0] * (width - len(left)) for left in remaining]
-        r = torch.tensor(mask, dtype=torch.float64).view(batch_size, width).to(device, non_blocking=True)
-        if self._r is not None and width:
-            r = r * torch.nn.functional.pad(self._r, (0, width))[:, :width]
-        for row, values in self._restored.items():
-            r[row, : len(values)] = torch.tensor(values, dtype=torch.float64, device=device)
-        self._restored.clear()
-        return r, remaining
+    def _layers(self, batch_size: int, device: torch.device) -> Tensor:
+        """r ``[B, layers]`` of every layer at the root."""
+        if self._r is None or len(self._r) != batch_size:
+            self._r = torch.zeros(batch_size, 0, dtype=torch.float64, device=device)
+        if self._restored:
+            width = max(self._r.shape[1], *map(len, self._restored.values()))
+            self._r = functional.pad(self._r, (0, width - self._r.shape[1]))
+            for row, values in self._restored.items():
+                padded = torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
+                self._r[row] = padded.to(device, non_blocking=True)
+            self._restored.clear()
+        return self._r
 
     # -- one block ---------------------------------------------------------------------------------------
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        r, remaining = self._layers(draft.batch_size, p.device)
-        target, along, mass = self._modified(draft, p, r, remaining)
-        steps = [torch.ones(draft.batch_size, dtype=torch.float64, device=p.device)]
-        for ratio in ratios(draft, target).unbind(1):
-            steps.append((steps[-1] * ratio).clamp_(max=1e150))
-        pt = torch.stack(steps, 1)
+        ratio = ratios(draft, p)
+        r, a, m = self._modified(draft, p, ratio, self._layers(draft.batch_size, p.device))
+        pt = ((ratio - a[-1][:, :-1]).clamp_(min=0) / m[-1][:, :-1]).cumprod(1).clamp_(max=1e150)
         p_i = pt.clamp(max=1)
         # A_i >= B_i where pt_i >= 1, so h_i = 1 there; elsewhere B_i = A_i + 1 - pt_i as in block verification.
-        h = Block.acceptance(draft, target, p_i)
-        order = torch.arange(1, draft.width + 1, device=p.device)
-        tau = (rng.accept(h) * order).amax(1) if draft.width else torch.zeros_like(draft.count)
-        scale = pt.gather(1, tau[:, None]).squeeze(1)
-        token = next_token(draft, target, tau, scale, rng)
-        self._advance(draft, p, target, along, mass, tau, token, scale)
-        return Verdict(tau, token, survival=p_i[:, 1:] * draft.valid)
+        # pt T - Q is P - (a + m / pt) Q up to the factor pt / m.
+        inner, inner_m = p_i[:, :-1], m[-1][:, 1:-1]
+        left = inner_excess(draft, p, a[-1][:, 1:-1] + inner_m / inner)
+        h = Block.acceptance(draft, p_i, inner / inner_m * left)
+        tau = longest(rng.accept(h))
+        table = torch.stack([functional.pad(pt, (1, 0), value=1.0), *r, *a, *m])  # all of it at tau: [.., B]
+        pt_tau, *rest = table.gather(2, tau.expand(len(table), -1)[..., None]).squeeze(2)
+        layers = len(r)
+        r, a, m = rest[:layers], rest[layers : 2 * layers + 1], rest[2 * layers + 1 :]
+        token = next_token(draft, p, tau, rng, a[-1] + (tau < draft.count) * m[-1] / pt_tau)
+        self._advance(draft, p, tau, token, [*r, 1 / pt_tau], torch.stack(a), torch.stack(m))
+        return Verdict(tau, token, survival=p_i)
 
     def _modified(
-        self, draft: Draft, p: Tensor, r: Tensor, remaining: list[list[int]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """T_m ``[B, N+1, V]``; r of every layer along the draft (0 once it has expired) and the mass that it leaves of
-        the target it sees (1 where it changes nothing), both ``[B, layers, N+1]``."""
-        layers, positions = r.shape[1], draft.width + 1
-        along = torch.zeros(draft.batch_size, layers, positions, dtype=torch.float64, device=p.device)
-        masses = torch.ones_like(along)
-        if not layers or draft.q is None:
-            return p, along, masses
-        lasts = [[min(left[k], positions) if len(left) > k else 0 for k in range(layers)] for left in remaining]
-        reach = max(map(max, lasts))
-        if reach > draft.q.shape[1]:
+        self, draft: Draft, p: Tensor, ratio: Tensor, root: Tensor
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Along the draft, each ``[B, N+1]``: r_k of every layer (0 once it has expired); a_k and m_k from k = 0 on.
+
+        Args:
+            ratio: ``[B, N]``, P / Q of the drafted tokens.
+            root: ``[B, layers]``, r_k before the draft.
+        """
+        positions = draft.width + 1
+        r: list[Tensor] = []
+        a = [torch.zeros(draft.batch_size, positions, dtype=torch.float64, device=p.device)]
+        m = [torch.ones_like(a[0])]
+        if draft.q is None:  # what a point mass drafts is not drawn: there is nothing to modify
+            return r, a, m
+        for k in range(root.shape[1]):
+            before_a, before_m = a[-1], m[-1]
+            row, place = self._places(k, draft, positions)
+            # Q / T_{k-1} of the drafted tokens; 0 where the target cannot say one.
+            steps = (before_m[:, :-1] / (ratio - before_a[:, :-1]).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
+            along = torch.cat([root[:, k, None], steps], 1).cumprod(1)[row, place]
+            r.append(torch.zeros_like(before_a).index_put_((row, place), along))
+            old_a, old_m = before_a[row, place], before_m[row, place]
+            more = torch.addcmul(old_a, along, old_m)
+            rows = row * positions + place, row * draft.q.shape[1] + place
+            left = excess(p.flatten(0, 1), draft.q.flatten(0, 1), more, rows)
+            changed = (along > 0) & (left > 0)  # rounding may leave nothing
+            a.append(before_a.index_put((row, place), torch.where(changed, more, old_a)))
+            m.append(before_m.index_put((row, place), torch.where(changed, left, old_m)))
+        return r, a, m
+
+    def _places(self, layer: int, draft: Draft, positions: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions of the draft that a layer still modifies, one pair after the other.
+
+        Raises:
+            ContractError: the draft lacks Q at one of them.
+        """
+        assert draft.q is not None
+        left = [self._remaining.get(row, []) for row in range(draft.batch_size)]
+        last = [min(of_row[layer], positions) if len(of_row) > layer else 0 for of_row in left]
+        if max(last) > draft.q.shape[1]:
             raise ContractError(
                 "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
                 "(DraftContext.final_law), and this draft does not carry it"
             )
-        active = torch.tensor(lasts).to(p.device, non_blocking=True)[..., None] > torch.arange(
-            positions, device=p.device
-        )
-        target = p.clone()
-        for k in range(layers):
-            # Along the draft r needs only what this layer's target, the one older layers left, says of the tokens.
-            steps = _ratio(draft.q[:, : draft.width], target[:, :-1], draft.tokens)
-            along[:, k] = torch.where(active[:, k], torch.cat([r[:, k, None], steps], 1).cumprod(1), 0.0)
-            for rows, places in pieces(target[:, :reach]):
-                if any(last[k] > places.start for last in lasts[rows]):
-                    t, mass = self._without(target[rows, places], draft.q[rows, places], along[rows, k, places])
-                    target[rows, places], masses[rows, k, places] = t, mass
-        return target, along, masses
+        places = [(row, place) for row, end in enumerate(last) for place in range(end)]
+        row, place = torch.tensor(places, dtype=torch.long).view(-1, 2).t().to(draft.tokens.device, non_blocking=True)
+        return row, place
 
     def _advance(
-        self,
-        draft: Draft,
-        p: Tensor,
-        target: Tensor,
-        along: Tensor,
-        masses: Tensor,
-        tau: Tensor,
-        token: Tensor,
-        scale: Tensor,
+        self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
     ) -> None:
-        """r of every layer after the emitted tokens, and r of the layer that this block creates (last column)."""
+        """r of every layer after the emitted token, that of the layer which this block creates, and a 0.
+
+        Args:
+            r: ``[B]`` each, at tau; the new layer's starts as 1 / pt_tau.
+            a, m: ``[layers + 1, B]``, at tau.
+        """
+        if draft.q is None:
+            assert self._r is not None
+            self._r = torch.zeros(len(tau), self._r.shape[1] + 2, dtype=torch.float64, device=p.device)
+            return
         rows = torch.arange(len(tau), device=p.device)
-        layers = along.shape[1]
-        new = torch.zeros(len(tau), layers + 1, dtype=torch.float64, device=p.device)
-        if draft.q is not None:
-            q = draft.q[rows, tau.clamp(max=draft.q.shape[1] - 1), token].double()
-            t = p[rows, tau, token].double()
-            for k in range(layers):
-                r = along[rows, k, tau]
-                new[:, k] = r * torch.where(t > 0, q / t, 0.0)
-                t = (t - r * q).clamp(min=0) / masses[rows, k, tau]
-            t = target[rows, tau, token].double()
-            new[:, layers] = torch.where(t > 0, q / t, 0.0) / scale
-        self._r = new
-
-    @staticmethod
-    def _without(t: Tensor, q: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """norm((t - r q)_+) where r > 0, ``t`` itself elsewhere, ``[.., V]``; and the mass before, float64, else 1."""
-        left = torch.addcmul(t, q, r[..., None].to(q.dtype), value=-1).clamp_(min=0)
-        mass = left.sum(-1)
-        changed = (r > 0) & (mass > 0)
-        mass = torch.where(changed, mass, 1.0)
-        return choose(changed, left.div_(mass[..., None]), t), mass.double()
-
-
-def _ratio(q: Tensor, t: Tensor, token: Tensor) -> Tensor:
-    """``[B, N]`` float64: q(x) / t(x) of ``q, t [B, N, V]`` and ``token [B, N]``; 0 where the target cannot say x."""
-    below = t.gather(2, token[..., None]).squeeze(2).double()
-    return torch.where(below > 0, q.gather(2, token[..., None]).squeeze(2).double() / below, 0.0)
+        q = draft.q[rows, tau.clamp(max=draft.q.shape[1] - 1), token].double()
+        # Q / T_{k-1} = m / (P / Q - a)_+
+        step = (m / (p[rows, tau, token] / q - a).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
+        self._r = functional.pad((torch.stack(r) * step).t(), (0, 1))

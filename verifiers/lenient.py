@@ -17,7 +17,6 @@ temperature.
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -44,7 +43,7 @@ class Lenient(Verifier):
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         lenience = self.config.lenience
         h = (ratios(draft, p) / lenience).clamp(max=1)
-        tau = rng.accept(h).long().cumprod(1).sum(1)
+        tau = rng.accept(h).cumprod(1).sum(1)
         # norm((P / l - Q)_+) is the residual above.
-        scale = torch.full_like(tau, 1 / lenience, dtype=torch.float64)
-        return Verdict(tau, next_token(draft, p, tau, scale, rng), survival=h.cumprod(1))
+        minus = (tau < draft.count).double() * lenience
+        return Verdict(tau, next_token(draft, p, tau, rng, minus), survival=h.cumprod(1))

@@ -24,6 +24,6 @@ class Token(Verifier):
     traits = VerifierTraits(drawn=frozenset({"chain"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        h = ratios(draft, p).clamp(max=1)
-        tau = rng.accept(h).long().cumprod(1).sum(1)
-        return Verdict(tau, next_token(draft, p, tau, None, rng), survival=h.cumprod(1))
+        h = ratios(draft, p).clamp_(max=1)
+        tau = rng.accept(h).cumprod(1).sum(1)
+        return Verdict(tau, next_token(draft, p, tau, rng), survival=h.cumprod(1))

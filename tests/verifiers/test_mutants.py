@@ -334,35 +334,28 @@ class M13(GreedyBlock):
     """Expired layers deleted before the younger ones are advanced, which then follow a target without them."""
 
     def _advance(
-        self,
-        draft: Draft,
-        p: Tensor,
-        target: Tensor,
-        along: Tensor,
-        masses: Tensor,
-        tau: Tensor,
-        token: Tensor,
-        scale: Tensor,
+        self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
     ) -> None:
-        super()._advance(draft, p, target, along, masses, tau, token, scale)
         assert draft.q is not None and self._r is not None
+        root = self._r.clone()
+        super()._advance(draft, p, tau, token, r, a, m)
         for row, remaining in self._remaining.items():
             accepted = int(tau[row])
             emitted = [*draft.tokens[row, :accepted].tolist(), int(token[row])]
             for k, left in enumerate(remaining):
                 if left > len(emitted):
                     older = [m for m in range(k) if remaining[m] > len(emitted)]
-                    self._r[row, k] = self._followed(draft.q[row], p[row], emitted, along[row, [*older, k], 0])
+                    self._r[row, k] = self._followed(draft.q[row], p[row], emitted, root[row, [*older, k]])
 
     def _followed(self, q: Tensor, p: Tensor, emitted: list[int], r: Tensor) -> Tensor:
         """r of the last of some layers after ``emitted``, their modifications being the only ones."""
         r = r.clone()
         for i, z in enumerate(emitted):
-            t = p[i : i + 1]
+            t = p[i]
             for m in range(len(r)):
-                before = r[m : m + 1].clone()
-                r[m] *= q[i, z] / t[0, z]
-                t, _ = self._without(t, q[i : i + 1], before)
+                left = (t - r[m] * q[i]).clamp(min=0)
+                r[m] *= q[i, z] / t[z]
+                t = left / left.sum() if left.sum() > 0 else t
         return r[-1]
 
 

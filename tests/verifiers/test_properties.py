@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_drafts import random_chains
 from torch import Tensor
 
 from crossdraft.framework import plugins
@@ -39,7 +40,7 @@ class Recording:
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         self.h = h
-        return torch.tensor(self.accepted).expand_as(h)
+        return torch.tensor(self.accepted, dtype=torch.bool).expand_as(h)
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
         self.weights = weights.double() / weights.double().sum(-1, keepdim=True)
@@ -103,29 +104,6 @@ def test_token_residual_of_every_draft(every_draft: Callable, toy: str) -> None:
 
 
 # -- random chains --------------------------------------------------------------------------------------
-
-
-def random_laws(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Softmax rows from nearly flat to nearly one-hot, some with most of their tokens cut off."""
-    sharpness = 10 ** (torch.rand(*shape[:-1], 1, generator=generator) * 3 - 1.5)
-    logits = torch.randn(*shape, generator=generator) * sharpness
-    cut = torch.rand(*shape, generator=generator) < torch.rand(*shape[:-1], 1, generator=generator) - 0.2
-    cut.scatter_(-1, logits.argmax(-1, keepdim=True), False)
-    return logits.masked_fill(cut, -torch.inf).to(dtype).softmax(-1)
-
-
-def random_chains(seed: int, b: int, n: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Draft, Tensor]:
-    """``b`` ragged chains drawn from their q, and a p that is sometimes the same."""
-    generator = torch.Generator().manual_seed(seed)
-    q = random_laws(b, n, vocab, generator=generator, dtype=dtype)
-    p = random_laws(b, n + 1, vocab, generator=generator, dtype=dtype)
-    same = torch.rand(b, n, generator=generator) < 0.3
-    p[:, :n][same] = q[same]
-    tokens = torch.zeros(b, n, dtype=torch.long)
-    if n:
-        tokens = torch.multinomial(q.double().view(-1, vocab), 1, generator=generator).view(b, n)
-    return Draft.chain(tokens, torch.randint(0, n + 1, (b,), generator=generator), q), p
-
 
 sizes = dict(b=st.integers(1, 6), n=st.integers(0, 6))
 
