@@ -9,6 +9,7 @@ rows, which is why this exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,16 +21,21 @@ class Placement:
     """Where the next forward pass writes, shared by all layers.
 
     Attributes:
-        rows: ``[R]`` int64, the batch rows that take part, or ``None`` for all B of them in order.
         slots: ``[R, W]`` int64, the slot each new token is written to.
-        start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
         reach: number of leading slots the pass attends over; at least every slot written + 1.
+        start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
+        row: the one batch row that takes part, which needs a ``start``; ``None`` for all B of them in order.
     """
 
-    rows: Tensor | None
     slots: Tensor
-    start: int | None
     reach: int
+    start: int | None = None
+    row: int | None = None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """``[R, 1]`` int64, the batch row of each row of ``slots``."""
+        return torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -60,20 +66,19 @@ class RaggedLayer(CacheLayerMixin):
 
     @staticmethod
     def _write(buffer: Tensor, states: Tensor, place: Placement) -> Tensor:
-        if place.rows is None and place.start is not None:
+        if place.row is not None:
+            buffer = buffer[place.row : place.row + 1]
+        if place.start is not None:
             buffer[:, :, place.start : place.start + states.shape[2]] = states
-            return buffer[:, :, : place.reach]
-        rows = place.rows if place.rows is not None else torch.arange(buffer.shape[0], device=buffer.device)
-        # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
-        buffer[rows[:, None], :, place.slots] = states.transpose(1, 2)
-        view = buffer[:, :, : place.reach]
-        return view if place.rows is None else view[place.rows]
+        else:
+            # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
+            buffer[place.rows, :, place.slots] = states.transpose(1, 2)
+        return buffer[:, :, : place.reach]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row (all read before any is written)."""
         if not self.is_initialized:
             return
-        rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for buffer in (self.keys, self.values):
             assert buffer is not None
             buffer[rows, :, target] = buffer[rows, :, source]
@@ -93,12 +98,14 @@ class RaggedCache(Cache):
 
     def __init__(self, batch_size: int, max_length: int):
         self.slots, self.max_length = batch_size, max_length
-        self.placement = Placement(None, torch.empty(0, dtype=torch.long), None, 0)
+        self.placement = Placement(torch.empty(0, 0, dtype=torch.long), 0)
         super().__init__(layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
 
     def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row of every layer."""
+        rows = torch.arange(source.shape[0], device=source.device)[:, None]
         for layer in self.layers:
-            layer.move(source, target)  # type: ignore[union-attr]
+            layer.move(rows, source, target)  # type: ignore[union-attr]
 
     def nbytes(self) -> int:
         """Memory held by keys and values, in bytes."""

@@ -3,6 +3,10 @@
 It grows token trees over a ragged cache with explicit 4-D masks and position ids: a query sees its row's
 committed tokens and, among the speculative nodes, itself and its ancestors; its position is its depth. The
 masks are additive floats, the one form that every attention implementation reads the same way.
+
+What is launched on the device for a pass is one function of tensors, `TransformersLM._score`. On a CPU it is called
+with the reach that the pass needs; on CUDA with the next multiple of `BUCKET`, so that few shapes come again and
+again and graphs can replay them (``graphs.py``). What lies beyond a row's own nodes is masked either way.
 """
 
 from __future__ import annotations
@@ -18,13 +22,20 @@ from torch.nn import functional
 
 from ..errors import ModelError
 from ..lm import LM
+from .attention import grouped_attention
 from .cpu import speed_up_small_batches
+from .graphs import Outputs, graphs_for, on_device
 from .kvcache import Placement, RaggedCache
 
 #: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
 PREFILL_CHUNK = 1024
+#: Graphs attend over a multiple of so many slots, or over all of them. Also a mask whose rows PyTorch's kernels take as
+#: they are: rows that are no multiple of 8 or 16 numbers they copy first.
+BUCKET = 256
+#: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
+MOST_GRAPHED = 4096
 
 
 def refuse_unsupported(model: Any) -> None:
@@ -76,6 +87,7 @@ class TransformersLM:
         self.passes = 0
         self.hidden_layers = tuple(hidden_layers)
         self.cache = RaggedCache(batch_size, max_length)
+        self._graphs = graphs_for(model)
         self._grown = 0  # speculative nodes of every row
         self._tree: Tensor | None = None  # [B, grown, grown] bool, node i descends from (or is) node j
         self._window: int | None = getattr(config, "sliding_window", None)
@@ -95,63 +107,57 @@ class TransformersLM:
         ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
         """
         self.lengths[row] = 0
-        rows = torch.tensor([row], device=self.device)
         hidden = []
-        body = torch.tensor([list(prompt[:-1])], dtype=torch.long, device=self.device)
+        body = on_device([list(prompt[:-1])], self.device)
         for start in range(0, body.shape[1], PREFILL_CHUNK):
             piece = body[:, start : start + PREFILL_CHUNK]
-            slots = torch.arange(start, start + piece.shape[1], device=self.device)[None]
             reach = start + piece.shape[1]
+            slots = torch.arange(start, reach, device=self.device)[None]
             allowed = torch.arange(reach, device=self.device) <= slots[..., None]
             here = {name: value[None, start:reach] for name, value in inputs.items()}
-            _, states = self._forward(
-                piece, Placement(rows, slots, None, reach), slots, allowed, slots, here, want_logits=False
-            )
+            place = Placement(slots, reach, start, row)
+            _, states = self._forward(piece, place, slots, allowed, slots, here, self.hidden_layers, want_logits=False)
             if states is not None:
                 hidden.append(states)
         self.lengths[row] = body.shape[1]
         return torch.cat(hidden, 1)[0] if hidden else None
 
     @torch.inference_mode()
-    def grow(self, tokens: Tensor, parents: Tensor | None = None, **inputs: Any) -> tuple[Tensor, Tensor | None]:
-        width = tokens.shape[1]
-        first, total = self._grown, self._grown + width
+    def grow(self, tokens: Tensor, parents: Tensor | None = None, **inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        first, total = self._grown, self._grown + tokens.shape[1]
         longest = max(self.lengths)
-        if longest + total > self.max_length:
+        reach = longest + total
+        if reach > self.max_length:
             raise ModelError(
                 f"a sequence of {longest} tokens and {total} drafted ones exceed max_length {self.max_length}"
             )
-        same = min(self.lengths) == longest
-        committed = torch.tensor(self.lengths, device=self.device)[:, None]
-        order = torch.arange(first, total, device=self.device)
-        slots = committed + order
-        reach = longest + total
-        column = torch.arange(reach, device=self.device)
-        if parents is None and self._tree is None:
-            allowed, key_positions, positions = column <= slots[..., None], None, slots
-        else:
-            tree = self._extend_tree(width, parents)
-            depth = tree.sum(-1)  # [B, total], 1 for the first speculative node
-            relative = column - committed  # [B, reach], which speculative node a slot holds
-            node = relative.clamp(0, total - 1)
-            seen = tree[:, first:].gather(2, node[:, None].expand(-1, width, -1))
-            speculative = (relative >= 0) & (relative < total)
-            allowed = torch.where(speculative[:, None], seen, (relative < 0)[:, None])
-            positions = committed + depth[:, first:] - 1
-            key_positions = torch.where(speculative, committed + depth.gather(1, node) - 1, column)
-        placement = Placement(None, slots, longest + first if same else None, reach)
+        tensors = {"tokens": tokens, "starts": on_device([n + first for n in self.lengths], self.device), **inputs}
+        if parents is not None or self._tree is not None:
+            if self._tree is None:
+                chain = torch.ones(first, first, dtype=torch.bool, device=self.device).tril()
+                self._tree = chain.expand(self.batch_size, -1, -1)
+            if parents is None:
+                parents = torch.arange(first - 1, total - 1, device=self.device).expand_as(tokens)
+            tensors |= {"parents": parents, "tree": self._tree}
         self._grown = total
         self.passes += 1
-        logits, hidden = self._forward(tokens, placement, positions, allowed, key_positions, inputs)
+        if self._graphs is None or tokens.numel() > MOST_GRAPHED:
+            start = longest + first if min(self.lengths) == longest else None
+            logits, hidden, self._tree = self._score(reach, start, self.hidden_layers, **tensors)
+        else:
+            reach = min(-(-reach // BUCKET) * BUCKET, self.max_length)
+            logits, hidden, self._tree = self._graphs(self._score, tensors, reach, None, self.hidden_layers)
         assert logits is not None
         return logits, hidden
 
     @torch.inference_mode()
     def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        if path is not None and path.shape[1]:
-            committed = torch.tensor(self.lengths, device=self.device)[:, None]
-            target = committed + torch.arange(path.shape[1], device=self.device)
-            self.cache.move(torch.where(path >= 0, committed + path, target), target)
+        if path is not None and path.shape[1] and self._grown:
+            tensors = {"path": path, "committed": on_device(self.lengths, self.device)}
+            if self._graphs is None:
+                self._compact(**tensors)
+            else:
+                self._graphs(self._compact, tensors)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._grown, self._tree = 0, None
 
@@ -160,26 +166,55 @@ class TransformersLM:
 
     # -- internals --------------------------------------------------------------------------------------
 
-    def _extend_tree(self, width: int, parents: Tensor | None) -> Tensor:
-        """The ancestor-or-self matrix ``[B, grown + width, grown + width]`` after adding ``width`` nodes."""
-        first, total = self._grown, self._grown + width
-        tree = torch.zeros(self.batch_size, total, total, dtype=torch.bool, device=self.device)
-        if self._tree is not None:
-            tree[:, :first, :first] = self._tree
-        elif first:
-            tree[:, :first, :first] = torch.ones(first, first, dtype=torch.bool, device=self.device).tril()
-        rows = torch.arange(self.batch_size, device=self.device)
-        for i in range(width):
-            node = first + i
-            if parents is None:
-                inherited = tree[:, node - 1] if node else tree[:, node]
-            else:
-                parent = parents[:, i]
-                inherited = tree[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
-            tree[:, node] = inherited
-            tree[:, node, node] = True
-        self._tree = tree
-        return tree
+    def _score(
+        self,
+        reach: int,
+        start: int | None,
+        layers: tuple[float, ...],
+        tokens: Tensor,
+        starts: Tensor,
+        parents: Tensor | None = None,
+        tree: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Outputs:
+        """Feed ``tokens [B, W]``, row b's into the slots from ``starts[b]`` on; all that is done on the device for it.
+
+        A function of its arguments, weights and cache alone, because graphs replay it: it may not read ``lengths``.
+
+        Args:
+            reach: slots attended over.
+            start: the first slot where it is the same in all rows; ``None`` = where ``starts [B]`` says.
+            layers: whose hidden states are wanted.
+            parents: ``[B, W]``, see `LM.grow`; ``None`` = chains.
+            tree: ``[B, grown, grown]`` bool, node i grown before descends from (or is) node j.
+
+        Returns:
+            logits ``[B, W, V]``, hidden states ``[B, W, L, H]`` or None, the tree with the new nodes or None.
+        """
+        column = torch.arange(reach, device=self.device)
+        slots = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        if tree is None:
+            allowed, key_positions, positions = column <= slots[..., None], None, slots
+        else:
+            assert parents is not None
+            first, tree = tree.shape[1], extend_tree(tree, parents)
+            committed = starts[:, None] - first
+            depth = tree.sum(-1)  # [B, total], 1 for the first speculative node
+            relative = column - committed  # [B, reach], which speculative node a slot holds
+            node = relative.clamp(0, tree.shape[1] - 1)
+            seen = tree[:, first:].gather(2, node[:, None].expand(-1, tokens.shape[1], -1))
+            speculative = (relative >= 0) & (relative < tree.shape[1])
+            allowed = torch.where(speculative[:, None], seen, (relative < 0)[:, None])
+            positions = committed + depth[:, first:] - 1
+            key_positions = torch.where(speculative, committed + depth.gather(1, node) - 1, column)
+        place = Placement(slots, reach, start)
+        return *self._forward(tokens, place, positions, allowed, key_positions, inputs, layers), tree
+
+    def _compact(self, path: Tensor, committed: Tensor) -> Outputs:
+        """Move nodes ``path [B, D]`` (-1 = none) behind the ``committed [B]`` slots of their row."""
+        target = committed[:, None] + torch.arange(path.shape[1], device=self.device)
+        self.cache.move(torch.where(path >= 0, committed[:, None] + path, target), target)
+        return ()
 
     def _forward(
         self,
@@ -188,7 +223,8 @@ class TransformersLM:
         positions: Tensor,
         allowed: Tensor,
         key_positions: Tensor | None,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, Tensor],
+        layers: tuple[float, ...],
         want_logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
         """One pass: ``tokens [R, W]`` at ``positions [R, W]``, ``allowed [R, W, reach]`` bool."""
@@ -198,23 +234,24 @@ class TransformersLM:
             # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
             position_ids = position_ids.clamp(max=self.context_length - 1)
         extra: dict[str, Any] = dict(inputs)
-        if self.hidden_layers:
+        if layers:
             # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
             extra["output_hidden_states"] = True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=self._masks(allowed, positions, key_positions),
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            **extra,
-        )
+        with grouped_attention():
+            out = self.model(
+                input_ids=tokens,
+                attention_mask=self._masks(allowed, positions, key_positions),
+                position_ids=position_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+                **extra,
+            )
         hidden = None
-        if self.hidden_layers:
+        if layers:
             states = out.hidden_states
-            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in self.hidden_layers]
+            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in layers]
             hidden = torch.stack([states[i] for i in wanted], 2)
         return (out.logits if want_logits else None), hidden
 
@@ -235,6 +272,22 @@ class TransformersLM:
         dtype = self.model.dtype
         zero = torch.zeros((), dtype=dtype, device=allowed.device)
         return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
+
+
+def extend_tree(tree: Tensor, parents: Tensor) -> Tensor:
+    """Add W nodes to a tree: ``[B, n, n]`` bool and their ``parents [B, W]`` -> ``[B, n + W, n + W]`` bool.
+
+    Entry ``[b, i, j]`` says that node i descends from (or is) node j; parents come before children, -1 = the root's.
+    """
+    n, width = tree.shape[1], parents.shape[1]
+    grown = torch.zeros(len(tree), n + width, n + width, device=tree.device)
+    grown[:, :n, :n] = tree
+    grown[:, n:].scatter_(2, parents.clamp(min=0)[..., None], (parents >= 0).float()[..., None])
+    grown.diagonal(dim1=1, dim2=2).fill_(1)
+    # A square doubles the generations that are known; from a new node it is at most W to an old one, which knows all.
+    for _ in range(width.bit_length()):
+        grown = (grown @ grown > 0).float()
+    return grown > 0
 
 
 class FittedLM:

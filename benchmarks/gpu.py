@@ -1,0 +1,447 @@
+"""The fast path on a GPU: every number that it is judged by, each side measured in turn in one process.
+
+    python benchmarks/gpu.py [--parts plain bandwidth assisted batch verify waits] [--device cuda]
+    python benchmarks/gpu.py --device cpu --tiny        # does it run? No network, numbers without meaning
+
+    plain       transformers' generate against ours with and without CUDA graphs, one sequence, temperature 0: SmolLM2,
+                and a model of random weights in the shape of Llama 2 7B
+    bandwidth   ours on the same models as a share of what the memory allows: the time in which the device copies so
+                many bytes as a pass has to read of the weights, over the time of a token (prefill left out)
+    assisted    transformers' assisted generation against small-lm, the same pair of models and the same gamma
+    batch       tokens per second and peak memory at B = 1 .. 64, plain and with small-lm
+    verify      the share of a round that the verifier takes, temperature 1, gamma 8, B = 32, V = 128256: a target in
+                the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random weights
+    waits       how often the host waits for the device in a round, and where; PyTorch counts that on CUDA alone
+
+Sequences have random tokens for prompts where the weights are random. Ratios are medians over prompts of ours / theirs
+in tokens per second, prefill included on both sides; the sides take turns, in an order that rotates. Before that ours
+ran twice on every prompt (a graph is recorded when a shape comes for the second time), the others twice on the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from crossdraft.framework.bench import memory
+from crossdraft.framework.bench.prompts import encode, load_prompts
+from crossdraft.framework.decoding.lm import TransformersLM, fitted
+from crossdraft.framework.decoding.loop import Decoder, Stopwatch
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.generate import Strategy, build_decoder
+from crossdraft.framework.models import LoadedModel, load_model, pick_device
+
+Ids = list[int]
+#: What the numbers are to be; a "least" is reached from below, a "most" from above.
+WANTED: dict[str, tuple[str, float]] = {
+    "plain SmolLM2, ours / transformers": ("least", 3.0),
+    "plain 7B, share of the memory's limit": ("least", 0.7),
+    "assisted, ours / transformers": ("least", 3.0),
+    "verify block, share of a round": ("most", 0.02),
+    "waits of the host in a round": ("most", 1.0),
+}
+#: Repetitions where there is one prompt or one batch, and how many of them come before the graphs are all recorded.
+REPEATS, WARM_UP = 5, 2
+LLAMA2_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008)
+LLAMA3_8B = dict(**{**LLAMA2_7B, "intermediate_size": 14336}, num_key_value_heads=8, vocab_size=128256)
+SMOLLM2 = dict(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    tie_word_embeddings=True,
+)
+TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+TINY_VOCAB = 500
+
+
+class Bench:
+    """The options, the models as they are needed, and the numbers found."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device = pick_device(args.device)
+        #: Measured: what, value, remark.
+        self.found: list[tuple[str, float, str]] = []
+        self._copied: float | None = None
+
+    # -- models and prompts ---------------------------------------------------------------------------------
+
+    def random(self, name: str, shape: dict[str, Any], seed: int = 0) -> LoadedModel:
+        """A Llama of random weights made on the device; nothing ends its texts."""
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        if self.args.tiny:
+            shape = TINY | {"vocab_size": TINY_VOCAB}
+        torch.manual_seed(seed)
+        config = LlamaConfig(**shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        with torch.device(self.device):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return LoadedModel(model, None, name, "random weights", "", (), 4096)  # type: ignore[arg-type]
+
+    def smollm2(self) -> LoadedModel:
+        if self.args.tiny:
+            return self.random("tiny", {})
+        return load_model(self.args.model, device=self.device)
+
+    def drafting(self, target: LoadedModel) -> LoadedModel:
+        if self.args.tiny:
+            return self.random("tiny drafter", {}, seed=1)
+        return load_model(self.args.drafter, share_with=target)
+
+    def prompts(self, target: LoadedModel, count: int) -> list[Ids]:
+        if target.tokenizer is None:
+            most, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
+            generator = torch.Generator().manual_seed(0)
+            return torch.randint(most, (count, length), generator=generator).tolist()
+        found = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
+        return list(islice(cycle(found), count))
+
+    # -- the sides ------------------------------------------------------------------------------------------
+
+    def decoder(
+        self,
+        target: LoadedModel,
+        small: LoadedModel | None,
+        batch_size: int,
+        *,
+        new: int,
+        longest: int,
+        gamma: int = 0,
+        verifier: Strategy = "greedy",
+        temperature: float = 0.0,
+        timed: bool = False,
+        graphs: bool = True,
+    ) -> Decoder:
+        before = os.environ.get("CROSSDRAFT_CUDA_GRAPHS")
+        if not graphs:
+            os.environ["CROSSDRAFT_CUDA_GRAPHS"] = "0"
+        try:
+            return build_decoder(
+                target,
+                {"name": "small-lm", "model": small.name, "gamma": gamma} if small else "none",
+                verifier,
+                sampling=Sampling(temperature=temperature),
+                batch_size=batch_size,
+                max_length=longest + new,
+                max_new_tokens=new,
+                stopwatch=Stopwatch(self.device, enabled=timed),
+                load_drafter=lambda target, name, b, length, vocab: fitted(
+                    TransformersLM(small.model, b, length),  # type: ignore[union-attr]
+                    vocab,
+                ),
+            )
+        finally:
+            if before is None:
+                os.environ.pop("CROSSDRAFT_CUDA_GRAPHS", None)
+            else:
+                os.environ["CROSSDRAFT_CUDA_GRAPHS"] = before
+
+    def theirs(self, target: LoadedModel, assistant: LoadedModel | None, new: int, prompt: Ids) -> int:
+        """transformers' generate; returns the number of new tokens."""
+        ids = torch.tensor([prompt], device=self.device)
+        ends = list(target.eos_token_ids) or None
+        options: dict[str, Any] = {"assistant_model": assistant.model} if assistant else {}
+        out = target.model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=ends,
+            pad_token_id=ends[0] if ends else 0,
+            **options,
+        )
+        return out.shape[1] - len(prompt)
+
+    def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        self.wait()
+        start = time.perf_counter()
+        out = run()
+        self.wait()
+        return time.perf_counter() - start, out
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def rates(self, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> dict[str, list[float]]:
+        """Tokens per second of each side on each prompt."""
+        for _ in range(2):
+            for name, run in sides.items():
+                for prompt in prompts if name == "ours" else prompts[:1]:
+                    run(prompt)
+        order, found = list(sides), {name: [] for name in sides}
+        for i, prompt in enumerate(prompts):
+            turn = i % len(order)
+            for name in order[turn:] + order[:turn]:
+                taken, count = self.seconds(partial(sides[name], prompt))
+                found[name].append(count / taken)
+        return found
+
+    def compare(self, title: str, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> None:
+        """Print a table of the sides, and note the last one's ratio to the first."""
+        memory.start(self.device)
+        rates = self.rates(sides, prompts)
+        base = next(iter(rates.values()))
+        rows, ratio = [], 0.0
+        for name, own in rates.items():
+            ratios = [a / b for a, b in zip(own, base, strict=True)]
+            quarter = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+            ratio = quarter[1]
+            rows.append([name, statistics.median(own), ratio, f"{quarter[0]:.2f}-{quarter[2]:.2f}"])
+        print(f"\n{title} ({len(prompts)} prompts)")
+        print(tabulate(rows, ["side", "median tok/s", "median ratio", "middle half"], floatfmt=".2f"))
+        self.found.append((f"{title}, ours / transformers", ratio, self.peak()))
+
+    def peak(self) -> str:
+        found = memory.peak(self.device)
+        return "" if found is None else f"peak memory {found / 1e9:.2f} GB"
+
+    def copied_per_second(self) -> float:
+        """Bytes the device reads and writes in a second while it copies."""
+        if self._copied is None:
+            source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
+            target = torch.empty_like(source)
+            taken = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
+            self._copied = 2 * source.nbytes / statistics.median(taken[2:])
+        return self._copied
+
+    def rounds(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
+        """Fill all slots and make rounds until one of them ends; yields the number of rounds made after each."""
+        for row, prompt in enumerate(prompts):
+            decoder.begin(row, prompt, index=row, stream=row)
+        made = 0
+        while decoder.occupied == len(prompts):
+            decoder.round()
+            made += 1
+            yield made
+        list(decoder.run([]))  # the other slots
+
+
+# -- parts --------------------------------------------------------------------------------------------------
+
+
+def plain_models(bench: Bench) -> Iterator[tuple[str, LoadedModel]]:
+    yield "SmolLM2", bench.smollm2()
+    yield "7B", bench.random("7B", LLAMA2_7B | {"vocab_size": 32000})
+
+
+def plain(bench: Bench) -> None:
+    new = bench.args.max_new_tokens
+    for name, target in plain_models(bench):
+        prompts = bench.prompts(target, bench.args.limit)
+        make = partial(bench.decoder, target, None, 1, new=new, longest=max(map(len, prompts)))
+        sides: dict[str, Callable[[Ids], int]] = {"transformers": partial(bench.theirs, target, None, new)}
+        for label, graphs in (("ours without graphs", False), ("ours", True)):
+            sides[label] = partial(produced, make(graphs=graphs))
+        bench.compare(f"plain {name}", sides, prompts)
+
+
+def produced(decoder: Decoder, prompt: Ids) -> int:
+    return sum(len(response.tokens) for response in decoder.run([prompt]))
+
+
+def bandwidth(bench: Bench) -> None:
+    rate = bench.copied_per_second()
+    for name, target in plain_models(bench):
+        prompt, new = bench.prompts(target, 1)[0], bench.args.max_new_tokens
+        decoder = bench.decoder(target, None, 1, new=new, longest=len(prompt))
+        taken = []
+        for _ in range(REPEATS):
+            rounds = bench.rounds(decoder, [prompt])
+            next(rounds)  # prefill and the first round
+            elapsed, made = bench.seconds(lambda: max(rounds, default=1))  # noqa: B023
+            taken.append(elapsed / max(made - 1, 1))
+        token, limit = statistics.median(taken[WARM_UP:]), weights_read(target.model) / rate
+        print(f"\n{name}: {token * 1e3:.3f} ms a token, of which reading the weights {limit * 1e3:.3f} ms")
+        bench.found.append((f"plain {name}, share of the memory's limit", limit / token, f"{rate / 1e9:.0f} GB/s"))
+
+
+def weights_read(model: Any) -> int:
+    """Bytes of weights that a pass over one token reads: all of them, but one row of an embedding of its own."""
+    tensors = {p.data_ptr(): p for p in model.parameters()}
+    embedding = model.get_input_embeddings().weight
+    if embedding.data_ptr() != model.get_output_embeddings().weight.data_ptr():
+        tensors.pop(embedding.data_ptr())
+    return sum(p.nbytes for p in tensors.values())
+
+
+def assisted(bench: Bench) -> None:
+    target, new, gamma = bench.smollm2(), bench.args.max_new_tokens, bench.args.gamma
+    small = bench.drafting(target)
+    # transformers reads the draft length from the assistant's own generation config.
+    small.model.generation_config.update(  # type: ignore[union-attr]
+        num_assistant_tokens=gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    prompts = bench.prompts(target, bench.args.limit)
+    make = partial(bench.decoder, target, small, 1, new=new, longest=max(map(len, prompts)), gamma=gamma)
+    sides: dict[str, Callable[[Ids], int]] = {"transformers": partial(bench.theirs, target, small, new)}
+    for label, graphs in (("ours without graphs", False), ("ours", True)):
+        sides[label] = partial(produced, make(graphs=graphs))
+    bench.compare("assisted", sides, prompts)
+
+
+def batch(bench: Bench) -> None:
+    target, new, gamma = bench.smollm2(), bench.args.max_new_tokens, bench.args.gamma
+    small = bench.drafting(target)
+    rows = []
+    for size in bench.args.batch:
+        prompts = bench.prompts(target, size)
+        row: list[Any] = [size]
+        for drafter in (None, small):
+            gc.collect()  # the slots of the size before
+            memory.start(bench.device)
+            decoder = bench.decoder(target, drafter, size, new=new, longest=max(map(len, prompts)), gamma=gamma)
+            rates = [whole_rate(bench, decoder, prompts) for _ in range(REPEATS)]
+            rate = statistics.median(rates[WARM_UP:])
+            row += [rate, bench.peak().removeprefix("peak memory ")]
+            bench.found.append((f"batch {size}, {'small-lm' if drafter else 'plain'}, tok/s", rate, bench.peak()))
+        rows.append(row)
+    print(f"\nbatch: SmolLM2, {new} new tokens, gamma {gamma}, prefill included")
+    print(tabulate(rows, ["B", "plain tok/s", "peak memory", "small-lm tok/s", "peak memory"], floatfmt=".1f"))
+
+
+def whole_rate(bench: Bench, decoder: Decoder, prompts: Sequence[Ids]) -> float:
+    """Tokens per second of all prompts."""
+    taken, answers = bench.seconds(lambda: list(decoder.run(prompts)))
+    return sum(len(answer.tokens) for answer in answers) / taken
+
+
+def verify(bench: Bench) -> None:
+    size, gamma = (2, 3) if bench.args.tiny else (32, 8)
+    target = bench.random("8B", LLAMA3_8B)
+    small = bench.random("drafter", SMOLLM2 | {"vocab_size": LLAMA3_8B["vocab_size"]}, seed=1)
+    prompts, new = bench.prompts(target, size), bench.args.max_new_tokens
+    for rule in ("token", "block"):
+        memory.start(bench.device)
+        decoder = bench.decoder(
+            target,
+            small,
+            size,
+            new=new,
+            longest=len(prompts[0]),
+            gamma=gamma,
+            verifier=rule,
+            temperature=1.0,
+            timed=True,
+        )
+        shares: list[float] = []
+        for repeat in range(WARM_UP + 1):
+            before: dict[str, float] = {}
+            for made in bench.rounds(decoder, prompts):
+                after = dict(decoder.stopwatch.seconds)
+                if made > 1 and repeat == WARM_UP:
+                    spent = {phase: after[phase] - before[phase] for phase in after}
+                    shares.append(spent["verify"] / sum(spent.values()))
+                before = after
+        median = statistics.median(shares) if shares else 0.0
+        print(f"\nverify {rule}: {median:.2%} of a round (median of {len(shares)}), B {size}, gamma {gamma}")
+        bench.found.append((f"verify {rule}, share of a round", median, bench.peak()))
+
+
+def waits(bench: Bench) -> None:
+    target, gamma = bench.smollm2(), bench.args.gamma
+    small, new = bench.drafting(target), bench.args.max_new_tokens
+    prompts = bench.prompts(target, 4)
+    make = partial(bench.decoder, target, new=new, longest=max(map(len, prompts)), batch_size=len(prompts))
+    for label, decoder in (("plain", make(small=None)), ("small-lm", make(small=small, gamma=gamma))):
+        counts: list[int] = []
+        places: Counter[str] = Counter()
+        for repeat in range(WARM_UP + 1):
+            rounds = bench.rounds(decoder, prompts)
+            next(rounds)
+            while decoder.occupied == len(prompts):
+                with counted_waits(bench.device) as found:
+                    next(rounds)
+                if repeat == WARM_UP:
+                    counts.append(found.total())
+                    places += found
+            list(rounds)
+        median = statistics.median(counts)
+        print(f"\nwaits, {label}: {median:g} a round (median of {len(counts)}), by place:")
+        for place, count in places.most_common(12):
+            print(f"  {count / len(counts):6.2f}  {place}")
+        if bench.device.type == "cuda":
+            bench.found.append(("waits of the host in a round", median, f"{label}; most {max(counts)}"))
+        else:
+            print("  (PyTorch counts them on CUDA alone)")
+
+
+@contextmanager
+def counted_waits(device: torch.device) -> Iterator[Counter[str]]:
+    """How often PyTorch made the host wait for CUDA, by file and line of the Python code that asked for it."""
+    places: Counter[str] = Counter()
+    if device.type != "cuda":
+        yield places
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing" in str(warning.message):
+            places[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "plain": plain,
+    "bandwidth": bandwidth,
+    "assisted": assisted,
+    "batch": batch,
+    "verify": verify,
+    "waits": waits,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tiny", action="store_true", help="tiny random models and prompts in place of all others")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter", default="smollm2-small-lm")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of plain and assisted")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--gamma", type=int, default=4, help="of assisted, batch and waits")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    args = parser.parse_args(arguments)
+
+    bench = Bench(args)
+    cuda = bench.device.type == "cuda"
+    where = torch.cuda.get_device_name(bench.device) if cuda else f"{torch.get_num_threads()} CPU threads"
+    print(f"torch {torch.__version__}, {where}{', tiny models: numbers without meaning' if args.tiny else ''}")
+    for part in args.parts:
+        PARTS[part](bench)
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+    rows = []
+    for what, value, remark in bench.found:
+        bound, wanted = WANTED.get(what, ("", 0.0))
+        reached = value >= wanted if bound == "least" else value <= wanted
+        verdict = f"{'reached' if reached else 'MISSED'}: at {bound} {wanted:g}" if bound else ""
+        rows.append([what, value, verdict, remark])
+    print("\n" + tabulate(rows, ["number", "value", "wanted", ""], floatfmt=".3f"))
+
+
+if __name__ == "__main__":
+    main()
