@@ -31,12 +31,16 @@ class Checkpoint:
         path: the directory.
         config: ``config.json`` as it stands.
         tensors: by key, on the CPU, in the dtype they are stored in.
+        source: where the files came from, for people.
+        sha256: digest of the files, see `models.weights_sha256`.
     """
 
     name: str
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    source: str
+    sha256: str
 
     def refused(self, why: str) -> ModelError:
         """The error to raise for a checkpoint that does not fit, with the sentence ``why``."""
@@ -81,7 +85,8 @@ def load_checkpoint(name: str) -> Checkpoint:
     """
     from .models import PYTORCH_FILES, resolve
 
-    path = resolve(name, heads=True).path
+    found = resolve(name, heads=True)
+    path = found.path
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,11 +96,11 @@ def load_checkpoint(name: str) -> Checkpoint:
     files = sorted(path.glob("*.safetensors")) or sorted(file for p in PYTORCH_FILES for file in path.glob(p))
     tensors: dict[str, Tensor] = {}
     for file in files:
-        found = _safetensors(file) if file.suffix == ".safetensors" else _pytorch(file)
-        if twice := sorted(found.keys() & tensors.keys()):
+        here = _safetensors(file) if file.suffix == ".safetensors" else _pytorch(file)
+        if twice := sorted(here.keys() & tensors.keys()):
             raise ModelError(f"{path} holds {twice[0]} in more than one file ({file.name} is one of them)")
-        tensors |= found
-    return Checkpoint(name, path, config, tensors)
+        tensors |= here
+    return Checkpoint(name, path, config, tensors, found.source, found.sha256)
 
 
 def _safetensors(file: Path) -> dict[str, Tensor]:

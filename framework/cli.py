@@ -18,6 +18,7 @@ from .errors import CrossdraftError
 
 COMMANDS = {
     "run": ("crossdraft.framework.bench.command", "run a recipe: every cell of its matrix, and a report"),
+    "report": ("crossdraft.framework.report.results", "write one page of results from the records of finished runs"),
     "certify": (
         "crossdraft.framework.certify_command",
         "check by exact enumeration that a drafter and a verifier keep the target's distribution",

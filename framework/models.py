@@ -243,8 +243,11 @@ def embedding_sha256(weight: torch.Tensor) -> str:
 
 
 def weights_sha256(directory: Path) -> str:
-    """The SHA-256 of a directory's safetensors file; of ``sha256sum *.safetensors`` if there are several."""
-    files = sorted(directory.glob("*.safetensors"))
+    """The SHA-256 of a directory's safetensors file; of ``sha256sum *.safetensors`` if there are several.
+
+    Heads that have none: of their PyTorch files.
+    """
+    files = sorted(directory.glob("*.safetensors")) or sorted(f for p in PYTORCH_FILES for f in directory.glob(p))
     digests = [_file_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     if len(digests) == 1:
         return digests[0]

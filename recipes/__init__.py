@@ -1,7 +1,7 @@
 """The recipes that ship with crossdraft, one YAML file each.
 
-Every ``*.yaml`` here is registered under its file name; its first comment line is its summary: the question
-that it answers.
+Every ``*.yaml`` here is registered under its path, ``paper/block-table2``; its first comment line is its summary: the
+question that it answers. Those in ``paper/`` are experiments of papers, with open models.
 """
 
 from pathlib import Path
@@ -11,6 +11,8 @@ from ..framework.hookspecs import Register, hookimpl
 
 @hookimpl
 def crossdraft_register_recipes(register: Register) -> None:
-    for path in sorted(Path(__file__).parent.glob("*.yaml")):
+    here = Path(__file__).parent
+    for path in sorted(here.rglob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
-        register(path.stem, path, summary=first.removeprefix("#").strip() if first.startswith("#") else "")
+        summary = first.removeprefix("#").strip() if first.startswith("#") else ""
+        register(path.relative_to(here).with_suffix("").as_posix(), path, summary=summary)

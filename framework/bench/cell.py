@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import plugins
+from ..checkpoint import Checkpoint, load_checkpoint
 from ..decoding.lm import TransformersLM, fitted
 from ..decoding.loop import Decoder, Response
 from ..drafter import DraftContext
 from ..errors import ModelError, UsageError
 from ..models import LoadedModel, load_model, same_tokenizer, shares_embedding
 from ..rng import CounterRng
+from . import memory
 from .metrics import Chunk, RoundRecord
 from .prompts import Prompt, encode
 from .recipe import CellConfig
@@ -67,6 +69,11 @@ class Models:
                 raise ModelError(f"{name} cannot draft for {target.name}: {reason}")
             self._loaded[name] = loaded
         return self._loaded[name]
+
+    def of(self, config: CellConfig) -> list[LoadedModel]:
+        """Those of a cell's models that are loaded, the target first."""
+        used = (config.target, config.drafter.config.get("model"))
+        return [model for name, model in self._loaded.items() if name in used]
 
 
 @dataclass(frozen=True)
@@ -120,13 +127,21 @@ def lengths(
     sequence = max(max(c.room) for c in conversations) + configs[0].max_new_tokens
     if context_length is not None:
         sequence = min(sequence, context_length)
-    return sequence, sequence + max(_draft_nodes(config) for config in configs)
+    return sequence, sequence + max(positions(config) for config in configs)
 
 
-def _draft_nodes(config: CellConfig) -> int:
-    """Cache slots for the root and the widest draft."""
+def positions(config: CellConfig) -> int:
+    """Most positions that the target evaluates for a row in a round: the root and the widest draft."""
     drafter = plugins.get("drafters", config.drafter.name)
     return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).nodes + 1
+
+
+@dataclass
+class _Tail:
+    """Of a chunk: tokens, and decoding time by phase, while slots stayed empty because prompts had run out."""
+
+    emitted: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Cell:
@@ -153,7 +168,7 @@ class Cell:
         self.responses: list[dict[str, Any]] = []
         self.chunks: list[Chunk] = []
         #: SHA-256 and source of every model it uses, by name.
-        self.models = {target.name: {"sha256": target.sha256, "source": target.source}}
+        self.models: dict[str, dict[str, Any]] = {target.name: {"sha256": target.sha256, "source": target.source}}
 
         def load_lm(name: str) -> Any:
             loaded = models.drafter(name, config)
@@ -164,6 +179,11 @@ class Cell:
                 )
             self.models[name] = {"sha256": loaded.sha256, "source": loaded.source}
             return fitted(TransformersLM(loaded.model, config.batch_size, slot), lm.vocab_size)
+
+        def load_heads(name: str) -> Checkpoint:
+            heads = load_checkpoint(name)
+            self.models[name] = {"sha256": heads.sha256, "source": heads.source, "heads": True}
+            return heads
 
         drafter_class = plugins.get("drafters", config.drafter.name)
         drafter_config = drafter_class.Config(**config.drafter.config)
@@ -176,6 +196,7 @@ class Cell:
             vocab_size=lm.vocab_size,
             device=lm.device,
             load_lm=load_lm,
+            load_heads=load_heads,
             target_model=target.model,
             final_law=verifier_class.traits.modifies_target,
         )
@@ -189,6 +210,9 @@ class Cell:
             rng=CounterRng(config.seed),
         )
         self._passes = 0
+        self._tail = _Tail()
+        #: Bytes, see `memory.peak`.
+        self.peak_memory: int | None = None
 
     @property
     def passes(self) -> int:
@@ -207,9 +231,10 @@ class Cell:
 
     def run(self, conversations: Sequence[Conversation]) -> None:
         """Measure one chunk: all first turns, then all second turns with the answers that this cell gave."""
-        before = dict(self.decoder.stopwatch.seconds)
+        before, self._tail = dict(self.decoder.stopwatch.seconds), _Tail()
         answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
         emitted = 0
+        memory.start(self.lm.device)
         for turn in range(max(len(c.prompt.turns) for c in conversations)):
             asked = [c for c in conversations if turn < len(c.prompt.turns)]
             for conversation, response, length in self._decode(asked, turn, answers):
@@ -217,20 +242,40 @@ class Cell:
                 answers[conversation.prompt.index].append(text)
                 self._record(conversation.prompt, turn, response, text, length)
                 emitted += len(response.tokens)
+        self.peak_memory = max(filter(None, (self.peak_memory, memory.peak(self.lm.device))), default=None)
+        tail = self._tail if self._tail.emitted < emitted else _Tail()  # else no slot was ever waited for
         after = self.decoder.stopwatch.seconds
-        self.chunks.append(Chunk(emitted, {phase: after[phase] - before[phase] for phase in after}))
+        seconds = {phase: after[phase] - before[phase] - tail.seconds.get(phase, 0.0) for phase in after}
+        self.chunks.append(Chunk(emitted - tail.emitted, seconds, tail.emitted, sum(tail.seconds.values())))
 
     def _decode(
         self, asked: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
     ) -> list[tuple[Conversation, Response, int]]:
-        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens."""
+        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens.
+
+        Adds to the tail what was decoded once fewer sequences were left than there are slots.
+        """
         tokenizer = self.target.tokenizer
         prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in asked]
         streams = [c.prompt.stream(turn) for c in asked]
         self.lm.hidden_layers = self.hidden_layers
         # The loop would count the prompts it was given; people know them by question_id.
         names = [f"prompt {c.prompt.question_id!r}" for c in asked]
-        responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
+        decoder, responses = self.decoder, []
+        full = len(asked) >= self.config.batch_size
+        rounds, before = decoder.batch_rounds, dict(decoder.stopwatch.seconds)  # when slots began to stay empty
+        for response in decoder.run(prompts, streams, names):
+            responses.append(response)
+            if full:
+                full = len(asked) - len(responses) >= self.config.batch_size
+                rounds, before = decoder.batch_rounds, dict(decoder.stopwatch.seconds)
+            else:  # its last rounds are those that the batch has made since
+                late = decoder.batch_rounds - rounds
+                self._tail.emitted += sum(r.emitted for r in response.rounds[len(response.rounds) - late :])
+        for phase, seconds in decoder.stopwatch.seconds.items():
+            if phase != "prefill":
+                self._tail.seconds[phase] = self._tail.seconds.get(phase, 0.0) + seconds - before[phase]
+        responses.sort(key=lambda response: response.index)
         return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
 
     def _record(self, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:

@@ -4,7 +4,7 @@ A `CostCurve` holds the seconds of one pass of a model, over W tokens in each of
 as the decode loop makes it. Acceptance does not depend on the machine or the batch size, time does; so a pair's
 measured acceptance (`CellStatistics`) and the curves of its models give its speed elsewhere (`predict`):
 
-    seconds a round = T_target(B, nodes + 1) + passes x T_draft(B, 1) + the rest
+    seconds a round = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + the rest
     tokens/s        = rows in use x tokens a round / seconds a round
 
 and plain decoding has one row, no draft and one token a round. A `roofline.Roofline` is a curve as well. All times
@@ -292,7 +292,7 @@ class CellStatistics:
         tokens_per_round: tokens a row emits in a round: the block efficiency.
         widths: share of the rounds by nodes of the widest row; the target evaluates one position more.
         context: mean length of the longest row, in tokens.
-        passes: forward passes of the drafting model in a round.
+        passes: forward passes of the drafting model in a round; draft_width: tokens of a row in each of them.
         draft_seconds: of a round's drafting, for drafters whose passes have no curve.
         other_seconds: of a round's verification and bookkeeping.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
@@ -304,6 +304,7 @@ class CellStatistics:
     widths: Mapping[int, float]
     context: float
     passes: float = 0.0
+    draft_width: float = 1.0
     draft_seconds: float = 0.0
     other_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
@@ -402,7 +403,10 @@ def predict(
 def _round(cell: CellStatistics, target: Curve, drafter: Curve | None) -> Prediction:
     b, context = cell.batch_size, cell.context
     scoring = sum(share * target.seconds(b, nodes + 1, context) for nodes, share in cell.widths.items())
-    drafting = cell.draft_seconds if drafter is None else cell.passes * drafter.seconds(b, 1, context)
+    if drafter is None:
+        drafting = cell.draft_seconds
+    else:
+        drafting = cell.passes * drafter.seconds(b, cell.draft_width, context)
     total = scoring + drafting + cell.other_seconds
     return Prediction(scoring, drafting, cell.other_seconds, cell.occupied * cell.tokens_per_round / total)
 
@@ -421,11 +425,12 @@ def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int 
 
 
 class BatchRound(NamedTuple):
-    """A round of the whole batch: rows in use, nodes of the widest, tokens of the longest."""
+    """A round of the whole batch: rows in use, nodes of the widest, tokens of the longest, tokens emitted by all."""
 
     occupied: int
     nodes: int
     context: int
+    emitted: int
 
 
 def batch_rounds(
@@ -444,7 +449,7 @@ def batch_rounds(
     rounds: list[BatchRound] = []
     waiting = deque(zip(sequences, prompt_tokens, strict=True))
     for chunk in chunks:
-        left = chunk.emitted
+        left = chunk.emitted + chunk.tail_emitted
         runs: dict[int, deque[tuple[deque[RoundRecord], int]]] = {}
         while left > 0 and waiting:
             rows, length = waiting.popleft()
@@ -461,28 +466,35 @@ def _replay(queue: deque[tuple[deque[RoundRecord], int]], batch_size: int) -> li
     while queue or active:
         while queue and len(active) < batch_size:
             active.append(queue.popleft())
-        rounds.append(BatchRound(len(active), active[0][0][0].width, max(length for _, length in active)))
+        longest, emitted = max(length for _, length in active), sum(rows[0].emitted for rows, _ in active)
+        rounds.append(BatchRound(len(active), active[0][0][0].width, longest, emitted))
         active = [(rows, length + rows.popleft().emitted) for rows, length in active]
         active = [(rows, length) for rows, length in active if rows]
     return rounds
 
 
 def statistics(result: CellResult) -> CellStatistics | None:
-    """What a finished cell says about its pair; None for one that failed."""
-    metrics = result.metrics
+    """What a finished cell says about its pair; None for one that failed.
+
+    Like its measured rate, from the rounds in which all slots were in use, if there were any.
+    """
+    metrics, batch_size = result.metrics, result.config.batch_size
     if metrics is None:
         return None
     lengths = [response["prompt_tokens"] for response in result.responses]
-    rounds = batch_rounds(result.records, lengths, result.chunks, result.config.batch_size)
-    n = len(rounds)
+    every = batch_rounds(result.records, lengths, result.chunks, batch_size)
+    rounds = [r for r in every if r.occupied == batch_size] or every
+    n, occupied = len(rounds), sum(r.occupied for r in rounds)
     phase = {name: metrics.shares.get(name, 0.0) * metrics.decode_seconds / n for name in ("draft", "verify", "rest")}
+    nodes, passes = sum(r.nodes for r in rounds) / n, metrics.drafter_passes / len(every)
     return CellStatistics(
-        batch_size=result.config.batch_size,
-        occupied=sum(r.occupied for r in rounds) / n,
-        tokens_per_round=metrics.tokens / metrics.rounds,
+        batch_size=batch_size,
+        occupied=occupied / n,
+        tokens_per_round=sum(r.emitted for r in rounds) / occupied,
         widths={nodes: count / n for nodes, count in sorted(Counter(r.nodes for r in rounds).items())},
         context=sum(r.context for r in rounds) / n,
-        passes=metrics.drafter_passes / n,
+        passes=passes,
+        draft_width=max(nodes / passes, 1.0) if passes else 1.0,
         draft_seconds=phase["draft"],
         other_seconds=phase["verify"] + phase["rest"],
         acceptance=tuple(metrics.acceptance),
@@ -494,13 +506,11 @@ def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurv
 
     A drafter without a model, or with several, has no curve: its time is the one that was measured.
     """
-    import torch
-
     curves, provenance = list(curves), result.provenance
     used = dict(provenance.get("models", {}))
     same = {key: provenance.get(key) for key in ("device", "torch")}
-    if str(same["device"]).startswith("cpu"):  # runs do not say how many threads they had
-        same["threads"] = provenance.get("threads", torch.get_num_threads())
+    if str(same["device"]).startswith("cpu"):
+        same["threads"] = provenance.get("threads")
 
     def find(model: Mapping[str, Any] | None) -> CostCurve | None:
         return find_curve(curves, model["sha256"], provenance["dtype"], same) if model else None
@@ -528,6 +538,36 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
     if cell is None or target is None:
         return None
     return predict(cell, target, drafter, statistics(baseline) if baseline else None)
+
+
+def last_paying(
+    results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
+) -> int:
+    """The greatest batch size at which a pair is still no slower than plain decoding; 0 if it is at none.
+
+    That is the last measured one before `stops_paying`, or a greater one, below that at which it was measured not to
+    pay, for which the curves predict that it pays.
+
+    Args:
+        results, baselines: of the pair and of plain decoding by batch size, with measured speed-ups.
+    """
+    speed_ups = {b: r.metrics.speed_up.value for b, r in results.items() if r.metrics and r.metrics.speed_up}
+    stop = stops_paying(list(speed_ups), list(speed_ups.values()))
+    last = max((b for b in speed_ups if stop is None or b < stop), default=0)
+    target, drafter = curves_of(results[last], curves) if last else (None, None)
+    if stop is None or target is None or last not in baselines:
+        return last
+    cell, plain = statistics(results[last]), statistics(baselines[last])
+    assert cell is not None and plain is not None  # they have a speed-up
+    for b in range(last + 1, stop):
+        try:
+            found = predict(cell.at(b), target, drafter, plain.at(b))
+        except UsageError:  # too small a curve, as `predictions` says
+            break
+        if found.speed_up < 1:
+            break
+        last = b
+    return last
 
 
 def predictions(results: Sequence[CellResult], curves: Iterable[CostCurve] | None = None) -> dict[str, Prediction]:

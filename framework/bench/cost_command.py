@@ -106,7 +106,7 @@ def _here(args: argparse.Namespace) -> dict[str, Any]:
     contexts: list[int] = sorted(set(args.context or cost.CONTEXTS))
     loaded = None
     curves: list[CostCurve] = []
-    for name, grid in ((args.target, widths), (args.drafter, [1, 2])):
+    for name, grid in ((args.target, widths), (args.drafter, [1, 2, 4])):
         if name:
             curve, loaded = _curve(args, name, loaded, batch_sizes, grid, contexts)
             curves.append(curve)

@@ -47,13 +47,19 @@ class RoundRecord:
 class Chunk:
     """What one cell did with one chunk of the prompts; cells of a group take turns chunk by chunk.
 
+    The *tail*, the rounds in which slots stay empty because the chunk's prompts have run out, is kept apart: its
+    speed is not that of the batch size. Prompts that never filled the slots have no tail.
+
     Attributes:
-        emitted: tokens generated.
-        seconds: by phase (see ``decoding.loop.PHASES``).
+        emitted: tokens generated, without the tail's.
+        seconds: by phase (see ``decoding.loop.PHASES``), without the tail's.
+        tail_emitted, tail_seconds: tokens and decoding time of the tail.
     """
 
     emitted: int
     seconds: Mapping[str, float]
+    tail_emitted: int = 0
+    tail_seconds: float = 0.0
 
     @property
     def decode_seconds(self) -> float:
@@ -85,11 +91,13 @@ class Metrics:
         target_rows_per_token: positions the target evaluated per token emitted.
         drafter_passes: forward passes of the drafting model, prefill not counted.
         shares: of the decoding time: draft, target, verify, rest.
-        decode_seconds, prefill_seconds: the time it took.
-        tokens_per_second: while decoding; ``..._with_prefill``: all in all.
+        decode_seconds, prefill_seconds: the time it took, without the tail (see `Chunk`).
+        tail_seconds: the tail's, which no share and no rate but the next-named counts.
+        tokens_per_second: while decoding; ``..._with_prefill``: all in all, tail and prefill included.
         speed_up: of the decoding rate over the baseline of the same group, None without one.
         by_category: block efficiency by category.
         same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
+        peak_memory: bytes, see `memory.peak`; None where the system does not say.
     """
 
     tokens: int
@@ -105,11 +113,13 @@ class Metrics:
     shares: dict[str, float]
     decode_seconds: float
     prefill_seconds: float
+    tail_seconds: float
     tokens_per_second: float
     tokens_per_second_with_prefill: float
     speed_up: Estimate | None
     by_category: dict[str, float]
     same_as_baseline: float | None = None
+    peak_memory: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,7 +137,7 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
     emitted, rounds = sum(r.emitted for r in records), len(records)
     seconds = {phase: sum(chunk.seconds[phase] for chunk in chunks) for phase in chunks[0].seconds}
     prefill = seconds.pop("prefill", 0.0)
-    decode = sum(seconds.values())
+    decode, tail = sum(seconds.values()), sum(chunk.tail_seconds for chunk in chunks)
     survival = [r.survival for r in records if r.survival is not None]
     categories = {r.category: None for r in records}  # in the order they came
     return Metrics(
@@ -144,8 +154,9 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
         shares={phase: s / decode if decode else 0.0 for phase, s in seconds.items()},
         decode_seconds=decode,
         prefill_seconds=prefill,
-        tokens_per_second=emitted / decode if decode else 0.0,
-        tokens_per_second_with_prefill=emitted / (decode + prefill) if decode + prefill else 0.0,
+        tail_seconds=tail,
+        tokens_per_second=sum(chunk.emitted for chunk in chunks) / decode if decode else 0.0,
+        tokens_per_second_with_prefill=emitted / (decode + tail + prefill) if decode + tail + prefill else 0.0,
         speed_up=None,
         by_category={c: _ratio(*_by_prompt(r for r in records if r.category == c)) for c in categories},
     )

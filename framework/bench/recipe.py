@@ -243,6 +243,13 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     Raises:
         UsageError: for everything that is wrong with it, with file and line.
     """
+    recipe = read_recipe(name, overrides)
+    recipe.plan()
+    return recipe
+
+
+def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
+    """`load_recipe` of a recipe whose names need not be installed here: its keys are checked, its cells are not."""
     path = _find(str(name))
     data, places = read_yaml(path)
     override(data, places, overrides)
@@ -255,7 +262,6 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
         hints = dict.fromkeys(SAMPLING_KEYS, "; put it under sampling, or under matrix with a list of values")
         raise explain(error, places, models=models, hints=hints) from None
     recipe._places = places
-    recipe.plan()
     return recipe
 
 
@@ -265,7 +271,7 @@ def _find(name: str) -> Path:
         return path
     if name in known:
         return plugins.get("recipes", name)
-    if path.suffix in (".yaml", ".yml", ".json") or "/" in name:
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_dir():
         what = "is a directory" if path.is_dir() else "does not exist"
         names = ", ".join(sorted(known)) or "none"
         raise UsageError(f"the recipe file {name} {what}; recipes by name: {names}")

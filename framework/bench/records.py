@@ -25,6 +25,9 @@ from .recipe import CellConfig
 
 logger = logging.getLogger(__name__)
 
+#: Of a cell's files. 2: chunks keep their tail apart.
+FORMAT = 2
+
 _ROUNDS = pa.schema(
     [
         ("cell", pa.string()),
@@ -99,7 +102,8 @@ class RunDirectory:
         aside = Path(tempfile.mkdtemp(prefix=".", dir=cells))
         aside.chmod(0o755)  # mkdtemp makes it private
         try:
-            head = {"hash": result.config.hash, "measured": result.measured, "provenance": result.provenance}
+            head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured}
+            head["provenance"] = result.provenance
             (aside / "config.json").write_text(
                 _json(head | {"config": result.config.model_dump(mode="json")}), encoding="utf-8"
             )
@@ -123,6 +127,8 @@ class RunDirectory:
         path = self.path / "cells" / config.hash
         try:
             head = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            if head.get("format") != FORMAT:
+                raise ValueError(f"it has format {head.get('format', 1)}, this version reads {FORMAT}")
             numbers = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
             rows = parquet.read_table(path / "rounds.parquet").drop_columns(["cell"]).to_pylist()
             lines = (path / "responses.jsonl").read_text(encoding="utf-8").split("\n")

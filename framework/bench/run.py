@@ -1,7 +1,8 @@
 """Running a recipe: group by group, the cells of a group interleaved, so that they are compared fairly.
 
 A group's prompts are cut into chunks; each chunk is run by every cell, the baseline included, in rotating
-order. Whatever the machine does meanwhile, it does to all of them.
+order. Whatever the machine does meanwhile, it does to all of them. At the end of a chunk slots run empty: that tail
+does not count towards throughput (see `metrics.Chunk`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,19 @@ from ..decoding.lm import TransformersLM
 from ..environment import describe
 from ..errors import CrossdraftError, UsageError
 from ..models import pick_device, pick_dtype, resolve
+from ..report.charts import draw
 from ..report.tables import group_title, summary_csv, summary_markdown
-from .cell import Cell, Conversation, Models, lengths, prepare
-from .metrics import measure, speed_up
+from . import memory
+from .cell import Cell, Conversation, Models, lengths, positions, prepare
+from .cost import CostCurve, Prediction, predictions, stored_curves
+from .metrics import LEAST_PIECES, measure, speed_up
 from .prompts import Prompt
 from .recipe import CellConfig, Recipe, digest
 from .records import CellResult, RunDirectory
 
 logger = logging.getLogger(__name__)
 
-#: Pieces that a group's prompts are cut into; fewer if a piece would not fill the batch.
+#: Pieces that a group's prompts are cut into; fewer where that would leave little but tails.
 CHUNKS = 6
 
 
@@ -47,6 +51,8 @@ class Outcome:
             interruption kept from finishing are missing.
         skipped: why pairs of the cross product were left out.
         notes: what readers of the numbers should know.
+        curves: measured costs, to predict from.
+        charts: names of image files in the directory.
     """
 
     recipe: Recipe
@@ -54,7 +60,14 @@ class Outcome:
     results: list[CellResult] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    curves: list[CostCurve] = field(default_factory=list)
+    charts: list[str] = field(default_factory=list)
     interrupted: bool = False
+
+    @cached_property
+    def predicted(self) -> dict[str, Prediction]:
+        """By the hash of the cell, for those whose models have a cost curve on this machine; of finished runs."""
+        return predictions(self.results, self.curves)
 
     @property
     def failed(self) -> list[CellResult]:
@@ -126,6 +139,7 @@ def run(
                 bar.refresh()
         except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
             outcome.interrupted = True
+    outcome.curves = stored_curves()
     _write_summary(directory, outcome, session)
     return outcome
 
@@ -146,7 +160,7 @@ def _count(n: int, what: str) -> str:
 def _notes(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
     wide = sorted({cell.batch_size for cell in cells if cell.batch_size > len(prompts)})
     few = _count(len(prompts), "prompt")
-    return [f"batch size {b} with only {few}: some slots stay empty" for b in wide]
+    return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]
 
 
 def _write_summary(directory: RunDirectory, outcome: Outcome, session: _Session) -> None:
@@ -158,6 +172,10 @@ def _write_summary(directory: RunDirectory, outcome: Outcome, session: _Session)
         about = session.environment | {"models": models, "prompts": prompts}
         about["conditions"] = _distinct(result.provenance for result in outcome.results)
         directory.write_json("environment.json", about)
+    try:
+        outcome.charts = draw(outcome)
+    except ImportError:
+        outcome.notes.append("charts need matplotlib: pip install 'crossdraft[plots]'")
     directory.write_text("summary.csv", summary_csv(outcome))
     directory.write_text("summary.md", summary_markdown(outcome))
 
@@ -173,9 +191,13 @@ def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chunked(conversations: Sequence[Conversation], batch_size: int) -> list[Sequence[Conversation]]:
-    """At most `CHUNKS` pieces of nearly equal size, none smaller than the batch."""
+    """At most `CHUNKS` pieces of nearly equal size.
+
+    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few
+    pieces for an interval; all prompts in one piece where they are fewer.
+    """
     n = len(conversations)
-    pieces = max(min(CHUNKS, n // batch_size), 1)
+    pieces = min(CHUNKS, max(n // (2 * batch_size - 1), min(LEAST_PIECES, n // batch_size), 1))
     edges = [i * n // pieces for i in range(pieces + 1)]
     return [conversations[a:b] for a, b in pairwise(edges)]
 
@@ -208,7 +230,7 @@ class _Session:
                 action()
             except Exception as error:
                 logger.debug("cell %s failed", configs[i].hash, exc_info=True)
-                results[i].error = _sentence(error)
+                results[i].error = self._reason(error, configs[i], slot)
                 cells.pop(i, None)
 
         def start(i: int) -> None:
@@ -224,8 +246,9 @@ class _Session:
                 attempt(i, partial(cells[i].run, chunk))
                 advance(len(chunk))
         for i, cell in cells.items():
-            gamma = cell.config.drafter.config.get("gamma", 0)
-            results[i].metrics = measure(cell.records, cell.chunks, cell.passes, gamma)
+            gamma = cell.config.drafter.config.get("gamma") or 0  # None: as many as the drafter can
+            results[i].metrics = metrics = measure(cell.records, cell.chunks, cell.passes, gamma)
+            metrics.peak_memory = cell.peak_memory
             results[i].records, results[i].responses, results[i].chunks = (
                 cell.records,
                 cell.responses,
@@ -245,8 +268,8 @@ class _Session:
             {k: v for k, v in result.provenance.items() if k != "models"} == self._provenance(result.config)
             for result in results
         )
-        used = {name: model["sha256"] for r in results for name, model in r.provenance["models"].items()}
-        return results if same and all(_unchanged(*model) for model in used.items()) else None
+        used = {name: model for r in results for name, model in r.provenance["models"].items()}
+        return results if same and all(_unchanged(name, model) for name, model in used.items()) else None
 
     def _provenance(self, config: CellConfig) -> dict[str, Any]:
         """What numbers depend on beside the cell's config and its models."""
@@ -257,14 +280,24 @@ class _Session:
             "crossdraft": self.environment["versions"]["crossdraft"],
             "torch": self.environment["versions"]["torch"],
             "device": f"{device.type} ({hardware})",
+            "threads": torch.get_num_threads(),
             "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
             "prompts": self.digest,
         }
 
+    def _reason(self, error: Exception, config: CellConfig, slot: int) -> str:
+        """Why a cell failed; if it was for want of memory, with what it needed."""
+        loaded = self.models.of(config)
+        if not memory.exhausted(error) or not loaded:
+            return _sentence(error)
+        models = [one.model for one in loaded]
+        available = memory.total(models[0].device)
+        return memory.explain(models, config.batch_size, slot, positions(config), available)
 
-def _unchanged(name: str, sha256: str) -> bool:
+
+def _unchanged(name: str, model: dict[str, Any]) -> bool:
     try:
-        return resolve(name).sha256 == sha256
+        return resolve(name, heads=model.get("heads", False)).sha256 == model["sha256"]
     except CrossdraftError:
         return False  # measuring will say why
 

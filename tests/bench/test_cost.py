@@ -19,6 +19,7 @@ from crossdraft.framework.bench.cost import (
     Point,
     batch_rounds,
     find_curve,
+    last_paying,
     measure_passes,
     predict,
     predicted,
@@ -28,7 +29,7 @@ from crossdraft.framework.bench.cost import (
     stops_paying,
     stored_curves,
 )
-from crossdraft.framework.bench.metrics import Chunk, Metrics, RoundRecord, measure
+from crossdraft.framework.bench.metrics import Chunk, Estimate, Metrics, RoundRecord, measure
 from crossdraft.framework.bench.recipe import CellConfig, Strategy
 from crossdraft.framework.bench.records import CellResult
 from crossdraft.framework.errors import UsageError
@@ -216,13 +217,15 @@ def test_rounds_of_the_batch_by_hand() -> None:
     records = [*rows(0, 0, [2, 2]), *rows(1, 0, [3]), *rows(2, 0, [1, 1, 1]), *rows(0, 1, [2]), *rows(3, 0, [5])]
     rounds = batch_rounds(records, [10, 20, 5, 30, 7], [chunk(12), chunk(5)], 2)
     assert rounds == [
-        BatchRound(2, 2, 20),
-        BatchRound(2, 2, 12),
-        BatchRound(1, 2, 6),
-        BatchRound(1, 2, 7),
-        BatchRound(1, 2, 30),
-        BatchRound(1, 2, 7),
+        BatchRound(2, 2, 20, 5),
+        BatchRound(2, 2, 12, 3),
+        BatchRound(1, 2, 6, 1),
+        BatchRound(1, 2, 7, 1),
+        BatchRound(1, 2, 30, 2),
+        BatchRound(1, 2, 7, 5),
     ]
+    tail = Chunk(8, chunk(8).seconds, tail_emitted=4, tail_seconds=3.0)  # both parts are of the same chunk
+    assert batch_rounds(records, [10, 20, 5, 30, 7], [tail, chunk(5)], 2) == rounds
 
 
 def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> None:
@@ -240,6 +243,7 @@ def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> No
     assert len(rounds) == loop.batch_rounds
     assert sum(r.occupied * (r.nodes + 1) for r in rounds) == loop.target_rows
     assert sum(r.occupied for r in rounds) == len(records)
+    assert sum(r.emitted for r in rounds) == emitted
     assert len({r.occupied for r in rounds}) > 1  # the batch ran empty towards the end
 
 
@@ -277,6 +281,51 @@ def test_statistics_of_a_cell() -> None:
     assert statistics(result(error=True)) is None
 
 
+def test_statistics_count_the_rounds_that_the_rate_counts() -> None:
+    made = result()
+    made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two rounds of both rows, a tail of two of one
+    made.chunks = [Chunk(8, chunk(8).seconds, tail_emitted=5, tail_seconds=7.0)]
+    made.metrics = measure(made.records, made.chunks, passes=16)
+    assert made.metrics.tokens_per_second == 8 / 8
+    found = statistics(made)
+    assert found is not None
+    assert (found.occupied, found.tokens_per_round, found.context) == (2.0, 8 / 4, 101.0)
+    assert (found.passes, found.draft_width) == (4.0, 1.0)
+    assert (found.draft_seconds, found.other_seconds) == (0.5, 1.5)
+
+
+def test_a_pass_of_several_tokens_a_row() -> None:
+    made = result(passes=2)  # 2 nodes a round from one pass
+    found = statistics(made)
+    assert found is not None and (found.passes, found.draft_width) == (1.0, 2.0)
+    assert predict(found, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))
+
+
+def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
+    made = result(baseline, b=b)
+    assert made.metrics is not None
+    made.metrics.speed_up = Estimate(speed_up)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "curves", "expected"),
+    [
+        ({1: 1.5, 2: 1.0}, [], 2),
+        ({1: 0.9, 2: 0.8}, [], 0),
+        ({2: 1.5, 8: 0.8}, [], 2),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 22.0 + 4 * b * w)], 5),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 100.0)], 7),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: w * 100.0)], 2),
+        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # it cannot say
+    ],
+)
+def test_the_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:
+    results = {b: priced(b, speed_up) for b, speed_up in speed_ups.items()}
+    baselines = {b: priced(b, 1.0, baseline=True) for b in speed_ups}
+    assert last_paying(results, baselines, curves) == expected
+
+
 def test_predicted_beside_measured() -> None:
     curves = [curve(), curve(sha256="def", cost=lambda b, w, c: 1.0), curve(sha256="xyz")]
     found = predicted(result(), curves, result(baseline=True))
@@ -294,6 +343,9 @@ def test_nothing_is_predicted_without_the_targets_curve() -> None:
     assert predicted(result(sha="other"), [curve()]) is None
     assert predicted(result(), [curve(dtype="bfloat16")]) is None
     assert predicted(result(), [curve(device=HERE | {"threads": 1})]) is None
+    unknown = result()
+    del unknown.provenance["threads"]
+    assert predicted(unknown, [curve()]) is None
     assert predicted(result(error=True), [curve()]) is None
 
 
@@ -422,12 +474,12 @@ def test_from_measuring_to_a_run_and_back(
     assert cli.main(measure) == 0
     assert "a draft step against a pass over one token" in capsys.readouterr().out
     kept = {c.model: c for c in stored_curves()}
-    assert kept[models["target"]].widths == [1, 2, 3] and kept[models["narrow"]].widths == [1, 2]
+    assert kept[models["target"]].widths == [1, 2, 3] and kept[models["narrow"]].widths == [1, 2, 4]
 
     # A larger grid keeps the smaller one: what was measured as a target serves as a drafter too.
-    assert cli.main(["cost", "--target", models["narrow"], *grid[:2], "--width", "4", *grid[4:], "--quiet"]) == 0
+    assert cli.main(["cost", "--target", models["narrow"], *grid[:2], "--width", "5", *grid[4:], "--quiet"]) == 0
     capsys.readouterr()
-    assert next(c for c in stored_curves() if c.model == models["narrow"]).widths == [1, 2, 4]
+    assert next(c for c in stored_curves() if c.model == models["narrow"]).widths == [1, 2, 4, 5]
 
     monkeypatch.setattr(cost, "measure_curve", lambda *args, **options: pytest.fail("measured twice"))
     assert cli.main([*measure, "--acceptance", "0.5", "--gamma", "2", "--json"]) == 0

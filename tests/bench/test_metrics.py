@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdraft.framework.bench.metrics import (
@@ -50,6 +50,18 @@ def test_by_hand() -> None:
     assert metrics.speed_up is None
 
 
+def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
+    records = rounds([3, 0], [1, 2, 0])
+    full = chunk(5, draft=1.0, target=3.0)
+    tailed = measure(records, [Chunk(5, full.seconds, tail_emitted=6, tail_seconds=5.5)])
+    assert tailed.tokens_per_second == 5 / 4
+    assert tailed.shares == {"draft": 1 / 4, "target": 3 / 4, "verify": 0, "rest": 0}
+    assert (tailed.decode_seconds, tailed.tail_seconds, tailed.prefill_seconds) == (4, 5.5, 0.5)
+    assert tailed.tokens_per_second_with_prefill == 11 / 10
+    assert (tailed.tokens, tailed.block_efficiency) == (11, Estimate(11 / 5))
+    assert speed_up([Chunk(5, full.seconds, 6, 5.5)], [chunk(5, target=2.0)]) == Estimate(0.5)
+
+
 def test_turns_are_sequences_and_prompts_are_resampled() -> None:
     records = [RoundRecord(0, "q", "a", turn, 0, 1, 2, 1, 1) for turn in range(2)]
     metrics = measure(records, [chunk(4)])
@@ -94,6 +106,7 @@ def test_paired_difference() -> None:
         paired_difference(first, second[:2])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no error
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_identities(taus: list[list[int]]) -> None:
     records = rounds(*taus, width=6)

@@ -1,6 +1,7 @@
 """Whole runs on tiny models, through the command line: tables, records, reuse, failures, interruption."""
 
 import csv
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,12 @@ from pyarrow import parquet
 
 from crossdraft.drafters.prompt_lookup import PromptLookup
 from crossdraft.framework import cli, plugins
+from crossdraft.framework.bench import run as run_module
+from crossdraft.framework.bench.cost import batch_rounds
 from crossdraft.framework.bench.recipe import load_recipe
 from crossdraft.framework.bench.records import RunDirectory
 from crossdraft.framework.bench.run import chunked, run
+from crossdraft.framework.decoding import loop
 from crossdraft.framework.decoding.lm import FittedLM, TransformersLM
 from crossdraft.framework.hookspecs import hookimpl
 from crossdraft.framework.models import load_model
@@ -42,6 +46,13 @@ exclude:
   - {{verifier: [token, block], temperature: 0}}
 """
 ONE_GROUP = ["matrix={}", "sampling.temperature=1", "exclude=[]", "verifiers=[token, block]"]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: Any) -> None:
+    """No cost curve that somebody measured on this machine, and no charts, which take seconds to draw."""
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "draw", lambda outcome: [])
 
 
 @pytest.fixture
@@ -97,6 +108,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
     assert len(environment["models"]) == 2 and environment["prompts"]["count"] == 6
     assert [condition["dtype"] for condition in environment["conditions"]] == ["float32"]
+    assert environment["conditions"][0]["threads"] == torch.get_num_threads()
 
     with (directory / "summary.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -107,6 +119,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         assert float(row["block_efficiency"]) == pytest.approx(emitted / rounds)
         assert int(row["tokens"]) == emitted == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
+        assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
         if row["drafter"] == "small-lm":
             assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency"]) > 2
@@ -153,6 +166,9 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     changed = [d.name for d in cells(tmp_path) if (d / "metrics.json").read_bytes() != first[d.name]]
     assert len(changed) == 3 and gone.name in changed
 
+    earlier = cells(tmp_path)[0] / "config.json"  # of a version whose chunks had no tail
+    earlier.write_text(earlier.read_text(encoding="utf-8").replace('"format": 2', '"format": 1'), encoding="utf-8")
+    assert bench(*settings)[2].count("running 3 cells") == 1
     (cells(tmp_path)[0] / "metrics.json").write_text("{", encoding="utf-8")  # damaged
     assert bench(*settings)[2].count("running 3 cells") == 1
     assert bench(*settings, flags=["--fresh"])[2].count("running 3 cells") == 2
@@ -166,6 +182,28 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
     bench(*settings)
     assert "reusing 3 cells" in bench(*settings)[2]
     shutil.copytree(models["narrow"], tmp_path / "draft", dirs_exist_ok=True)
+    assert "running 3 cells" in bench(*settings)[2]
+
+
+def test_changed_heads_are_measured_again(bench: Any, tmp_path: Path) -> None:
+    def write(seed: int) -> str:
+        torch.manual_seed(seed)
+        weights = {f"{i}.0.linear.weight": torch.randn(16, 16) for i in range(2)}
+        weights |= {f"{i}.0.linear.bias": torch.randn(16) for i in range(2)}
+        (tmp_path / "heads").mkdir(exist_ok=True)
+        torch.save(weights, tmp_path / "heads" / "medusa_lm_head.pt")
+        config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 16}
+        (tmp_path / "heads" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return hashlib.sha256((tmp_path / "heads" / "medusa_lm_head.pt").read_bytes()).hexdigest()
+
+    digest = write(0)
+    settings = [*ONE_GROUP, f"drafters=[{{name: medusa, model: {tmp_path / 'heads'}}}]"]
+    code, _, err = bench(*settings)
+    assert code == 0, err
+    provenance = [json.loads((d / "config.json").read_text(encoding="utf-8"))["provenance"] for d in cells(tmp_path)]
+    assert {p["models"][name]["sha256"] for p in provenance for name in p["models"] if "heads" in name} == {digest}
+    assert "reusing 3 cells" in bench(*settings)[2]
+    assert write(1) != digest
     assert "running 3 cells" in bench(*settings)[2]
 
 
@@ -216,6 +254,33 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     assert "RuntimeError: it broke\n" in out and "in many lines" not in out
     assert "2 of 7 cells failed" in err
     assert {d.name: said(d) for d in cells(tmp_path)} == expected
+
+
+class Hungry(Token):
+    """Asks for more memory than there is, when three rows are verified."""
+
+    name = "hungry"
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        if draft.batch_size == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().verify(draft, p, rng)
+
+
+def test_a_cell_without_memory_fails_alone_and_says_what_it_needed(bench: Any, install: Any) -> None:
+    install("verifiers", ("hungry", Hungry))
+    settings = [
+        "matrix={batch_size: [1, 3]}",
+        *ONE_GROUP[1:-1],
+        "verifiers=[hungry, token]",
+        "drafters=[prompt-lookup]",
+    ]
+    code, out, err = bench(*settings)
+    assert code == 1 and "1 of 6 cells failed" in err
+    assert (
+        "failed: prompt-lookup × hungry (temperature 1, batch size 3): out of memory at batch size 3: weights " in out
+    )
+    assert "cache 0.00 GB (3 slots of " in out and "(3 × 11 positions) are less than the " in out
 
 
 class Lax(Token):
@@ -326,7 +391,37 @@ def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
     _, out, _ = bench(*ONE_GROUP, "batch_size=9")
-    assert "note: batch size 9 with only 6 prompts: some slots stay empty" in out
+    assert "note: batch size 9 with only 6 prompts: some slots stay empty, tok/s are those of fewer rows" in out
+
+
+def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Every look at the clock takes a second, of which a round books five."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
+    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
+    for result in outcome.results:
+        assert result.metrics is not None
+        b = result.config.batch_size
+        lengths = [response["prompt_tokens"] for response in result.responses]
+        rounds = batch_rounds(result.records, lengths, result.chunks, b)
+        tail = [r for r in rounds if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
+        assert (len(tail) > 0) == (b == 3)
+        assert sum(c.tail_emitted for c in result.chunks) == sum(r.emitted for r in tail)
+        assert result.metrics.tail_seconds == 5 * len(tail)
+        assert result.metrics.decode_seconds == 5 * (len(rounds) - len(tail))
+        assert result.metrics.tokens == sum(r.emitted for r in rounds)
+        counted = result.metrics.tokens - sum(r.emitted for r in tail)
+        assert result.metrics.tokens_per_second == counted / result.metrics.decode_seconds
+
+
+def test_charts_without_matplotlib(bench: Any, monkeypatch: Any) -> None:
+    def missing(outcome: Any) -> list[str]:
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(run_module, "draw", missing)
+    code, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
+    assert code == 0 and "note: charts need matplotlib: pip install 'crossdraft[plots]'" in out
 
 
 @pytest.mark.parametrize("name", ["narrow", "wide"])
@@ -354,8 +449,11 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
         (6, 4, [6]),
         (8, 4, [4, 4]),
         (48, 4, [8] * 6),
+        (48, 8, [16] * 3),  # two batches each
+        (48, 16, [16] * 3),  # one, for three pieces to resample
+        (40, 16, [20] * 2),
         (2, 8, [2]),
-        (13, 2, [2, 2, 2, 2, 2, 3]),
+        (13, 2, [3, 3, 3, 4]),
     ],
 )
 def test_chunks_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:

@@ -132,7 +132,7 @@ def computed(
 
 
 def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> Eagle:
-    return built(target, lambda name: Checkpoint(name, Path("somewhere"), config, dict(tensors)))
+    return built(target, lambda name: Checkpoint(name, Path("somewhere"), config, dict(tensors), "somewhere", ""))
 
 
 def built(target: Any, heads: Any = None, model: str = "head") -> Eagle:

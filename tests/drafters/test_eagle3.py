@@ -223,7 +223,7 @@ def target() -> Any:
 
 def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any], **options: Any) -> Eagle3:
     def heads(name: str) -> Checkpoint:
-        return Checkpoint(name, Path("somewhere"), config, dict(tensors))
+        return Checkpoint(name, Path("somewhere"), config, dict(tensors), "somewhere", "")
 
     return built(target, heads, **options)
 

@@ -558,7 +558,7 @@ def exact_heads(model: Any, ids: Sequence[int] | None = None) -> Callable[[str],
         tensors[f"lm_heads.{i}.weight"] = torch.randn(rows, 8, generator=generator, dtype=torch.float64) * 0.4
     if ids is not None:
         tensors["token_map"] = torch.tensor(ids)
-    return lambda name: Checkpoint(name, Path("here"), {}, tensors)
+    return lambda name: Checkpoint(name, Path("here"), {}, tensors, "here", "")
 
 
 @pytest.mark.parametrize(

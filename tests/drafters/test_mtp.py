@@ -101,7 +101,7 @@ def built(target: Any, tensors: dict[str, Tensor] | None = None, model: str = "m
 
     def heads(name: str) -> Checkpoint:
         assert tensors is not None
-        return Checkpoint(name, Path("somewhere"), {}, dict(tensors))
+        return Checkpoint(name, Path("somewhere"), {}, dict(tensors), "somewhere", "")
 
     given = {} if tensors is None else {"load_heads": heads}
     cpu = torch.device("cpu")

@@ -1,0 +1,59 @@
+"""What is said when memory runs out, with bytes counted by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from crossdraft.framework.bench.memory import exhausted, explain, peak, total
+from crossdraft.framework.decoding.lm import TransformersLM
+
+CPU = torch.device("cpu")
+
+
+def test_what_counts_as_exhausted() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert exhausted(caught.value)
+    assert exhausted(torch.OutOfMemoryError()) and exhausted(MemoryError())
+    assert not exhausted(RuntimeError("it broke")) and not exhausted(ValueError("DefaultCPUAllocator"))
+
+
+def test_needs_by_hand(tiny_model: Any) -> None:
+    model = tiny_model("llama", vocab_size=1000)
+    weights = sum(p.nbytes for p in model.parameters())
+    cache = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32: bytes a token
+    row = 50_000 * cache + 2 * 4 * 5 * 1000  # a slot; logits and law of five positions
+    sentence = explain([model], 64, 50_000, 5, weights + 10 * row + row // 2)
+    assert sentence == (
+        "out of memory at batch size 64: weights 0.00 GB, cache 0.82 GB (64 slots of 50000 tokens), logits and law "
+        "0.00 GB (64 × 5 positions), of 0.14 GB in all; batch size 10 would fit, other programs' memory not counted"
+    )
+    assert "not even batch size 1 fits" in explain([model], 64, 50_000, 5, weights + row - 1)
+    assert "batch size 63 would fit" in explain([model], 64, 50_000, 5, weights + 64 * row - 1)
+    assert "are less than the 0.82 GB there are" in explain([model], 64, 50_000, 5, weights + 64 * row)
+    assert explain([model], 64, 50_000, 5, None).endswith("; set a smaller batch_size or max_new_tokens")
+
+
+def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> None:
+    model = tiny_model(family)
+    lm = TransformersLM(model, 2, 16)
+    lm.begin(0, [3, 4, 5])
+    cache, logits = lm.cache.nbytes() // 2, 2 * 4 * lm.vocab_size
+    weights = sum(p.nbytes for p in model.parameters())
+    assert "batch size 1 would fit" in explain([model], 2, 16, 1, weights + cache + logits)
+    assert "not even batch size 1" in explain([model], 2, 16, 1, weights + cache + logits - 1)
+
+
+def test_a_shared_embedding_counts_once(tiny_model: Any) -> None:
+    model = tiny_model("llama", vocab_size=1000)
+    weights = sum(p.nbytes for p in model.parameters())
+    both = 2 * 2 * 2 * 2 * 8 * 4 * 100 + 2 * 4 * 3 * 1000  # two caches, one set of weights
+    assert "batch size 2 would fit" in explain([model, model], 3, 100, 3, weights + 2 * both)
+
+
+def test_the_peak_is_at_least_what_is_held() -> None:
+    held = torch.ones(2**24)
+    measured, there = peak(CPU), total(CPU)
+    if measured is not None and there is not None:  # Windows does not say
+        assert held.nbytes < measured < there
