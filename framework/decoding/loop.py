@@ -271,18 +271,18 @@ class Decoder:
         emitted = torch.cat([along, torch.zeros_like(verdict.token)[:, None]], 1)
         emitted.scatter_(1, verdict.length[:, None], verdict.token[:, None])
         depth = draft.count if draft.is_chain or not draft.width else torch.where(draft.valid, draft.depth, 0).amax(1)
-        meta = torch.stack([verdict.length, draft.count, depth, scores.finite.long()], 1)
-        host = torch.cat([meta, emitted], 1).tolist()
-        survival: list[float | None] = [None] * len(host)
-        if verdict.survival is not None:
-            survival = list(verdict.survival.sum(1).tolist())
+        known = verdict.survival is not None
+        survival = verdict.survival.sum(1) if verdict.survival is not None else torch.zeros_like(depth)
+        # float64 holds every token id exactly.
+        meta = torch.stack([verdict.length, draft.count, depth, scores.finite, survival], 1).double()
+        host = torch.cat([meta, emitted.double()], 1).tolist()
         return (
-            [r[0] for r in host],
-            [r[4:] for r in host],
-            [r[1] for r in host],
-            [r[2] for r in host],
+            [int(r[0]) for r in host],
+            [[int(token) for token in r[5:]] for r in host],
+            [int(r[1]) for r in host],
+            [int(r[2]) for r in host],
             [bool(r[3]) for r in host],
-            survival,
+            [r[4] if known else None for r in host],
         )
 
     def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:

@@ -1,0 +1,209 @@
+"""What a round costs beside the models: the share of its wall time that is not inside a model's forward pass.
+
+    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--rounds 40] [--profile small-lm]
+
+Forward hooks on the target and on the drafting model time what happens inside ``model(...)``; the loop's own clock
+times the phases. What is left of a phase once the pass inside it is taken out is overhead: *draft* (catching up,
+masks, the drafter's laws and draws), *target* (masks, the law p), *verify* (the rule), *rest* (the host's books and
+the round's one synchronisation). Every number is the median over rounds with all slots occupied, so shares
+need not sum to 100. ``--profile`` prints where the rounds of one drafter spend their time instead: crossdraft's own
+functions, with what they call included, at the last batch size of ``--batch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import re
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tabulate import tabulate
+
+from crossdraft.framework.bench.prompts import encode, load_prompts
+from crossdraft.framework.decoding.lm import TransformersLM
+from crossdraft.framework.decoding.loop import Decoder, Stopwatch
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.drafter import DraftContext
+from crossdraft.framework.models import LoadedModel, load_model
+from crossdraft.framework.plugins import get
+from crossdraft.framework.rng import CounterRng
+
+DRAFTERS = ("none", "prompt-lookup", "small-lm")
+PHASES = ("draft", "target", "verify", "rest")
+#: Most of a round, in per cent, that may be spent outside the models: (batch size 1, more than 1).
+BUDGETS = (8.0, 5.0)
+#: First rounds of a cell, in which buffers are made.
+WARM_UP = 3
+
+
+class ForwardClock:
+    """Seconds inside the forward passes of a model since `take` was last called."""
+
+    def __init__(self, model: Any):
+        device = model.device
+        self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
+        self._seconds = self._start = 0.0
+        self._depth = 0
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave)
+
+    def watching(self, lm: TransformersLM) -> TransformersLM:
+        """``lm`` with the replays of its CUDA graphs timed too, masks included: the model's hooks do not see them."""
+        if (graphs := lm._graphs) is not None:
+
+            def timed(function: Callable, *rest: Any) -> Any:
+                if function != lm._score:
+                    return graphs(function, *rest)
+                self._enter()
+                out = graphs(function, *rest)
+                self._leave()
+                return out
+
+            lm._graphs = cast(Any, timed)
+        return lm
+
+    def _enter(self, *_: Any) -> None:
+        if self._depth == 0:
+            self._synchronise()
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._synchronise()
+            self._seconds += time.perf_counter() - self._start
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+#: Of the target and of the drafting model.
+Models = tuple[LoadedModel, LoadedModel]
+Clocks = tuple[ForwardClock, ForwardClock]
+
+
+def make_decoder(models: Models, clocks: Clocks, drafter: str, batch: int, length: int, args: Any) -> Decoder:
+    target, small = (model.model for model in models)
+    lm = clocks[0].watching(TransformersLM(target, batch, length))
+    sampling = Sampling(temperature=args.temperature)
+    context = DraftContext(
+        sampling=sampling,
+        batch_size=batch,
+        max_length=length,
+        vocab_size=lm.vocab_size,
+        device=lm.device,
+        load_lm=lambda name: clocks[1].watching(TransformersLM(small, batch, length)),
+    )
+    cls = get("drafters", drafter)
+    given = {"gamma": args.gamma, "model": args.drafter}
+    config = cls.Config(**{key: value for key, value in given.items() if key in cls.Config.model_fields})
+    return Decoder(
+        lm,
+        cls(config, context),
+        get("verifiers", args.verifier)(),
+        sampling=sampling,
+        max_new_tokens=args.max_new_tokens,
+        rng=CounterRng(0),
+        stopwatch=Stopwatch(lm.device),
+    )
+
+
+class _Enough(Exception):
+    """All wanted rounds were made."""
+
+
+def rounds(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
+    """Run ``wanted`` rounds with every slot occupied, ``each`` of which is handed to the caller to make."""
+    made, own = 0, decoder.round
+
+    def counted() -> Any:
+        nonlocal made
+        if made == wanted:
+            raise _Enough
+        made += 1
+        return each(own)
+
+    decoder.round = counted
+    # As many prompts as the rounds could possibly finish, so that no slot stays empty.
+    with suppress(_Enough):
+        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (wanted + 1)))):
+            pass
+
+
+def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
+    """Medians over the rounds: ``ms`` of a round; per cent of it in ``passes`` and, outside them, by phase."""
+    seconds, found = decoder.stopwatch.seconds, []
+
+    def timed(make: Callable) -> Any:
+        before = dict(seconds)
+        for clock in clocks:
+            clock.take()
+        out = make()
+        spent = {phase: seconds[phase] - before[phase] for phase in PHASES}
+        passes = {"target": clocks[0].take(), "draft": clocks[1].take()}
+        total = sum(spent.values())
+        outside = {phase: 100 * (spent[phase] - passes.get(phase, 0.0)) / total for phase in PHASES}
+        inside = {f"{phase} pass": 100 * passes[phase] / total for phase in passes}
+        found.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
+        return out
+
+    rounds(decoder, prompts, wanted + WARM_UP, timed)
+    kept = found[WARM_UP:]
+    return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter", default="smollm2-small-lm", help="model of the small-lm drafter")
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=40, help="measured rounds of each cell")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--verifier", default="token")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", choices=DRAFTERS, help="show where the time of this drafter's rounds goes")
+    args = parser.parse_args()
+
+    target = load_model(args.model, dtype=args.dtype, device=args.device)
+    small = load_model(args.drafter, dtype=target.model.dtype, device=target.model.device, share_with=target)
+    prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
+    length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 1
+    where = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(
+        f"{target.name} ({str(target.model.dtype)[6:]}, {where}), {args.verifier}, temperature {args.temperature:g}, "
+        f"gamma {args.gamma}, medians of {args.rounds} rounds; per cent of a round"
+    )
+    models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))
+    if args.profile:
+        profile = cProfile.Profile()
+        decoder = make_decoder(models, clocks, args.profile, args.batch[-1], length, args)
+        rounds(decoder, prompts, args.rounds, profile.runcall)
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(re.escape(str(Path(__file__).parents[1])))
+        return
+    rows = []
+    for batch in args.batch:
+        for drafter in DRAFTERS:
+            found = measure(make_decoder(models, clocks, drafter, batch, length, args), clocks, prompts, args.rounds)
+            budget = BUDGETS[batch > 1]
+            verdict = f"{'within' if found['outside'] <= budget else 'OVER'} {budget:g} %"
+            rows.append([drafter, batch, *found.values(), verdict])
+            header = ["drafter", "B", *found, "budget"]
+    print(tabulate(rows, header, floatfmt=".1f"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""``benchmarks/loop_overhead.py`` takes a round apart without losing any of it; no time is judged."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft.drafters.none import NoDrafter
+from crossdraft.drafters.small_lm import SmallLM
+from crossdraft.verifiers.token import Token
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loop_overhead.py"
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("drafter, options", [(NoDrafter, {}), (SmallLM, {"model": "m", "gamma": 2})])
+def test_the_parts_are_the_whole(tiny_model: Any, decoder: Any, drafter: Any, options: Any) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    target, small = tiny_model("llama", copy="overhead"), tiny_model("llama", seed=1, copy="overhead")
+    clocks = script["ForwardClock"](target), script["ForwardClock"](small)
+    made = decoder(target, drafter, options, Token, batch_size=2, drafting=small, temperature=1.0, max_new_tokens=4)
+    found = script["measure"](made, clocks, PROMPTS, 1)
+    # One measured round: its shares are no medians of different rounds, and have to sum up.
+    parts = [found[key] for key in ("target pass", "draft pass", *script["PHASES"])]
+    assert sum(parts) == pytest.approx(100)
+    assert sum(parts[2:]) == pytest.approx(found["outside"])
+    assert found["target pass"] > 0 and (found["draft pass"] > 0) == bool(options)
+    assert made.batch_rounds == 1 + script["WARM_UP"]
+    assert made.occupied == 0  # stopped in the middle of sequences, the slots are clean
