@@ -14,8 +14,8 @@ from ..framework.rng import RoundRng
 
 #: Stands for a division by zero: products of a few stay finite.
 _HUGE = 1e30
-#: Numbers that fit in a processor's cache beside others: 4 MiB of float32.
-CACHED = 2**20
+#: Numbers that fit in a processor's last cache beside others: 8 MiB of float32.
+CACHED = 2**21
 
 
 def ratios(draft: Draft, p: Tensor) -> Tensor:
