@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..framework.decoding.lm import TransformersLM
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ..framework.errors import ContractError, ModelError, NumericalError
 from ..framework.rng import RoundRng
@@ -166,7 +166,7 @@ class FeatureLM:
 
         ``tokens [B, W]`` and ``features [B, W, H]`` are padded; the logits of a row without pairs mean nothing.
         """
-        last = torch.tensor(list(counts), device=self.device).clamp(min=1) - 1
+        last = on_device(list(counts), self.device).clamp(min=1) - 1
         logits, hidden = self._lm.grow(tokens, features=features, logits_to_keep=last)
         assert hidden is not None
         self._lm.keep(counts)
@@ -348,7 +348,7 @@ class FeatureDrafter(Drafter):
         if levels == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         root = self._checked(self._catch_up(sequences), sequences)
-        most = torch.tensor(limit, device=sequences.device)
+        most = on_device(limit, sequences.device)
         if self.shape is None:
             top_k = min(self.config.top_k, root.shape[1])
             draft, _ = grow_dynamic(levels, top_k, self.config.nodes, root, self.lm.grow, most)
@@ -383,7 +383,7 @@ class FeatureDrafter(Drafter):
         tokens = [history[held + 1 :] for history, held in zip(sequences.history, self.lm.lengths, strict=True)]
         assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"
         width = max(counts)
-        padded = torch.tensor([t + [0] * (width - len(t)) for t in tokens], device=sequences.device)
+        padded = on_device([t + [0] * (width - len(t)) for t in tokens], sequences.device)
         return self.lm.commit(padded, pad_sequence(features, batch_first=True), counts)
 
     def _none(self) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Drawn
+from ..framework.draft import Draft, Drawn, on_device
 from ..framework.rng import RoundRng
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
@@ -107,7 +107,7 @@ def grow_fixed(
                 chosen.append(_siblings(logits[:, node], ranks, siblings, sampling, rng, drawn))
                 drawn += len(ranks)
         token = torch.cat([t for t, _, _ in chosen], 1)
-        of = torch.tensor(parent, device=token.device)
+        of = on_device(parent, token.device)
         ok = torch.cat([v for _, v, _ in chosen], 1) & above_valid[:, of] & (level < limit[:, None])
         tokens.append(token)
         parents.append(above[:, of])

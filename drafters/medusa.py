@@ -23,7 +23,7 @@ from torch.nn import functional
 from ..framework.checkpoint import Checkpoint
 from ..framework.decoding.cpu import speed_up_small_batches
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ..framework.errors import ContractError, ModelError, NumericalError, UsageError
 from ..framework.rng import RoundRng
@@ -184,7 +184,7 @@ class Medusa(Drafter):
             ranks += rank
             above = start
         self._parents, self._levels, self._ranks = (
-            torch.tensor(values, dtype=torch.long, device=self.context.device) for values in (parents, levels, ranks)
+            on_device(values, self.context.device) for values in (parents, levels, ranks)
         )
         if max(ranks, default=0) >= self.heads.vocab_size:
             raise UsageError(
@@ -213,7 +213,7 @@ class Medusa(Drafter):
         steps = max(limits)
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
-        limit = torch.tensor(limits, device=sequences.device)
+        limit = on_device(limits, sequences.device)
         logits = self.heads(self._features, steps).transpose(0, 1)  # [B, steps, rows]
         if self._tree is not None:
             return self._most_probable(self._tree, logits, limit)

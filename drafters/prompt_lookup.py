@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ..framework.rng import RoundRng
 
@@ -89,8 +88,8 @@ class PromptLookup(Drafter):
         lengths = [len(tokens) for tokens in found]
         width = max(lengths)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
-        tokens = torch.tensor(padded, dtype=torch.long, device=sequences.device).view(len(found), width)
-        return Draft.chain(tokens, torch.tensor(lengths, device=sequences.device))
+        tokens = on_device(padded, sequences.device).view(len(found), width)
+        return Draft.chain(tokens, on_device(lengths, sequences.device))
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ..framework.errors import NumericalError
 from ..framework.rng import RoundRng
@@ -66,7 +66,7 @@ class SmallLM(Drafter):
         one_more = sampled and self.context.final_law and self._any_short(sequences)
         if steps == 0 and not one_more:
             return Draft.empty(sequences.batch_size, sequences.device)
-        length = torch.tensor(sequences.limit, device=sequences.device).clamp(max=steps)
+        length = on_device(sequences.limit, sequences.device).clamp(max=steps)
         going = torch.ones_like(length, dtype=torch.bool)
         logits = self._catch_up(sequences)
         drafted, laws = [], []
@@ -105,11 +105,11 @@ class SmallLM(Drafter):
         width = max(self._pending)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in missing]
         if width == min(self._pending):
-            return self.lm.grow(torch.tensor(padded, device=sequences.device))[0][:, -1]
+            return self.lm.grow(on_device(padded, sequences.device))[0][:, -1]
         # Ragged: commit the new tokens at once, so that the draft's nodes start at each row's own end.
-        logits, _ = self.lm.grow(torch.tensor(padded, device=sequences.device))
+        logits, _ = self.lm.grow(on_device(padded, sequences.device))
         self.lm.keep(self._pending)
-        last = torch.tensor(self._pending, device=sequences.device) - 1
+        last = on_device(self._pending, sequences.device) - 1
         self._pending = [0] * len(missing)
         return logits[torch.arange(len(missing), device=sequences.device), last]
 
@@ -136,7 +136,7 @@ class SmallLM(Drafter):
             self.lm.keep(counts)
             return
         path = place.gather(1, verdict.path.clamp(min=0))
-        wanted = torch.tensor(list(counts), device=path.device)[:, None]
+        wanted = on_device(list(counts), path.device)[:, None]
         order = torch.arange(path.shape[1], device=path.device)
         self.lm.keep(counts, torch.where(order < wanted, path, -1)[:, : max(counts)])
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from pydantic import Field, model_validator
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftTraits, StrategyConfig
 from ..framework.rng import RoundRng
 from ._growth import grow_dynamic
@@ -59,7 +58,7 @@ class SmallLMDynamicTree(SmallLM):
             self.config.nodes,
             root,
             lambda tokens, parents: self.lm.grow(tokens, parents)[0],
-            torch.tensor(sequences.limit, device=sequences.device),
+            on_device(sequences.limit, sequences.device),
         )
         return draft
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftTraits
 from ..framework.rng import RoundRng
 from .small_lm import SmallLM
@@ -50,7 +50,7 @@ class SmallLMIid(SmallLM):
             q = self._law(logits, sequences, i)
             laws.append(q)
             tokens.append(torch.stack([rng.draw(q[:, j], "draft", i * k + j) for j in range(k)], 1))
-        length = torch.tensor(sequences.limit, device=sequences.device).clamp(max=steps)
+        length = on_device(sequences.limit, sequences.device).clamp(max=steps)
         draft = Draft.iid(torch.stack(tokens, 2), length, torch.cat(laws, 1))
         # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
         assert draft.sequences is not None

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from pydantic import Field, model_validator
 
 from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Scores, Sequences, Verdict
+from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, DraftTraits, StrategyConfig
 from ..framework.rng import RoundRng
 from ._growth import DRAWN, Shape, Siblings, grow_fixed
@@ -82,7 +81,7 @@ class SmallLMTree(SmallLM):
         shape = Shape(self.shape.parents[:levels], self.shape.ranks[:levels])
         siblings = self._chosen(self.config, self.context.sampling)
         root = self._root(sequences)
-        limit = torch.tensor(sequences.limit, device=sequences.device)
+        limit = on_device(sequences.limit, sequences.device)
         draft, self._place = grow_fixed(
             shape, siblings, root, lambda tokens, parents: self.lm.grow(tokens, parents)[0], self.sampling, limit, rng
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -212,6 +212,14 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows[order, index]
 
 
+def on_device(values: Any, device: torch.device) -> Tensor:
+    """Nested lists of integers as an int64 tensor on ``device``, without waiting for the device.
+
+    Copying from ordinary memory waits; pinned memory is handed out again only once its copy is made.
+    """
+    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 @dataclass
 class Scores:
     """What one forward pass of the target says about a draft.
@@ -276,4 +284,4 @@ class Sequences:
         """Commit ``new`` tokens to slot ``row``."""
         start = len(self.history[row])
         self.history[row].extend(new)
-        self.tokens[row, start : start + len(new)] = torch.as_tensor(new, device=self.device)
+        self.tokens[row, start : start + len(new)] = on_device(new, self.device)

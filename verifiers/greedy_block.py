@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.draft import Draft, Verdict
+from ..framework.draft import Draft, Verdict, on_device
 from ..framework.drafter import StrategyConfig
 from ..framework.errors import ContractError
 from ..framework.rng import RoundRng
@@ -85,8 +85,8 @@ class GreedyBlock(Verifier):
             kept.append([column for column, left in aged if left > 0])
             self._remaining[row] = [left for _, left in aged if left > 0]
         width = max(map(len, kept))
-        columns = torch.tensor([row + [none] * (width - len(row)) for row in kept], dtype=torch.long)
-        self._r = self._r.gather(1, columns.view(len(kept), width).to(self._r.device, non_blocking=True))
+        columns = on_device([row + [none] * (width - len(row)) for row in kept], self._r.device)
+        self._r = self._r.gather(1, columns.view(len(kept), width))
 
     def _layers(self, batch_size: int, device: torch.device) -> Tensor:
         """r ``[B, layers]`` of every layer at the root."""
@@ -168,7 +168,7 @@ class GreedyBlock(Verifier):
                 "(DraftContext.final_law), and this draft does not carry it"
             )
         places = [(row, place) for row, end in enumerate(last) for place in range(end)]
-        row, place = torch.tensor(places, dtype=torch.long).view(-1, 2).t().to(draft.tokens.device, non_blocking=True)
+        row, place = on_device(places, draft.tokens.device).view(-1, 2).t()
         return row, place
 
     def _advance(

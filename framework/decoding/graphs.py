@@ -164,11 +164,3 @@ def graphs_for(model: Any) -> Graphs | None:
 @cache
 def _warn_once(name: str, reason: str) -> None:
     logger.warning("crossdraft: %s runs without CUDA graphs, which makes its passes slower: %s", name, reason)
-
-
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """Nested lists of integers as an int64 tensor on ``device``, without waiting for the device.
-
-    Copying from ordinary memory waits; pinned memory is handed out again only once its copy is made.
-    """
-    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..draft import on_device
 from ..errors import ModelError
 from ..lm import LM
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
-from .graphs import Outputs, graphs_for, on_device
+from .graphs import Outputs, graphs_for
 from .kvcache import Placement, RaggedCache
 
 #: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..draft import Draft, Scores, Sequences, Verdict
+from ..draft import Draft, Scores, Sequences, Verdict, on_device
 from ..drafter import Drafter
 from ..errors import ContractError, NumericalError, UsageError
 from ..lm import LM
@@ -246,7 +246,7 @@ class Decoder:
         seqs = self.sequences
         if draft.tokens.shape[0] != seqs.batch_size:
             raise ContractError(f"{self._drafter} drafted {draft.tokens.shape[0]} rows for {seqs.batch_size} slots")
-        root = torch.tensor([[h[-1] if h else 0] for h in seqs.history], device=self.target.device)
+        root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
         tokens = torch.cat([root, draft.tokens], 1)
         if draft.is_chain:
             parents = None
