@@ -24,10 +24,8 @@ from torch import Tensor
 #: What a number is drawn for. Each purpose has its own sub-stream, indices count within it.
 PURPOSES = ("draft", "accept", "residual", "other")
 _LOW32 = 0xFFFFFFFF
-#: Tokens whose weights are summed before one of them is looked for.
-BLOCK = 256
-#: Tokens of which a running sum takes less time than the further steps of a search by blocks.
-SMALL = 2**15
+#: Tokens whose weights are summed before one of them is looked for; and the vocabularies that are one block.
+BLOCK, SMALL = 256, 1024
 
 
 class RoundRng(Protocol):
@@ -70,40 +68,38 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> n
     return np.stack((c0, c1, c2, c3))
 
 
-def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index per row of ``weights [B, V]`` by inverse CDF in float64, one ``uniform [B]`` in [0, 1) a draw.
+def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
+    """Index per row of ``weights [B, V]`` by inverse CDF in float64: ``uniform [B]`` in [0, 1) finds a block of tokens,
+    ``within [B]`` in [0, 1) a token in it; a small vocabulary is one block, found by ``uniform`` alone.
 
-    Over a large vocabulary in two steps, a block of tokens first and then the token inside it: a running sum over all V
-    is many times slower than sums of blocks. A block is summed in the weights' own precision, at least float32.
+    Why two: passes that differ by rounding alone (in other batches, say) should draw the same token. A uniform falls
+    between the two places of a step of the CDF as often as the step moved. With one number there are V steps, each
+    moved by the rounding of all before it; with two, V / BLOCK and BLOCK. A running sum over all V is also many times
+    slower than sums of blocks. A block is summed in the weights' own precision, at least float32.
     """
     v = weights.shape[1]
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
     if v <= SMALL:
-        cdf = weights.cumsum(1, dtype=torch.float64)
-        return _search(cdf, uniform * cdf[:, -1])
+        return _find(weights, uniform)
     whole = v // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
     if whole < v:
         sums = torch.cat([sums, weights[:, whole:].sum(1, keepdim=True)], 1)
-    cdf = sums.cumsum(1, dtype=torch.float64)
-    threshold = uniform * cdf[:, -1]
-    block = _search(cdf, threshold)[:, None]
-    before = (cdf - sums).gather(1, block).squeeze(1)
-    token = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    first = _find(sums, uniform) * BLOCK
+    token = first[:, None] + torch.arange(BLOCK, device=weights.device)
     if whole < v:
         inside = weights.gather(1, token.clamp(max=v - 1)).masked_fill(token >= v, 0.0)
     else:
         inside = weights.gather(1, token)
-    # Rounding may put the threshold a little below 0 in its block.
-    inside = inside.cumsum(1, dtype=torch.float64)
-    return token[:, 0] + _search(inside, (threshold - before).clamp(min=0))
+    return first + _find(inside, within)
 
 
-def _search(cdf: Tensor, threshold: Tensor) -> Tensor:
-    """``[B]``: the first index at which ``cdf [B, n]`` exceeds ``threshold [B]``, at most where it reaches its end."""
+def _find(weights: Tensor, uniform: Tensor) -> Tensor:
+    """``[B]``: the first index at which the running sum of ``weights [B, n]`` exceeds that share of its end."""
+    cdf = weights.cumsum(1, dtype=torch.float64)
     end = cdf[:, -1]
-    threshold = torch.minimum(threshold, torch.nextafter(end, -end))  # rounding may have put it at the end
+    threshold = torch.minimum(uniform * end, torch.nextafter(end, -end))  # rounding may put it at the end
     found = torch.searchsorted(cdf, threshold[:, None], right=True)
     return found.squeeze(1).clamp_(max=cdf.shape[1] - 1)  # past the end where the weights are NaN or 0
 
@@ -138,27 +134,33 @@ class CounterRound:
         if used & wanted:
             raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this round")
         used |= wanted
-        if self._uniforms is None or self._uniforms.shape[2] < index + n:
-            self._uniforms = self._made(max(index + n, 16))
-        return self._uniforms[PURPOSES.index(purpose), :, index : index + n]
+        return self._numbers(index + n)[PURPOSES.index(purpose), :, index : index + n]
+
+    def _numbers(self, n: int) -> Tensor:
+        """``[2 * purposes, B, >= n]``: the uniforms of all purposes, then those that a draw takes beside its own."""
+        if self._uniforms is None or self._uniforms.shape[2] < n:
+            self._uniforms = self._made(max(n, 16))
+        return self._uniforms
 
     def _made(self, n: int) -> Tensor:
-        """``[purposes, B, n]`` float64, on the device: a longer table starts like a shorter one."""
+        """``[2 * purposes, B, n]`` float64, on the device: a longer table starts like a shorter one."""
         stream, position = self._where
-        pairs = (n + 1) // 2
-        counter = np.empty((4, len(PURPOSES), len(stream), pairs), dtype=np.uint64)
+        pairs, streams = (n + 1) // 2, 2 * len(PURPOSES)
+        counter = np.empty((4, streams, len(stream), pairs), dtype=np.uint64)
         counter[0] = np.arange(pairs, dtype=np.uint64)
-        counter[1] = np.arange(len(PURPOSES), dtype=np.uint64)[:, None, None]
+        counter[1] = np.arange(streams, dtype=np.uint64)[:, None, None]
         counter[2] = position[:, None]
         counter[3] = stream[:, None]
         words = philox4x32(counter, self._key)
         high, low = words[0::2], words[1::2]
         bits = (high << np.uint64(21)) ^ (low >> np.uint64(11))
-        uniforms = np.moveaxis(bits, 0, -1).reshape(len(PURPOSES), len(stream), 2 * pairs) * 2.0**-53
+        uniforms = np.moveaxis(bits, 0, -1).reshape(streams, len(stream), 2 * pairs) * 2.0**-53
         return torch.from_numpy(uniforms).to(self._device, non_blocking=True)
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         return self.uniform(purpose, index, h.shape[1]) < h
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
-        return inverse_cdf(weights, self.uniform(purpose, index, 1)[:, 0])
+        uniform = self.uniform(purpose, index, 1)[:, 0]
+        within = self._numbers(index + 1)[len(PURPOSES) + PURPOSES.index(purpose), :, index]
+        return inverse_cdf(weights, uniform, within)

@@ -144,7 +144,8 @@ def test_inverse_cdf_never_returns_a_token_of_weight_zero(
     w = torch.tensor([weights], dtype=torch.float64).to(dtype)
     if w.sum() == 0:
         return  # rounded away
-    index = inverse_cdf(w, torch.tensor([uniform], dtype=torch.float64))
+    u = torch.tensor([uniform], dtype=torch.float64)
+    index = inverse_cdf(w, u, u)
     assert w[0, index] > 0
 
 
@@ -155,20 +156,33 @@ def test_inverse_cdf_is_the_inverse_of_the_cdf(weights: list[int], data: st.Data
     cell = data.draw(st.integers(0, sum(weights) - 1))
     uniform = torch.tensor([(cell + 0.5) / sum(weights)], dtype=torch.float64)
     want = next(i for i in range(len(weights)) if sum(weights[: i + 1]) > cell)
-    assert inverse_cdf(torch.tensor([weights]).float(), uniform).item() == want
+    assert inverse_cdf(torch.tensor([weights]).float(), uniform, torch.zeros(1)).item() == want
 
 
 @pytest.mark.parametrize("v", [255, 256, 257, 512, 700])
-def test_inverse_cdf_over_several_blocks_is_the_inverse_of_the_cdf(monkeypatch: pytest.MonkeyPatch, v: int) -> None:
-    """Whole numbers, so that every running sum is exact: at, just below and between all the steps of the cdf."""
+def test_inverse_cdf_finds_a_block_and_a_token_in_it(monkeypatch: pytest.MonkeyPatch, v: int) -> None:
+    """Whole numbers, so that every running sum is exact: just inside both ends of every token's share."""
     monkeypatch.setattr("crossdraft.framework.rng.SMALL", 0)
-    generator = torch.Generator().manual_seed(v)
-    weights = torch.randint(0, 4, (v,), generator=generator)
-    weights[weights.nonzero()[-1]] = 4 - weights.sum() % 4 + 4  # a total that divides 2**k keeps u * total exact
-    weights[0] += 2 ** int(weights.sum()).bit_length() - weights.sum()
-    total = int(weights.sum())
-    steps = torch.arange(total, dtype=torch.float64)
-    uniform = torch.cat([steps, steps + 0.5, (steps + 1).nextafter(steps)]) / total
-    want = torch.searchsorted(weights.cumsum(0).double(), uniform * total, right=True)
-    found = inverse_cdf(weights.float().expand(len(uniform), v), uniform)
-    assert torch.equal(found, want)
+    weights = torch.randint(0, 4, (v,), generator=torch.Generator().manual_seed(v))
+    weights[-1] += 1
+    tokens = weights.nonzero().squeeze(1)
+    block = tokens // 256
+    sums = torch.zeros(int(block[-1]) + 1).index_add_(0, torch.arange(v) // 256, weights.float()).double()
+    before = (weights.cumsum(0) - weights)[tokens] - (sums.cumsum(0) - sums)[block]  # inside the block
+    for shift in (1e-6, 1 - 1e-6):
+        within = (before + shift * weights[tokens]) / sums[block]
+        for edge in (1e-6, 1 - 1e-6):
+            uniform = (sums.cumsum(0)[block] - (1 - edge) * sums[block]) / sums.sum()
+            assert torch.equal(inverse_cdf(weights.float().expand(len(tokens), v), uniform, within), tokens)
+
+
+def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
+    """Two numbers a draw, neither of them one that another draw or coin of the round uses."""
+    numbers = CounterRng(0).round([3], [5], torch.device("cpu"))
+    weights = torch.rand(1, 5000, generator=torch.Generator().manual_seed(0))
+    numbers.draw(weights)
+    table = numbers._numbers(16)
+    assert table.shape == (2 * len(PURPOSES), 1, 16) and len(table.unique()) == table.numel()
+    mine = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
+    again = CounterRng(0).round([3], [5], torch.device("cpu"))
+    assert torch.equal(again.draw(weights), inverse_cdf(weights, *mine))
