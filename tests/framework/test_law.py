@@ -174,7 +174,8 @@ class AbsoluteRound(CounterRound):
         stream, position = self._where.tolist()
         later = [[at + index + i for at in position] for i in range(n)]
         columns = [CounterRound(self._key, stream, at, torch.device("cpu")) for at in later]
-        return torch.cat([column.uniform(purpose, 0, 1) for column in columns], 1)
+        none = torch.empty(len(stream), 0, dtype=torch.float64)
+        return torch.cat([none, *(column.uniform(purpose, 0, 1) for column in columns)], 1)
 
 
 def test_numbers_reused_by_the_next_round_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
