@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
@@ -28,13 +29,12 @@ import torch
 from tabulate import tabulate
 
 from crossdraft.framework.bench.prompts import encode, load_prompts
-from crossdraft.framework.decoding.lm import TransformersLM
-from crossdraft.framework.decoding.loop import Decoder, Stopwatch
+from crossdraft.framework.decoding.lm import TransformersLM, fitted
+from crossdraft.framework.decoding.loop import Decoder
 from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
+from crossdraft.framework.generate import build_decoder
 from crossdraft.framework.models import LoadedModel, load_model
 from crossdraft.framework.plugins import get
-from crossdraft.framework.rng import CounterRng
 
 DRAFTERS = ("none", "prompt-lookup", "small-lm")
 PHASES = ("draft", "target", "verify", "rest")
@@ -93,29 +93,23 @@ Clocks = tuple[ForwardClock, ForwardClock]
 
 
 def make_decoder(models: Models, clocks: Clocks, drafter: str, batch: int, length: int, args: Any) -> Decoder:
-    target, small = (model.model for model in models)
-    lm = clocks[0].watching(TransformersLM(target, batch, length))
-    sampling = Sampling(temperature=args.temperature)
-    context = DraftContext(
-        sampling=sampling,
+    target, small = models
+    given = {"gamma": args.gamma, "model": args.drafter}
+    known = get("drafters", drafter).Config.model_fields
+    decoder = build_decoder(
+        replace(target, eos_token_ids=()),  # no text ends early
+        {"name": drafter} | {key: value for key, value in given.items() if key in known},
+        args.verifier,
+        sampling=Sampling(temperature=args.temperature),
         batch_size=batch,
         max_length=length,
-        vocab_size=lm.vocab_size,
-        device=lm.device,
-        load_lm=lambda name: clocks[1].watching(TransformersLM(small, batch, length)),
-    )
-    cls = get("drafters", drafter)
-    given = {"gamma": args.gamma, "model": args.drafter}
-    config = cls.Config(**{key: value for key, value in given.items() if key in cls.Config.model_fields})
-    return Decoder(
-        lm,
-        cls(config, context),
-        get("verifiers", args.verifier)(),
-        sampling=sampling,
         max_new_tokens=args.max_new_tokens,
-        rng=CounterRng(0),
-        stopwatch=Stopwatch(lm.device),
+        load_drafter=lambda target, name, b, length, vocab: fitted(
+            clocks[1].watching(TransformersLM(small.model, b, length)), vocab
+        ),
     )
+    clocks[0].watching(cast(TransformersLM, decoder.target))
+    return decoder
 
 
 class _Enough(Exception):
@@ -181,7 +175,7 @@ def main() -> None:
     target = load_model(args.model, dtype=args.dtype, device=args.device)
     small = load_model(args.drafter, dtype=target.model.dtype, device=target.model.device, share_with=target)
     prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
-    length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 1
+    length = max(map(len, prompts)) + args.max_new_tokens
     where = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{target.name} ({str(target.model.dtype)[6:]}, {where}), {args.verifier}, temperature {args.temperature:g}, "

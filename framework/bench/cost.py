@@ -421,6 +421,12 @@ def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int 
     return below
 
 
+def pays_until(speed_ups: Mapping[int, float]) -> int:
+    """The greatest batch size before `stops_paying`; 0 if it is the least one that stops."""
+    stop = stops_paying(list(speed_ups), list(speed_ups.values()))
+    return max((b for b in speed_ups if stop is None or b < stop), default=0)
+
+
 # -- from a finished cell ---------------------------------------------------------------------------------------
 
 
@@ -540,6 +546,11 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
     return predict(cell, target, drafter, statistics(baseline) if baseline else None)
 
 
+def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
+    """The measured speed-ups of a pair's cells by batch size, of those that have one."""
+    return {b: r.metrics.speed_up.value for b, r in results.items() if r.metrics and r.metrics.speed_up}
+
+
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:
@@ -551,9 +562,8 @@ def last_paying(
     Args:
         results, baselines: of the pair and of plain decoding by batch size, with measured speed-ups.
     """
-    speed_ups = {b: r.metrics.speed_up.value for b, r in results.items() if r.metrics and r.metrics.speed_up}
-    stop = stops_paying(list(speed_ups), list(speed_ups.values()))
-    last = max((b for b in speed_ups if stop is None or b < stop), default=0)
+    speed_ups = speed_ups_of(results)
+    last, stop = pays_until(speed_ups), stops_paying(list(speed_ups), list(speed_ups.values()))
     target, drafter = curves_of(results[last], curves) if last else (None, None)
     if stop is None or target is None or last not in baselines:
         return last
