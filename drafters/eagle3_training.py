@@ -32,6 +32,12 @@ def default_layers(depth: int) -> tuple[int, ...]:
     return tuple(int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in LAYERS)
 
 
+def _rope_theta(config: Any) -> float:
+    """The target's, which the weights that the head starts from were made for; 10000 where it has not just one."""
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return float(theta) if isinstance(theta, int | float) else 10000.0
+
+
 @torch.no_grad()
 def start_from(target: Any, head: Eagle3Head) -> None:
     """Let the head begin as the target's last layer on the highest of its features, as far as shapes allow.
@@ -115,7 +121,7 @@ class Eagle3Trainee(Trainee):
             rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             max_position_embeddings=text.max_position_embeddings,
             num_hidden_layers=1,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(text)},
             vocab_size=vocab,
         )
 

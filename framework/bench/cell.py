@@ -246,7 +246,9 @@ class Cell:
         tail = self._tail if self._tail.emitted < emitted else _Tail()  # else no slot was ever waited for
         after = self.decoder.stopwatch.seconds
         seconds = {phase: after[phase] - before[phase] - tail.seconds.get(phase, 0.0) for phase in after}
-        self.chunks.append(Chunk(emitted - tail.emitted, seconds, tail.emitted, sum(tail.seconds.values())))
+        categories = {c.prompt.category for c in conversations}
+        category = categories.pop() if len(categories) == 1 else ""
+        self.chunks.append(Chunk(emitted - tail.emitted, seconds, tail.emitted, sum(tail.seconds.values()), category))
 
     def _decode(
         self, asked: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]

@@ -54,12 +54,14 @@ class Chunk:
         emitted: tokens generated, without the tail's.
         seconds: by phase (see ``decoding.loop.PHASES``), without the tail's.
         tail_emitted, tail_seconds: tokens and decoding time of the tail.
+        category: of all its prompts; empty if they have several.
     """
 
     emitted: int
     seconds: Mapping[str, float]
     tail_emitted: int = 0
     tail_seconds: float = 0.0
+    category: str = ""
 
     @property
     def decode_seconds(self) -> float:
@@ -74,6 +76,20 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+
+@dataclass
+class CategoryMetrics:
+    """What a cell did on the prompts of one category.
+
+    Attributes:
+        prompts: how many.
+        block_efficiency, speed_up: as in `Metrics`; the latter is None where chunks mix categories.
+    """
+
+    prompts: int
+    block_efficiency: Estimate
+    speed_up: Estimate | None = None
 
 
 @dataclass
@@ -95,7 +111,7 @@ class Metrics:
         tail_seconds: the tail's, which no share and no rate but the next-named counts.
         tokens_per_second: while decoding; ``..._with_prefill``: all in all, tail and prefill included.
         speed_up: of the decoding rate over the baseline of the same group, None without one.
-        by_category: block efficiency by category.
+        by_category: the same by category, in the order of the prompts.
         same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
         peak_memory: bytes, see `memory.peak`; None where the system does not say.
     """
@@ -117,7 +133,7 @@ class Metrics:
     tokens_per_second: float
     tokens_per_second_with_prefill: float
     speed_up: Estimate | None
-    by_category: dict[str, float]
+    by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
     peak_memory: int | None = None
 
@@ -126,9 +142,12 @@ class Metrics:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Metrics:
-        speed_up = Estimate(**data["speed_up"]) if data["speed_up"] else None
-        block_efficiency = Estimate(**data["block_efficiency"])
-        return cls(**{**data, "speed_up": speed_up, "block_efficiency": block_efficiency})
+        categories = {name: CategoryMetrics(**{**row, **_estimates(row)}) for name, row in data["by_category"].items()}
+        return cls(**{**data, **_estimates(data), "by_category": categories})
+
+
+def _estimates(data: Mapping[str, Any]) -> dict[str, Estimate | None]:
+    return {key: Estimate(**data[key]) if data[key] else None for key in ("block_efficiency", "speed_up")}
 
 
 def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int = 0, gamma: int = 0) -> Metrics:
@@ -139,7 +158,9 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
     prefill = seconds.pop("prefill", 0.0)
     decode, tail = sum(seconds.values()), sum(chunk.tail_seconds for chunk in chunks)
     survival = [r.survival for r in records if r.survival is not None]
-    categories = {r.category: None for r in records}  # in the order they came
+    by_category: dict[str, list[RoundRecord]] = {}
+    for record in records:
+        by_category.setdefault(record.category, []).append(record)
     return Metrics(
         tokens=emitted,
         rounds=rounds,
@@ -158,7 +179,10 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
         tokens_per_second=sum(chunk.emitted for chunk in chunks) / decode if decode else 0.0,
         tokens_per_second_with_prefill=emitted / (decode + tail + prefill) if decode + tail + prefill else 0.0,
         speed_up=None,
-        by_category={c: _ratio(*_by_prompt(r for r in records if r.category == c)) for c in categories},
+        by_category={
+            category: CategoryMetrics(len({r.prompt for r in mine}), block_efficiency(mine))
+            for category, mine in by_category.items()
+        },
     )
 
 
@@ -166,6 +190,14 @@ def block_efficiency(records: Sequence[RoundRecord]) -> Estimate:
     """Tokens emitted per round, resampling prompts."""
     emitted, rounds = _by_prompt(records)
     return _bootstrap(lambda pick: emitted[pick].sum(-1) / rounds[pick].sum(-1), len(emitted))
+
+
+def compare(metrics: Metrics, chunks: Sequence[Chunk], baseline: Sequence[Chunk]) -> None:
+    """Set the speed-ups of a cell over the baseline of its group: over all, and by category where chunks are of one."""
+    metrics.speed_up = speed_up(chunks, baseline)
+    for category, found in metrics.by_category.items():
+        pairs = [pair for pair in zip(chunks, baseline, strict=True) if pair[0].category == category]
+        found.speed_up = speed_up(*zip(*pairs, strict=True)) if category and pairs else None
 
 
 def speed_up(chunks: Sequence[Chunk], baseline: Sequence[Chunk]) -> Estimate:
@@ -201,10 +233,6 @@ def _by_prompt(records: Iterable[RoundRecord]) -> tuple[np.ndarray, np.ndarray]:
         total[1] += 1
     table = np.array([sums[prompt] for prompt in sorted(sums)], dtype=float)
     return table[:, 0], table[:, 1]
-
-
-def _ratio(emitted: np.ndarray, rounds: np.ndarray) -> float:
-    return float(emitted.sum() / rounds.sum())
 
 
 def _bootstrap(statistic: Callable[[np.ndarray], np.ndarray], pieces: int) -> Estimate:

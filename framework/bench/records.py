@@ -25,8 +25,8 @@ from .recipe import CellConfig
 
 logger = logging.getLogger(__name__)
 
-#: Of a cell's files. 2: chunks keep their tail apart.
-FORMAT = 2
+#: Of a cell's files. 2: chunks keep their tail apart. 3: chunks have a category, metrics tell more of each.
+FORMAT = 3
 
 _ROUNDS = pa.schema(
     [

@@ -31,7 +31,7 @@ from ..report.tables import group_title, summary_csv, summary_markdown
 from . import memory
 from .cell import Cell, Conversation, Models, lengths, positions, prepare
 from .cost import CostCurve, Prediction, predictions, stored_curves
-from .metrics import LEAST_PIECES, measure, speed_up
+from .metrics import LEAST_PIECES, compare, measure
 from .prompts import Prompt
 from .recipe import CellConfig, Recipe, digest
 from .records import CellResult, RunDirectory
@@ -191,14 +191,23 @@ def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chunked(conversations: Sequence[Conversation], batch_size: int) -> list[Sequence[Conversation]]:
-    """At most `CHUNKS` pieces of nearly equal size.
+    """At most `CHUNKS` pieces of nearly equal size, of each category where all of them are large enough.
 
     Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few
     pieces for an interval; all prompts in one piece where they are fewer.
     """
-    n = len(conversations)
-    pieces = min(CHUNKS, max(n // (2 * batch_size - 1), min(LEAST_PIECES, n // batch_size), 1))
-    edges = [i * n // pieces for i in range(pieces + 1)]
+    categories: dict[str, list[Conversation]] = {}
+    for conversation in conversations:
+        categories.setdefault(conversation.prompt.category, []).append(conversation)
+    whole = 2 * batch_size - 1
+    if min(map(len, categories.values())) < LEAST_PIECES * whole:
+        pieces = max(len(conversations) // whole, min(LEAST_PIECES, len(conversations) // batch_size), 1)
+        return _cut(conversations, min(CHUNKS, pieces))
+    return [piece for mine in categories.values() for piece in _cut(mine, min(CHUNKS, len(mine) // whole))]
+
+
+def _cut(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
+    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
     return [conversations[a:b] for a, b in pairwise(edges)]
 
 
@@ -311,7 +320,7 @@ def _compare(results: Sequence[CellResult]) -> None:
     for result in results:
         if result.metrics is None:
             continue
-        result.metrics.speed_up = speed_up(result.chunks, baseline.chunks)
+        compare(result.metrics, result.chunks, baseline.chunks)
         if result.config.sampling.temperature == 0:
             same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
             result.metrics.same_as_baseline = sum(same) / len(same)

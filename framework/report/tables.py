@@ -88,6 +88,7 @@ def summary_markdown(outcome: Outcome) -> str:
     parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
     parts += [f"## {title}\n\n{table}" for title, table in _tables(outcome, "github")]
     parts.append(_LEGEND)
+    parts += [f"## {title}\n\n{table}" for title, table in _by_category(outcome)]
     if more := _by_batch_size(outcome, "github"):
         parts += [*(f"## {title}\n\n{table}" for title, table in more), _BY_BATCH_SIZE]
     parts += [f"![{name.partition('.')[0].replace('_', ' ')}]({name})" for name in outcome.charts]
@@ -161,6 +162,33 @@ def _estimate(estimate: Estimate, sign: str = "") -> str:
     return f"{estimate.value:{sign}.2f}{interval}"
 
 
+def _by_category(outcome: Outcome) -> list[tuple[str, str]]:
+    """Title and Markdown table of each group with several categories of prompts: a line for each pair and category.
+
+    Left out where a category has too few prompts for an interval.
+    """
+    from ..bench.metrics import LEAST_PIECES
+
+    tables = []
+    columns = {"drafter": "left", "verifier": "left", "category": "left", "prompts": "right"}
+    columns |= {name: align for name, align in _COLUMNS.items() if name in ("BE [95 %]", "speed-up [95 %]")}
+    for title, results in _groups(outcome):
+        rows = []
+        for result in results:
+            if result.config.is_baseline or result.metrics is None:
+                continue
+            by_category = result.metrics.by_category
+            if len(by_category) < 2 or min(found.prompts for found in by_category.values()) < LEAST_PIECES:
+                continue
+            for category, found in by_category.items():
+                pair = result.config.drafter.title, verifier_title(result.config)
+                numbers = _estimate(found.block_efficiency), _estimate(found.speed_up) if found.speed_up else ""
+                rows.append([*pair, category, str(found.prompts), *numbers])
+        if rows:
+            tables.append((f"by category, {title}", _tabulated(columns, rows, "github")))
+    return tables
+
+
 # -- batch size as an axis --------------------------------------------------------------------------------------
 
 
@@ -174,7 +202,9 @@ class Pair:
 
     @property
     def speed_ups(self) -> dict[int, float]:
-        return {b: r.metrics.speed_up.value for b, r in self.results.items() if r.metrics and r.metrics.speed_up}
+        from ..bench.cost import speed_ups_of
+
+        return speed_ups_of(self.results)
 
     @property
     def single_draft(self) -> bool:
@@ -215,7 +245,7 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
 
 def _by_batch_size(outcome: Outcome, style: str) -> list[tuple[str, str]]:
     """Title and table of the speed-ups of each series; where extra rows of several draft sequences pay, below them."""
-    from ..bench.cost import last_paying, stops_paying
+    from ..bench.cost import last_paying, pays_until
 
     tables = []
     for title, series in batch_size_series(outcome.results).items():
@@ -233,9 +263,7 @@ def _by_batch_size(outcome: Outcome, style: str) -> list[tuple[str, str]]:
             best |= {b: max(speed_up, best.get(b, 0.0)) for b, speed_up in pair.speed_ups.items()}
         if single and multi:
             gain = {b: multi[b] / single[b] for b in batch_sizes if b in single and b in multi}
-            stop = stops_paying(list(gain), list(gain.values()))
-            last = max((b for b in gain if stop is None or b < stop), default=0)
-            rows.append(["best multi-draft", "÷ best single", "", "", *_ratios(gain, batch_sizes, last)])
+            rows.append(["best multi-draft", "÷ best single", "", "", *_ratios(gain, batch_sizes, pays_until(gain))])
         tables.append((f"speed-up by batch size, {title}", _tabulated(columns, rows, style)))
     return tables
 
@@ -348,18 +376,27 @@ def _flat(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
     row["error"] = result.error or ""
     if result.metrics is None:
         return row
-    for key, value in result.metrics.to_json().items():
+    metrics = result.metrics.to_json()
+    for key, value in metrics.items():
         if key in ("block_efficiency", "speed_up"):
-            value = value or {"value": None, "low": None, "high": None}
-            row |= {key: value["value"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
+            row |= _spread(key, metrics)
         elif key == "acceptance":
             row |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
         elif key == "shares":
             row |= {f"{phase}_share": share for phase, share in value.items()}
         elif key == "by_category":
-            row |= {f"block_efficiency_{category}": be for category, be in value.items()}
+            for category, found in value.items():
+                row[f"prompts_{category}"] = found["prompts"]
+                row |= _spread("block_efficiency", found, f"_{category}") | _spread("speed_up", found, f"_{category}")
         else:
             row[key] = value
     if predicted:
         row |= {"predicted_tokens_per_second": predicted.tokens_per_second, "predicted_speed_up": predicted.speed_up}
     return row
+
+
+def _spread(key: str, numbers: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
+    """An estimate in three columns."""
+    found = numbers[key] or {"value": None, "low": None, "high": None}
+    names = (f"{key}{suffix}", f"{key}{suffix}_low", f"{key}{suffix}_high")
+    return dict(zip(names, (found["value"], found["low"], found["high"]), strict=True))

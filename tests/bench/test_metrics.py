@@ -1,17 +1,20 @@
 """Metrics against values computed by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdraft.framework.bench.metrics import (
+    CategoryMetrics,
     Chunk,
     Estimate,
     Metrics,
     RoundRecord,
     block_efficiency,
+    compare,
     measure,
     paired_difference,
     speed_up,
@@ -45,7 +48,10 @@ def test_by_hand() -> None:
     assert (metrics.decode_seconds, metrics.prefill_seconds) == (5, 1)
     assert metrics.tokens_per_second == 11 / 5
     assert metrics.tokens_per_second_with_prefill == 11 / 6
-    assert metrics.by_category == {"a": 5 / 2, "b": 6 / 3}
+    assert metrics.by_category == {
+        "a": CategoryMetrics(1, Estimate(5 / 2)),
+        "b": CategoryMetrics(1, Estimate(6 / 3)),
+    }
     assert metrics.drafter_passes == 12
     assert metrics.speed_up is None
 
@@ -60,6 +66,23 @@ def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
     assert tailed.tokens_per_second_with_prefill == 11 / 10
     assert (tailed.tokens, tailed.block_efficiency) == (11, Estimate(11 / 5))
     assert speed_up([Chunk(5, full.seconds, 6, 5.5)], [chunk(5, target=2.0)]) == Estimate(0.5)
+
+
+def test_speed_up_by_category() -> None:
+    metrics = measure(rounds([3, 0], [1], [1, 2, 0]), [chunk(1)])
+    a = [replace(chunk(4, target=t), category="a") for t in (1.0, 2.0, 4.0)]
+    b = replace(chunk(6, target=2.0), category="b")
+    base_a = [replace(chunk(4, target=3.0), category="a")] * 3
+    compare(metrics, [*a, b], [*base_a, replace(chunk(6, target=1.0), category="b")])
+    assert metrics.speed_up is not None and metrics.speed_up.value == pytest.approx(10 / 9)
+    first, second = metrics.by_category["a"].speed_up, metrics.by_category["b"].speed_up
+    assert first is not None and first.value == pytest.approx(9 / 7)
+    assert first.low is not None and 0.75 <= first.low < 9 / 7 < first.high <= 3  # type: ignore[operator]
+    assert second == Estimate(0.5)  # one piece, no interval
+    # Pieces that mix categories tell nothing of any one of them.
+    compare(metrics, [chunk(4)], [chunk(4, target=2.0)])
+    assert metrics.speed_up == Estimate(2.0)
+    assert [found.speed_up for found in metrics.by_category.values()] == [None, None]
 
 
 def test_turns_are_sequences_and_prompts_are_resampled() -> None:

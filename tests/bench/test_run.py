@@ -16,7 +16,9 @@ from pyarrow import parquet
 from crossdraft.drafters.prompt_lookup import PromptLookup
 from crossdraft.framework import cli, plugins
 from crossdraft.framework.bench import run as run_module
+from crossdraft.framework.bench.cell import Conversation
 from crossdraft.framework.bench.cost import batch_rounds
+from crossdraft.framework.bench.prompts import Prompt
 from crossdraft.framework.bench.recipe import load_recipe
 from crossdraft.framework.bench.records import RunDirectory
 from crossdraft.framework.bench.run import chunked, run
@@ -457,6 +459,26 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
     ],
 )
 def test_chunks_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
-    pieces = chunked(list(range(n)), batch)  # type: ignore[arg-type]
+    pieces = chunked(conversations("a" * n), batch)
     assert [len(piece) for piece in pieces] == sizes
-    assert [x for piece in pieces for x in piece] == list(range(n))
+    assert [c.prompt.index for piece in pieces for c in piece] == list(range(n))
+
+
+@pytest.mark.parametrize(
+    "categories, batch, pieces",
+    [
+        ("ab" * 3, 1, ["a", "a", "a", "b", "b", "b"]),
+        ("ab" * 7, 1, ["a"] * 5 + ["aa"] + ["b"] * 5 + ["bb"]),  # at most CHUNKS of each
+        ("aaabb", 1, ["a", "a", "a", "b", "b"]),  # b is too small for an interval
+        ("ab" * 9, 2, ["aaa"] * 3 + ["bbb"] * 3),
+        ("ab" * 8, 2, ["aba", "bab", "aba", "bab", "abab"]),
+    ],
+)
+def test_chunks_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
+    found = chunked(conversations(categories), batch)
+    assert ["".join(c.prompt.category for c in piece) for piece in found] == pieces
+    assert sorted(c.prompt.index for piece in found for c in piece) == list(range(len(categories)))
+
+
+def conversations(categories: str) -> list[Conversation]:
+    return [Conversation(Prompt(i, category, ("hi",), index=i), (9,)) for i, category in enumerate(categories)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crossdraft.framework.bench.cost import CostCurve, Point, Prediction
-from crossdraft.framework.bench.metrics import Chunk, Estimate, RoundRecord, measure
+from crossdraft.framework.bench.metrics import CategoryMetrics, Chunk, Estimate, RoundRecord, measure
 from crossdraft.framework.bench.recipe import CellConfig, Recipe
 from crossdraft.framework.bench.records import CellResult
 from crossdraft.framework.bench.run import Outcome
@@ -85,6 +85,32 @@ def test_predictions_come_from_the_curves_of_the_outcome(tmp_path: Path) -> None
     made.curves = [CostCurve("toy", "abc", "float32", {"device": "cuda (toy)"}, points)]
     # A row at a time: 2 tokens in 0.3 s; no curve for the drafting model, whose measured time is 0.
     assert made.predicted[made.results[1].config.hash].tokens_per_second == pytest.approx(2 / 0.3)
+
+
+def test_by_category(tmp_path: Path) -> None:
+    made = outcome(tmp_path, {1: {"token": 1.5, "block": 1.6}})
+    assert "by category" not in summary_markdown(made)  # there is but one
+    for result in made.results:
+        metrics = result.metrics
+        assert metrics is not None
+        metrics.by_category = {
+            "math": CategoryMetrics(3, Estimate(2.0, 1.9, 2.1), Estimate(1.25, 1.2, 1.3)),
+            "chat": CategoryMetrics(4, Estimate(1.5, 1.4, 1.6)),
+        }
+    text = summary_markdown(made)
+    table = text.partition("## by category, temperature 1, batch size 1\n")[2]
+    assert [cell.strip() for cell in table.splitlines()[3].split("|")[1:-1]] == [
+        *("small-lm", "token", "math", "3", "2.00 [1.90, 2.10]", "1.25 [1.20, 1.30]")
+    ]
+    assert [cell.strip() for cell in table.splitlines()[6].split("|")[1:-1]] == [
+        *("small-lm", "block", "chat", "4", "1.50 [1.40, 1.60]", "")
+    ]
+    (row,) = [r for r in csv.DictReader(io.StringIO(summary_csv(made))) if r["verifier"] == "block"]
+    assert [row[f"speed_up_math{part}"] for part in ("", "_low", "_high")] == ["1.25", "1.2", "1.3"]
+    assert (row["block_efficiency_chat_high"], row["speed_up_chat"], row["prompts_chat"]) == ("1.6", "", "4")
+
+    made.results[1].metrics.by_category["chat"].prompts = 2  # type: ignore[union-attr]
+    assert "token    | math" not in summary_markdown(made)  # too few for an interval
 
 
 SERIES = {
