@@ -23,6 +23,11 @@ def crossdraft_register_drafters(register):
         f"{__name__}.dynamic_threshold:DynamicThreshold",
         summary="a smaller model drafts until it is unsure",
     )
+    register(
+        "heuristic-schedule",
+        f"{__name__}.heuristic_schedule:HeuristicSchedule",
+        summary="a smaller model drafts more after a draft accepted whole, else less",
+    )
     register("small-lm-iid", f"{__name__}.small_lm_iid:SmallLMIid", summary="a smaller model draws K sequences")
     register(
         "small-lm-tree",

@@ -21,8 +21,8 @@ PAPER = {
     "paper/block-table2": (9, 3),  # 3 temperatures x (1 + 2 rules)
     "paper/block-table4": (4, 1),  # 1 + 3 rules
     "paper/block-table5": (12, 2),  # 2 batch sizes x (1 + 2 rules for one draft + 3 for two)
-    "paper/dynamic-speculation": (6, 2),  # 2 targets x (1 + 2 drafters)
-    "paper/dynamic-speculation-code": (6, 2),
+    "paper/dynamic-speculation": (8, 2),  # 2 targets x (1 + 3 drafters)
+    "paper/dynamic-speculation-code": (8, 2),
     "smollm2-gamma": (7, 1),
     "smollm2-table5": (12, 2),
 }

@@ -38,6 +38,7 @@ CONTROL, FEW, MANY = 5_000, 20_000, 200_000
 DRAFTERS = {
     "small-lm": {"model": "noisy", "gamma": GAMMA},
     "dynamic-threshold": {"model": "noisy", "gamma": GAMMA, "threshold": 0.4},
+    "heuristic-schedule": {"model": "noisy", "gamma": GAMMA, "start": 1},
     "prompt-lookup": {"gamma": GAMMA},
 }
 

@@ -1,0 +1,97 @@
+"""Drafts whose length follows the last round: the schedule, and that it changes nothing that is said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from crossdraft.drafters.heuristic_schedule import HeuristicSchedule
+from crossdraft.drafters.none import NoDrafter
+from crossdraft.framework import plugins
+from crossdraft.framework.decoding.loop import Response
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.rng import CounterRng
+from crossdraft.framework.verifier import incompatible
+from crossdraft.verifiers.greedy import Greedy
+from crossdraft.verifiers.token import Token
+
+PROMPTS = [[5, 9, 9, 13], [3, 1], [7, 7, 2], [11], [4, 4, 8, 2, 6]]
+NEW = 40
+
+
+@pytest.fixture
+def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Response]]:
+    """``responses(verifier, noise, batch_size, ...)``: what a target and a drafter this different from it say."""
+
+    def run(verifier: Any, noise: float, batch_size: int, temperature: float = 0.0, **options: int) -> list[Response]:
+        loop = decoder(
+            tiny_model("llama"),
+            HeuristicSchedule,
+            {"model": "noisy", **options},
+            verifier,
+            drafting=tiny_model("llama", noise=noise) if noise else tiny_model("llama"),
+            temperature=temperature,
+            batch_size=batch_size,
+            max_new_tokens=NEW,
+            rng=CounterRng(7),
+        )
+        return sorted(loop.run(PROMPTS), key=lambda response: response.index)
+
+    return run
+
+
+def expected(response: Response, start: int, most: int) -> list[int]:
+    """How long each draft should have been, from what became of the ones before it."""
+    length, left, lengths = start, NEW, []
+    for r in response.rounds:
+        drafted = min(length, left - 1)
+        lengths.append(drafted)
+        if drafted:
+            length = min(drafted + 2, most) if r.tau == drafted else max(length - 1, 1)
+        left -= r.emitted
+    return lengths
+
+
+def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response]]) -> None:
+    for response in responses(Greedy, 0.0, 3):
+        assert [r.nodes for r in response.rounds] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
+    for response in responses(Greedy, 0.0, 3, gamma=8, start=3):
+        assert [r.nodes for r in response.rounds][:4] == [3, 5, 7, 8]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_sequence_has_its_own_length(
+    responses: Callable[..., list[Response]], batch_size: int, temperature: float
+) -> None:
+    seen = set()
+    for response in responses(Token, 0.02, batch_size, temperature, start=3, gamma=6):
+        lengths = [r.nodes for r in response.rounds]
+        assert lengths == expected(response, 3, 6)
+        seen |= set(lengths)
+    assert {1, 2, 3, 5} <= seen, "the drafter must be right at times and wrong at times"
+
+
+def test_the_output_is_the_target_s(decoder: Callable, tiny_model: Callable, responses: Callable) -> None:
+    plain = decoder(tiny_model("llama"), NoDrafter, {}, Greedy, batch_size=2, max_new_tokens=NEW)
+    said = {response.index: response.tokens for response in plain.run(PROMPTS)}
+    for response in responses(Greedy, 0.02, 2):
+        assert response.tokens == said[response.index]
+
+
+def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
+    sampling = Sampling(temperature=1)
+    traits = HeuristicSchedule.traits(HeuristicSchedule.Config(model="m"), sampling)
+    assert traits.nodes == 20
+    said = {
+        name: incompatible("heuristic-schedule", traits, name, plugins.get("verifiers", name).traits, sampling)
+        for name in ("greedy-block", "token", "block")
+    }
+    assert said["greedy-block"] is not None and "length fixed beforehand" in said["greedy-block"]
+    assert said["token"] is None and said["block"] is None
+
+
+def test_a_first_draft_longer_than_any_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"start \(9\) is more than gamma \(8\)"):
+        HeuristicSchedule.Config(model="m", gamma=8, start=9)
