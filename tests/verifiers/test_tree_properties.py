@@ -19,6 +19,7 @@ from crossdraft.framework.decoding.sampling import Sampling
 from crossdraft.framework.draft import Draft, Verdict
 from crossdraft.framework.rng import CounterRng
 from crossdraft.verifiers._tree import Children
+from crossdraft.verifiers.multipath_block import RADIX, ascending
 from crossdraft.verifiers.traversal import Traversal
 
 #: Every shape of draft, and what `VerifierTraits.drawn` calls it.
@@ -383,6 +384,18 @@ def test_of_one_sequence_these_are_block_verification(name: str, seed: int, b: i
         verdict = RULES[name]().verify(draft, p, coins)
         assert verdict.length.tolist() == block.length.tolist()
         assert verdict.token.tolist() == block.token.tolist()
+
+
+@pytest.mark.parametrize("size", [9, RADIX // 4 - 1, RADIX // 4, RADIX - 1, RADIX, RADIX + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_order_of_multipath_block(size: int, dtype: torch.dtype) -> None:
+    """Sorted by bits or not: ascending, equal ones by id; zeros, infinities and the smallest numbers included."""
+    score = torch.rand(3, size, dtype=dtype, generator=torch.Generator().manual_seed(size)).pow(8).div(1e-3)
+    score[0, ::3] = 0
+    score[1, 1::4] = torch.inf
+    score[1, 2::5] = torch.finfo(dtype).smallest_normal / 8
+    score[2] = score[2].round()  # many ties
+    assert ascending(score).tolist() == [sorted(range(size), key=row.__getitem__) for row in score.tolist()]
 
 
 # -- no synchronisation with the host ---------------------------------------------------------------------
