@@ -22,6 +22,8 @@ DRAFTERS = {
     "prompt-lookup": {"name": "prompt-lookup", "gamma": 6},
     "small-lm": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 4},
     "dynamic-threshold": {"name": "dynamic-threshold", "model": "smollm2-small-lm", "gamma": 6},
+    "medusa": {"name": "medusa", "model": "smollm2-medusa"},
+    "eagle3": {"name": "eagle3", "model": "smollm2-eagle3", "gamma": 5},
 }
 PAIRS = [(d, v) for d in DRAFTERS for v in ("greedy", "token", "block")]
 

@@ -200,9 +200,10 @@ def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
 
 def _of_run(args: argparse.Namespace) -> dict[str, Any]:
     """Every cell of a run: what was measured, and what the kept curves say; then other batch sizes."""
+    from ..report.results import read_run
     from .cost import curves_of, predict, predictions, statistics, stored_curves
 
-    results, curves = _read_run(args.run), stored_curves()
+    results, curves = read_run(args.run).outcome.results, stored_curves()
     predicted = predictions(results, curves)
     rows, data, lacking = [], [], set()
     for result in results:
@@ -237,31 +238,6 @@ def _of_run(args: argparse.Namespace) -> dict[str, Any]:
     text.append(f"median error of the predicted tok/s: {error:.0f} % over {len(data)} cells")
     text += [f"no curve for {name}: crossdraft cost --target {name}" for name in sorted(lacking)]
     return {"json": {"cells": data}, "text": text}
-
-
-def _read_run(directory: Path) -> list[CellResult]:
-    """The finished cells of a run, baselines first in their groups' order on disk."""
-    from .recipe import CellConfig
-    from .records import RunDirectory
-
-    run, results = RunDirectory(directory), []
-    for file in sorted(directory.glob("cells/*/config.json")):
-        try:
-            config = CellConfig.model_validate(json.loads(file.read_text(encoding="utf-8"))["config"])
-        except (OSError, ValueError, KeyError) as error:
-            raise UsageError(f"{file} cannot be read: {error}; run the recipe again") from None
-        found = run.load(config)
-        if found is not None:
-            results.append(found)
-    if not results:
-        raise UsageError(f"{directory} holds no finished cells; give the directory of a run, runs/NAME-HASH")
-
-    def order(result: CellResult) -> tuple[Any, ...]:
-        config = result.config
-        about = (config.sampling.temperature, config.batch_size, config.group, not config.is_baseline)
-        return (*about, config.drafter.title, config.verifier.title)
-
-    return sorted(results, key=order)
 
 
 def _pair(result: CellResult) -> list[str]:
@@ -316,11 +292,12 @@ def _chains(args: argparse.Namespace, context: float) -> tuple[dict[str, CellSta
 
 def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """The pairs of a run: their acceptance stays the same on another machine, the seconds they took here do not."""
+    from ..report.results import read_run
     from .cost import statistics
 
     pairs: dict[str, CellStatistics] = {}
     remarks = ["verification and bookkeeping count as free"]
-    for result in _read_run(args.run):
+    for result in read_run(args.run).outcome.results:
         cell = statistics(result)
         if cell is None or result.config.is_baseline:
             continue

@@ -439,7 +439,7 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
         (["--target", "X", "--repeats", "0"], "--repeats must be positive"),
         (["--target", "X", "--batch-size", "0,1"], "--batch-size takes positive numbers"),
         (["--target", "X", "--run", "R", "--acceptance", "0.5"], "give one of them"),
-        (["--run", "nowhere"], "nowhere holds no finished cells"),
+        (["--run", "nowhere"], "nowhere is no directory; give the directory of a finished run"),
     ],
 )
 def test_options_that_do_not_fit(options: list[str], message: str, config_file: str, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct and a small drafter for it, as models of crossdraft."""
+"""SmolLM2-135M-Instruct and three drafters for it, as models of crossdraft."""
 
 from crossdraft.framework.hookspecs import Register, hookimpl
 
@@ -14,4 +14,14 @@ def crossdraft_register_models(register: Register) -> None:
         "smollm2-small-lm",
         "crossdraft_smollm2.sources:SMALL_LM",
         summary="a small LM distilled from smollm2-135m-instruct to draft for it; shares its embedding",
+    )
+    register(
+        "smollm2-medusa",
+        "crossdraft_smollm2.sources:MEDUSA",
+        summary="five Medusa heads for smollm2-135m-instruct; they share its head",
+    )
+    register(
+        "smollm2-eagle3",
+        "crossdraft_smollm2.sources:EAGLE3",
+        summary="an EAGLE-3 head for smollm2-135m-instruct with a vocabulary of 8192 tokens",
     )

@@ -12,4 +12,7 @@ INSTRUCT = WheelGGUF(
     eos_token_ids=(2,),  # <|im_end|>
 )
 
-SMALL_LM = Path(__file__).parent / "small_lm"
+_HERE = Path(__file__).parent
+SMALL_LM = _HERE / "small_lm"
+MEDUSA = _HERE / "medusa"
+EAGLE3 = _HERE / "eagle3"
