@@ -76,6 +76,8 @@ def terminal(outcome: Outcome) -> str:
     for lines in [_shortened(_differences(outcome)), *_remarks(outcome)]:
         if lines:
             parts.append("\n".join(lines))
+    if _by_category(outcome):
+        parts.append("block efficiency and speed-up by category of prompts: summary.md, beside the records")
     parts.append(f"records: {outcome.directory}")
     return "\n\n".join(parts)
 

@@ -23,6 +23,7 @@ PAPER = {
     "paper/block-table5": (12, 2),  # 2 batch sizes x (1 + 2 rules for one draft + 3 for two)
     "paper/dynamic-speculation": (8, 2),  # 2 targets x (1 + 3 drafters)
     "paper/dynamic-speculation-code": (8, 2),
+    "smollm2-drafters": (8, 2),  # 2 temperatures x (1 + 3 drafters)
     "smollm2-gamma": (7, 1),
     "smollm2-table5": (12, 2),
 }
@@ -32,7 +33,7 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
     """The names of the SmolLM2 pack, which need not be installed: a model is only a name until it is loaded."""
-    names = {"smollm2-135m-instruct", "smollm2-small-lm"} - plugins.entries("models").keys()
+    names = {"smollm2-135m-instruct", "smollm2-small-lm", "smollm2-medusa", "smollm2-eagle3"} - plugins.entries("models").keys()
 
     def register_models(register: Any) -> None:
         for name in names:
