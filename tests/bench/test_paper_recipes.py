@@ -33,7 +33,8 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
     """The names of the SmolLM2 pack, which need not be installed: a model is only a name until it is loaded."""
-    names = {"smollm2-135m-instruct", "smollm2-small-lm", "smollm2-medusa", "smollm2-eagle3"} - plugins.entries("models").keys()
+    pack = {"smollm2-135m-instruct", "smollm2-small-lm", "smollm2-medusa", "smollm2-eagle3"}
+    names = pack - plugins.entries("models").keys()
 
     def register_models(register: Any) -> None:
         for name in names:
