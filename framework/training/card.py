@@ -86,12 +86,13 @@ def write_card(
     title, about, objective = trainee.describe()
     places = len(log[-1]["positions"])
     by_place = "" if places == 1 else ", by its place in the draft"
+    others = f" {len(train) - written} finished texts come from {_names(finished)}." if finished else ""
+    given = f", the others come from {_names(questions)}" if questions else ""
     facts = [
         f"Target weights: sha256 `{trainer.target.sha256}` ({source})",
         f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were written by the "
         f"target at temperature {', '.join(f'{x:g}' for x in temperatures)}; it invented {invented} of their questions "
-        f"itself (Magpie), the others come from {_names(questions)}. {len(train) - written} finished texts come from "
-        f"{_names(finished)}.",
+        f"itself (Magpie){given}.{others}",
         f"Objective: {objective}",
         f"Training: {trainer.step} steps, {trainer.seconds / 60:.1f} minutes, {trainer.tokens} response tokens seen, "
         f"device {trainer.device}, precision {trainer.accelerator.mixed_precision}",
@@ -127,7 +128,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _names(files: Sequence[Any]) -> str:
-    return ", ".join(Path(f).name for f in files) or "nowhere"
+    return ", ".join(Path(f).name for f in files)
 
 
 def _public(argv: Sequence[str]) -> list[str]:
