@@ -165,12 +165,7 @@ def _estimate(estimate: Estimate, sign: str = "") -> str:
 
 
 def _by_category(outcome: Outcome) -> list[tuple[str, str]]:
-    """Title and Markdown table of each group with several categories of prompts: a line for each pair and category.
-
-    Left out where a category has too few prompts for an interval.
-    """
-    from ..bench.metrics import LEAST_PIECES
-
+    """Title and Markdown table of each group that was measured category by category: a line for each pair and one."""
     tables = []
     columns = {"drafter": "left", "verifier": "left", "category": "left", "prompts": "right"}
     columns |= {name: align for name, align in _COLUMNS.items() if name in ("BE [95 %]", "speed-up [95 %]")}
@@ -180,8 +175,8 @@ def _by_category(outcome: Outcome) -> list[tuple[str, str]]:
             if result.config.is_baseline or result.metrics is None:
                 continue
             by_category = result.metrics.by_category
-            if len(by_category) < 2 or min(found.prompts for found in by_category.values()) < LEAST_PIECES:
-                continue
+            if len(by_category) < 2 or not any(found.speed_up for found in by_category.values()):
+                continue  # pieces of mixed prompts: block efficiency by category is in the CSV
             for category, found in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result.config)
                 numbers = _estimate(found.block_efficiency), _estimate(found.speed_up) if found.speed_up else ""

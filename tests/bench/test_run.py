@@ -20,7 +20,7 @@ from crossdraft.framework.bench.cell import Conversation
 from crossdraft.framework.bench.cost import batch_rounds
 from crossdraft.framework.bench.prompts import Prompt
 from crossdraft.framework.bench.recipe import load_recipe
-from crossdraft.framework.bench.records import RunDirectory
+from crossdraft.framework.bench.records import FORMAT, RunDirectory
 from crossdraft.framework.bench.run import chunked, run
 from crossdraft.framework.decoding import loop
 from crossdraft.framework.decoding.lm import FittedLM, TransformersLM
@@ -168,8 +168,9 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     changed = [d.name for d in cells(tmp_path) if (d / "metrics.json").read_bytes() != first[d.name]]
     assert len(changed) == 3 and gone.name in changed
 
-    earlier = cells(tmp_path)[0] / "config.json"  # of a version whose chunks had no tail
-    earlier.write_text(earlier.read_text(encoding="utf-8").replace('"format": 2', '"format": 1'), encoding="utf-8")
+    earlier = cells(tmp_path)[0] / "config.json"
+    written = earlier.read_text(encoding="utf-8").replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}')
+    earlier.write_text(written, encoding="utf-8")
     assert bench(*settings)[2].count("running 3 cells") == 1
     (cells(tmp_path)[0] / "metrics.json").write_text("{", encoding="utf-8")  # damaged
     assert bench(*settings)[2].count("running 3 cells") == 1
