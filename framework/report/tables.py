@@ -165,7 +165,10 @@ def _estimate(estimate: Estimate, sign: str = "") -> str:
 
 
 def _by_category(outcome: Outcome) -> list[tuple[str, str]]:
-    """Title and Markdown table of each group that was measured category by category: a line for each pair and one."""
+    """Title and Markdown table of each group that was measured category by category: a line for each pair and one.
+
+    Left out where pieces mix categories or have too few prompts for an interval; the CSV has what there is.
+    """
     tables = []
     columns = {"drafter": "left", "verifier": "left", "category": "left", "prompts": "right"}
     columns |= {name: align for name, align in _COLUMNS.items() if name in ("BE [95 %]", "speed-up [95 %]")}
@@ -175,8 +178,10 @@ def _by_category(outcome: Outcome) -> list[tuple[str, str]]:
             if result.config.is_baseline or result.metrics is None:
                 continue
             by_category = result.metrics.by_category
-            if len(by_category) < 2 or not any(found.speed_up for found in by_category.values()):
-                continue  # pieces of mixed prompts: block efficiency by category is in the CSV
+            every = by_category.values()
+            whole = any(found.speed_up for found in every) and all(found.block_efficiency.low for found in every)
+            if len(by_category) < 2 or not whole:
+                continue
             for category, found in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result.config)
                 numbers = _estimate(found.block_efficiency), _estimate(found.speed_up) if found.speed_up else ""

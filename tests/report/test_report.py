@@ -110,8 +110,11 @@ def test_by_category(tmp_path: Path) -> None:
     assert [row[f"speed_up_math{part}"] for part in ("", "_low", "_high")] == ["1.25", "1.2", "1.3"]
     assert (row["block_efficiency_chat_high"], row["speed_up_chat"], row["prompts_chat"]) == ("1.6", "", "4")
 
-    made.results[1].metrics.by_category["math"].speed_up = None  # type: ignore[union-attr]
-    assert "token      | math" not in summary_markdown(made)  # measured in mixed pieces
+    token, block = (result.metrics.by_category for result in made.results[1:])  # type: ignore[union-attr]
+    token["math"].speed_up = None  # measured in mixed pieces
+    assert "| math" in summary_markdown(made)
+    block["math"].block_efficiency = Estimate(2.0)  # too few for an interval
+    assert "| math" not in summary_markdown(made)
 
 
 SERIES = {
