@@ -12,7 +12,7 @@ frequent tokens alone; q is 0 elsewhere.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -32,6 +32,9 @@ from ._eagle_weights import (
     write,
 )
 from ._features import FeatureDrafter, FeatureHead, HeadConfig
+
+if TYPE_CHECKING:
+    from ..framework.checkpoint import Checkpoint
 
 #: Low, middle, high, as the authors count: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)
@@ -173,50 +176,70 @@ class Eagle3(FeatureDrafter):
         return LAYERS if config.layers is None else config.layers
 
     def load(self) -> Eagle3Head:
-        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        raw, tensors = checkpoint.config, renamed(checkpoint.tensors)
-        if not is_eagle3(tensors):
-            raise checkpoint.refused("they are no EAGLE-3 heads: neither midlayer.hidden_norm nor layers.0.hidden_norm")
-        config = layer_config(checkpoint, tensors)
-        ids = target_ids(checkpoint, tensors, self.context.vocab_size)
-        embedding = target.get_input_embeddings().weight
-        size, vocab = config.hidden_size, self.context.vocab_size
-        rows = vocab if ids is None else len(ids)
-        embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
-        output = table(checkpoint, tensors, "lm_head.weight", target.get_output_embeddings().weight, (rows, size))
-        width = self._feature_size(checkpoint, target)
-        speculators = "speculators_config" in raw
-        head = Eagle3Head(
-            config,
-            embed,
-            width,
-            head=output,
-            target_ids=ids,
-            norm_before_residual=bool(raw.get("norm_before_residual", False)),
-            norm_before_fc="input_norm.weight" in tensors,
-            fc_norm=sum(key.startswith("fc_norm.") for key in tensors),
-            # One key, two meanings: speculators feeds the normed output back, SpecForge norms before the head.
-            feed_normed=speculators and bool(raw.get("norm_output")),
-            head_norm=speculators or bool(raw.get("norm_output", True)),
-            fc_bias="fc.bias" in tensors,
-            biased=biased(tensors),
-        )
-        checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
-        return head
+        target = self.context.target_model
+        return read_head(self.context.load_heads(self.config.model), target, self.config.layers)
 
-    def _feature_size(self, checkpoint: Any, target: Any) -> int:
-        """L x Ht. Raises ModelError where the checkpoint names other layers than the config."""
-        text = target.config.get_text_config()
-        depth = text.num_hidden_layers
-        read = [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in self.layers(self.config)]
-        settings = {**checkpoint.config, **(checkpoint.config.get("eagle_config") or {})}
-        named = settings.get("eagle_aux_hidden_state_layer_ids")
-        if named and self.config.layers is None:
-            # Ids are written as "input of layer i", which is hidden state i, or, starting with 1, as outputs.
-            outputs = named[0] == 1 and "speculators_config" not in checkpoint.config
-            wanted = [i + 1 if outputs else i for i in named]
-            if wanted != read:
-                raise checkpoint.refused(
-                    f"they read the hidden states {wanted} of the target, not {read}; write layers: {wanted}"
-                )
-        return len(read) * text.hidden_size
+
+def read_head(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None = None) -> Eagle3Head:
+    """The head in ``checkpoint``.
+
+    Args:
+        target: a causal LM of transformers, whose embedding it takes if it has none.
+        layers: the hidden states that it is to be given, if not `LAYERS`.
+
+    Raises:
+        ModelError: no EAGLE-3 head, names or shapes that do not fit, or a head that was made for other hidden states.
+    """
+    raw, tensors = checkpoint.config, renamed(checkpoint.tensors)
+    if not is_eagle3(tensors):
+        raise checkpoint.refused("they are no EAGLE-3 heads: neither midlayer.hidden_norm nor layers.0.hidden_norm")
+    config = layer_config(checkpoint, tensors)
+    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    size, vocab = config.hidden_size, len(output)
+    ids = target_ids(checkpoint, tensors, vocab)
+    rows = vocab if ids is None else len(ids)
+    embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
+    output = table(checkpoint, tensors, "lm_head.weight", output, (rows, size))
+    width = _feature_size(checkpoint, target, layers)
+    speculators = "speculators_config" in raw
+    head = Eagle3Head(
+        config,
+        embed,
+        width,
+        head=output,
+        target_ids=ids,
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_fc="input_norm.weight" in tensors,
+        fc_norm=sum(key.startswith("fc_norm.") for key in tensors),
+        # One key, two meanings: speculators feeds the normed output back, SpecForge norms before the head.
+        feed_normed=speculators and bool(raw.get("norm_output")),
+        head_norm=speculators or bool(raw.get("norm_output", True)),
+        fc_bias="fc.bias" in tensors,
+        biased=biased(tensors),
+    )
+    checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
+    return head
+
+
+def named_layers(checkpoint: Checkpoint) -> list[int] | None:
+    """The hidden states that the config says the head reads, as `Config.layers` counts them; None = it does not say."""
+    settings = {**checkpoint.config, **(checkpoint.config.get("eagle_config") or {})}
+    named = settings.get("eagle_aux_hidden_state_layer_ids")
+    if not named:
+        return None
+    # Ids are written as "input of layer i", which is hidden state i, or, starting with 1, as outputs.
+    outputs = named[0] == 1 and "speculators_config" not in checkpoint.config
+    return [i + 1 if outputs else i for i in named]
+
+
+def _feature_size(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None) -> int:
+    """L x Ht. Raises ModelError where the checkpoint names other hidden states and ``layers`` says nothing."""
+    text = target.config.get_text_config()
+    depth = text.num_hidden_layers
+    read = [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in layers or LAYERS]
+    wanted = named_layers(checkpoint)
+    if wanted and layers is None and wanted != read:
+        raise checkpoint.refused(
+            f"they read the hidden states {wanted} of the target, not {read}; write layers: {wanted}"
+        )
+    return len(read) * text.hidden_size

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from ..framework.checkpoint import load_checkpoint
 from ..framework.errors import UsageError
 from ..framework.models import LoadedModel
 from ..framework.training.losses import distil_many, most_frequent, overlap
 from ..framework.training.texts import Text
 from ..framework.training.trainee import Batch, Recipe, Trainee, bfloat16_copy, integers, option
 from ._eagle_weights import make_config
-from .eagle3 import LAYERS, Eagle3Head
+from .eagle3 import LAYERS, Eagle3Head, named_layers, read_head
 
 
 def default_layers(depth: int) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ def _rope_theta(config: Any) -> float:
 
 
 @torch.no_grad()
-def start_from(target: Any, head: Eagle3Head) -> None:
+def start_as_last_layer(target: Any, head: Eagle3Head) -> None:
     """Let the head begin as the target's last layer on the highest of its features, as far as shapes allow.
 
     Where attention reads [embedding; feature], the feature's half takes the target's weights. A head that starts from
@@ -124,8 +125,40 @@ class Eagle3Trainee(Trainee):
             rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(text)},
             vocab_size=vocab,
         )
+        self._start: Eagle3Head | None = None
+
+    def start_from(self, name: str) -> None:
+        checkpoint, read = load_checkpoint(name), list(self.recipe.layers)
+        if (named := named_layers(checkpoint)) and named != read:
+            raise UsageError(
+                f"{name} reads the hidden states {named}, not {read}; say --layers {','.join(map(str, named))}"
+            )
+        head = read_head(checkpoint, self.target.model, self.drafter.get("layers"))
+        if head.feed_normed:
+            raise UsageError(f"{name} feeds its normed output back, which the layout that is written cannot say")
+        size = self.target.model.config.get_text_config().hidden_size
+        if head.config.hidden_size != size:
+            raise UsageError(f"{name} has hidden states of size {head.config.hidden_size}, the target of {size}")
+        self._start = head.to(self.head.device, torch.float32)
+        # Read heads hold their tables as they are, perhaps the target's own.
+        self._start.lm_head.weight = nn.Parameter(head.lm_head.weight.detach().clone())
 
     def prepare(self, texts: Sequence[Text]) -> None:
+        self.student = self._new(texts) if self._start is None else self._start
+        ids = self.student.target_ids
+        #: The target's rows of the drafted tokens, and whether a token is one of them.
+        self._rows = self.head if ids is None else self.head[ids]
+        self._known = torch.ones(len(self.head), dtype=torch.bool, device=self.head.device)
+        if ids is not None:
+            self._known = torch.zeros_like(self._known).index_fill_(0, ids, True)
+        if self._start is None:
+            start_as_last_layer(self.target.model, self.student)
+            with torch.no_grad():
+                self.student.lm_head.weight.copy_(self._rows)
+        self._no_bias = torch.zeros(len(self._rows), device=self.head.device)
+
+    def _new(self, texts: Sequence[Text]) -> Eagle3Head:
+        """A head with the most frequent tokens of the texts as its vocabulary."""
         wanted, vocab = self.recipe.draft_vocab, len(self.head)
         ids = None
         if 0 < wanted < vocab:
@@ -136,17 +169,7 @@ class Eagle3Trainee(Trainee):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
             # In float32, like what is trained.
-            self.student = Eagle3Head(self._config, embedding.weight.float(), width, target_ids=ids)
-        self.student.to(self.head.device)
-        #: The target's rows of the drafted tokens, and whether a token is one of them.
-        self._rows = self.head if ids is None else self.head[ids]
-        self._known = torch.ones(vocab, dtype=torch.bool, device=self.head.device)
-        if ids is not None:
-            self._known = torch.zeros_like(self._known).index_fill_(0, ids, True)
-        start_from(self.target.model, self.student)
-        with torch.no_grad():
-            self.student.lm_head.weight.copy_(self._rows)
-        self._no_bias = torch.zeros(len(self._rows), device=self.head.device)
+            return Eagle3Head(self._config, embedding.weight.float(), width, target_ids=ids).to(self.head.device)
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Tokens that the head does not know are left out, and chains through them: neither comes up in drafting."""

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..framework.checkpoint import load_checkpoint
 from ..framework.errors import UsageError
 from ..framework.models import LoadedModel
 from ..framework.training.losses import SampledHead, distil_many, overlap
 from ..framework.training.texts import Text
 from ..framework.training.trainee import Batch, Recipe, Trainee, bfloat16_copy, option
-from ._medusa_weights import MedusaHeads, save_heads
+from ._medusa_weights import MedusaHeads, read_heads, save_heads
 
 #: Ranks whose accuracy is measured, for trees.
 RANKS = 10
@@ -64,6 +65,21 @@ class MedusaTrainee(Trainee):
         lm_head: Any = target.model.get_output_embeddings()
         self.student = MedusaHeads(self.head.shape[1], recipe.heads, recipe.head_layers, lm_head=lm_head)
         self.student.to(self.head.device, torch.float32)
+
+    def start_from(self, name: str) -> None:
+        target = self.target.model
+        heads, ids = read_heads(load_checkpoint(name), target)
+        if ids is not None or heads.vocab_size != len(self.head) or len(heads[0]) > heads.layers:
+            raise UsageError(
+                f"the heads in {name} have projections of their own; what is trained here shares the target's"
+            )
+        mine, theirs = (len(self.student), self.student.layers), (len(heads), heads.layers)
+        if mine != theirs:
+            raise UsageError(
+                f"{name} has {theirs[0]} heads of {theirs[1]} blocks, not {mine[0]} of {mine[1]}; say --heads "
+                f"{theirs[0]} --head-layers {theirs[1]}"
+            )
+        self.student = heads.to(torch.float32).requires_grad_(True)
 
     def prepare(self, texts: Sequence[Text]) -> None:
         occurring = (token for text in texts for token in text.response)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..framework.errors import UsageError
-from ..framework.models import LoadedModel, save_sharing_embedding
+from ..framework.models import LoadedModel, load_model, save_sharing_embedding, shares_embedding
 from ..framework.training.losses import SampledHead, distil, overlap
 from ..framework.training.texts import Text
 from ..framework.training.trainee import Batch, Recipe, Trainee, integers, option
@@ -54,6 +54,24 @@ class SmallLMTrainee(Trainee):
         self.drafter = {"name": "small-lm"}
         self.student: Any = student_of(target.model, recipe.layers)
 
+    def start_from(self, name: str) -> None:
+        if not shares_embedding(name, self.target):
+            raise UsageError(
+                f"{name} has an embedding of its own; a student shares the target's, as what crossdraft train small-lm "
+                "writes does"
+            )
+        start: Any = load_model(name, dtype=torch.float32, share_with=self.target).model
+        own, found = self.student.state_dict(), start.state_dict()
+        if {key: t.shape for key, t in own.items()} != {key: t.shape for key, t in found.items()}:
+            layers = start.config.get_text_config().num_hidden_layers
+            raise UsageError(
+                f"{name} has {layers} layers or another shape than the {len(self.recipe.layers)} layers of the target "
+                "that --layers names; name as many"
+            )
+        with torch.no_grad():
+            for key, weight in self.trained.items():
+                weight.copy_(found[key])
+
     def prepare(self, texts: Sequence[Text]) -> None:
         occurring = (token for text in texts for token in text.response)
         self._rows = SampledHead(self.head, occurring, self.recipe.sampled_vocab, self.recipe.seed)
@@ -79,11 +97,13 @@ class SmallLMTrainee(Trainee):
 
     def describe(self) -> tuple[str, str, str]:
         r, size = self.recipe, sum(weight.numel() for weight in self.trained.values())
+        start = r.start_from and f"another small LM (`{self.start_name}`)"
+        start = start or f"the target's layers {', '.join(map(str, r.layers))}"
         return (
             f"A small LM drafter for {self.target_name}",
             f"A causal LM of {len(r.layers)} layers ({size / 1e6:.1f} M trained parameters) that drafts for "
-            f"`{self.target_name}`. It starts from the target's layers {', '.join(map(str, r.layers))} and shares the "
-            "target's embedding and head, which are not stored here.",
+            f"`{self.target_name}`. It starts from {start} and shares the target's embedding and "
+            "head, which are not stored here.",
             f"{r.divergence} on response tokens (DistillSpec), over the tokens that occur in the texts and "
             f"{r.sampled_vocab} random ones a step standing for the rest (0: the full vocabulary)",
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..bench.prompts import Prompt, encode
 from ..generate import generate
-from ..models import LoadedModel
+from ..models import LoadedModel, resolve, weights_sha256
 from .texts import Text
 from .trainer import Trainer
 
@@ -88,8 +88,13 @@ def write_card(
     by_place = "" if places == 1 else ", by its place in the draft"
     others = f" {len(train) - written} finished texts come from {_names(finished)}." if finished else ""
     given = f", the others come from {_names(questions)}" if questions else ""
+    start = []
+    if begun := trainer.recipe.start_from:
+        digest = weights_sha256(resolve(begun, heads=True).path)
+        start = [f"Starts from the weights of `{trainee.start_name}`, sha256 `{digest}`; what follows came after them"]
     facts = [
         f"Target weights: sha256 `{trainer.target.sha256}` ({source})",
+        *start,
         f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were written by the "
         f"target at temperature {', '.join(f'{x:g}' for x in temperatures)}; it invented {invented} of their questions "
         f"itself (Magpie){given}.{others}",

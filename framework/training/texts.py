@@ -29,6 +29,9 @@ from ..models import LoadedModel
 from ..plugins import get
 from ..rng import CounterRng
 
+#: Answers asked for at once, for each slot. Slots stand empty while the last ones are written, and a run that is
+#: interrupted writes these again.
+ANSWERS_A_SLOT = 6
 #: Stands where the user's words go when the chat template is cut open.
 _MARK = "\u2063MARK\u2063"
 
@@ -143,17 +146,15 @@ def write(
     order = list(questions)
     random.Random(writer.seed).shuffle(order)
     used = sum(t.source == "given" for t in texts)
-    slots = writer._lm.batch_size
+    many = ANSWERS_A_SLOT * writer._lm.batch_size
     with (
         tqdm(total=tokens, initial=min(have, tokens), unit="tok", desc="target writes texts") as bar,
         path.open("a") as file,
     ):
         batch = len(texts)
         while have < tokens:
-            mine = (
-                [("invented", q) for q in writer.invent(round(2 * slots * invented / 0.6), batch)] if invented else []
-            )
-            given = order[used : used + 2 * slots - len(mine)] if len(mine) < 2 * slots else []
+            mine = [("invented", q) for q in writer.invent(round(many * invented / 0.6), batch)] if invented else []
+            given = order[used : used + max(many - len(mine), 0)]
             used += len(given)
             if not mine and not given:
                 raise UsageError(

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from ..errors import UsageError
 from ..models import LoadedModel
 from .losses import Divergence
 from .texts import Text
@@ -52,6 +53,9 @@ class Recipe(ABC):
     warm_up: int = option(30, "steps until the learning rate is at its peak")
     weight_decay: float = option(0.01, "of AdamW")
     save_minutes: float = option(10.0, "minutes of training between checkpoints")
+    start_from: str = option(
+        "", "a drafter of this kind (registered name, directory or Hub id) whose weights training starts from"
+    )
     seed: int = option(0, "of the order of texts, of initial weights and of sampled tokens")
 
     @abstractmethod
@@ -119,6 +123,15 @@ class Trainee(ABC):
     def prepare(self, texts: Sequence[Text]) -> None:
         """Make what depends on the training texts; called once, before anything else."""
 
+    def start_from(self, name: str) -> None:
+        """Take over the weights of a drafter; called before `prepare`.
+
+        Raises:
+            UsageError: it does not fit the recipe, or cannot be trained further.
+            ModelError: it cannot be read.
+        """
+        raise UsageError(f"this kind of drafter cannot start from another one; leave out --start-from {name}")
+
     @property
     def head(self) -> Tensor:
         """``[V, H]``, the target's."""
@@ -128,8 +141,12 @@ class Trainee(ABC):
     @property
     def target_name(self) -> str:
         """Of the target, for people: of a directory the last part, as a card is read on other machines."""
-        path = Path(self.target.name)
-        return path.name if path.is_absolute() else self.target.name
+        return _public(self.target.name)
+
+    @property
+    def start_name(self) -> str:
+        """Of the drafter that training starts from, likewise."""
+        return _public(self.recipe.start_from)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -162,3 +179,8 @@ def bfloat16_copy(module: nn.Module) -> nn.Module:
     for weight in twin.parameters():
         weight.data = weight.data.to(torch.bfloat16)
     return twin
+
+
+def _public(name: str) -> str:
+    path = Path(name)
+    return path.name if path.is_absolute() else name

@@ -63,6 +63,8 @@ class Trainer:
         for parameter in target.model.parameters():
             parameter.requires_grad_(False)
         self.trainee = self.recipe.trainee(target)
+        if self.recipe.start_from:
+            self.trainee.start_from(self.recipe.start_from)
         self.features = Features(target, self.trainee.hidden_layers, cache_gib)
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
         self.log: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crossdraft.drafters.eagle3_training import Eagle3Recipe
 from crossdraft.drafters.medusa_training import MedusaRecipe
 from crossdraft.framework.checkpoint import load_checkpoint
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models import LoadedModel
 from crossdraft.framework.rng import CounterRng
 from crossdraft.framework.training.features import Features
@@ -106,6 +106,34 @@ def test_a_finished_run_is_not_trained_again(trained: Any, target: Any, texts: A
     again._train = None  # type: ignore[assignment]
     again.run(*texts)
     assert (again.log, again.best) == (whole.log, whole.best)
+
+
+def test_training_goes_on_from_a_written_drafter(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+    kind, whole = trained
+    other = (texts[0][::-1], texts[1])  # other texts: another vocabulary would be counted from them
+    trainer = Trainer(target, RECIPES[kind](start_from=str(whole.out), learning_rate=1e-4, epochs=2), tmp_path)
+    trainer.run(*other)
+    # Written in bfloat16, so almost where the other run ended.
+    first = trainer.log[0]["positions"]
+    assert first == pytest.approx(whole.log[-1]["positions"], abs=0.02)
+    assert first[0] > whole.log[0]["positions"][0] + 0.01
+    for name, weight in trainer.trainee.trained.items():
+        assert weight.dtype == torch.float32
+        assert not torch.equal(weight, whole.trainee.trained[name]), name
+    again = Trainer(target, trainer.recipe, tmp_path)
+    again.run(*other)
+    for name, weight in again.trainee.trained.items():
+        assert torch.equal(weight, trainer.trainee.trained[name]), name
+
+
+def test_a_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_path: Any) -> None:
+    kind, whole = trained
+    wrong = {"medusa": {"heads": 2}, "eagle3": {"layers": (0, 2, 4)}}[kind]
+    sentence = {"medusa": "3 heads of 1 blocks, not 2 of 1; say --heads 3", "eagle3": "--layers"}[kind]
+    with pytest.raises(CrossdraftError, match=sentence):
+        Trainer(target, RECIPES[kind](start_from=str(whole.out), **wrong), tmp_path)
+    with pytest.raises(CrossdraftError, match="no model directory"):
+        Trainer(target, RECIPES[kind](start_from="./nowhere"), tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": True}])

@@ -21,7 +21,7 @@ from crossdraft.drafters.small_lm_training import student_of
 from crossdraft.framework import cli, plugins
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.hookspecs import hookimpl
-from crossdraft.framework.models import LoadedModel, load_model
+from crossdraft.framework.models import LoadedModel, load_model, weights_sha256
 from crossdraft.framework.training.features import Features
 from crossdraft.framework.training.losses import distil
 from crossdraft.framework.training.texts import Text, read, split, write
@@ -251,6 +251,15 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     assert f"Made with: `crossdraft train {kind} --target {on_disk.name} --out {tmp_path.name}" in card
     assert "answers were written by the target at temperature 1" in " ".join(card.split())
 
+    argv[argv.index("--out") + 1] = str(tmp_path / "twice")
+    argv += ["--start-from", str(tmp_path), "--measure", "none"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    again = json.loads((tmp_path / "twice" / "training.json").read_text())
+    ended, begun = facts["log"][-1]["positions"], again["log"][0]["positions"]
+    assert begun == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
+    card = " ".join((tmp_path / "twice" / "README.md").read_text().split())
+    assert f"Starts from the weights of `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
+
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
@@ -258,10 +267,13 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
         (["--layers", "0,9", "--tokens", "5"], "--layers must name layers 0 to 2"),
         (["--tokens", "0"], "no texts to train on"),
         (["--measure", "nowhere.jsonl"], "there is no prompt file nowhere.jsonl"),
+        (["--start-from", "./nowhere"], "there is no model directory ./nowhere"),
+        (["--start-from", "TARGET"], "has an embedding of its own"),
         (["--questions", "nothing"], "there is no prompt source named 'nothing'"),
     ],
 )
 def test_wrong_options_give_a_sentence(options, sentence, on_disk, tmp_path, capsys):
+    options = [str(on_disk) if option == "TARGET" else option for option in options]
     argv = ["train", "small-lm", "--target", str(on_disk), "--out", str(tmp_path), "--dtype", "float32", *options]
     assert cli.main(argv) == 2
     assert sentence in capsys.readouterr().err

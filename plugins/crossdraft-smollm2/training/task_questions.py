@@ -1,18 +1,19 @@
 """Questions in the shape of common tasks, about passages that the target has written itself.
 
-    python task_questions.py OUT/texts.jsonl tasks.jsonl
+    python task_questions.py OUT/texts.jsonl tasks.jsonl [--seed 5] [--times 1]
 
 The questions that a chat model invents are mostly requests for advice, stories and code. A drafter trained on the
 answers is right about half as often when the target translates, or answers from a given text. OUT is the directory of
-an earlier `crossdraft train`; the questions are for `--questions` of the next one. Seeded: same texts, same questions.
+an earlier `crossdraft train`; the questions are for `--questions` of the next one. Where OUT holds translations
+already, some of them are to be translated back. Seeded: same texts, same questions.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -64,13 +65,17 @@ FACTS_EACH, SUMMARIES, READINGS, TRANSLATIONS = 3, 110, 110, 130
 SENTENCES = 9
 
 
-def main(texts: Path, out: Path) -> None:
+def main(texts: Path, out: Path, seed: int, times: int) -> None:
     tokenizer = load_model("smollm2-135m-instruct").tokenizer
-    rng = random.Random(5)
+    rng = random.Random(seed)
     every = []  # passages, as sentences
+    translated = []  # language and text
     for line in texts.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         text = str(tokenizer.decode(row["response"], skip_special_tokens=True)).strip()
+        asked = re.search(r"(?:to|into) (German|French|Spanish)[:.]", str(tokenizer.decode(row["prompt"])))
+        if asked and 25 < len(text) < 260:
+            translated.append((asked[1], text))
         if row["source"] != "invented" or "```" in text:
             continue
         sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text.replace("\n", " ")) if 25 < len(s) < 260]
@@ -84,17 +89,17 @@ def main(texts: Path, out: Path) -> None:
 
     found: list[tuple[str, str]] = []
     for subject in " ".join(SUBJECTS.split()).split(", "):
-        for form in rng.sample(FACTS, FACTS_EACH):
+        for form in rng.sample(FACTS, min(FACTS_EACH * times, len(FACTS))):
             q = form.format(subject)
             found.append(("qa", rng.choice([q, f"{q}?", f"{q[0].upper()}{q[1:]}?", f"Answer briefly: {q}?"])))
-    for _ in range(SUMMARIES):
+    for _ in range(SUMMARIES * times):
         found.append(("summarization", rng.choice(SUMMARISE) + passage()))
-    for _ in range(READINGS):
+    for _ in range(READINGS * times):
         text = passage()
         word = rng.choice(re.findall(r"[A-Za-z]{5,}", text) or ["it"])
         question = rng.choice(ABOUT).format(word.lower())
         found.append(("rag", rng.choice(FROM_TEXT).format(p=text, q=question)))
-    for _ in range(TRANSLATIONS):
+    for _ in range(TRANSLATIONS * times):
         sentence = rng.choice(rng.choice(every)[:6])
         language = rng.choice(LANGUAGES)
         forms = [
@@ -103,6 +108,8 @@ def main(texts: Path, out: Path) -> None:
             f"Translate this sentence into {language}.\n\n{sentence}",
         ]
         found.append(("translation", rng.choice(forms)))
+    for language, text in translated:
+        found.append(("translation", f"Translate {language} to English: {text}"))
     rng.shuffle(found)
     lines = [json.dumps({"question": question, "category": kind}) + "\n" for kind, question in found]
     out.write_text("".join(lines), encoding="utf-8")
@@ -113,6 +120,10 @@ def main(texts: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise SystemExit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--times", type=int, default=1, help="how often the usual number of each kind")
+    given = parser.parse_args()
+    main(given.texts, given.out, given.seed, given.times)
