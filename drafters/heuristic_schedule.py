@@ -24,6 +24,8 @@ from .small_lm import SmallLM
 
 #: Tokens more after a draft that was accepted whole, and fewer after another.
 MORE, FEWER = 2, 1
+#: Tokens of the first draft, where there is no other wish.
+START = 5
 
 
 class HeuristicSchedule(SmallLM):
@@ -34,11 +36,13 @@ class HeuristicSchedule(SmallLM):
 
     class Config(SmallLM.Config):
         gamma: int = Field(default=20, ge=1, description="most tokens a draft may have")
-        start: int = Field(default=5, ge=1, description="tokens of a sequence's first draft")
+        start: int | None = Field(
+            default=None, ge=1, description=f"tokens of a sequence's first draft; null: {START}, or gamma if it is less"
+        )
 
         @model_validator(mode="after")
         def _start_fits(self) -> HeuristicSchedule.Config:
-            if self.start > self.gamma:
+            if self.start is not None and self.start > self.gamma:
                 raise ValueError(f"start ({self.start}) is more than gamma ({self.gamma}), the most a draft may have")
             return self
 
@@ -46,12 +50,13 @@ class HeuristicSchedule(SmallLM):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self._length = [self.config.start] * context.batch_size
+        self._start = self.config.start or min(START, self.config.gamma)
+        self._length = [self._start] * context.batch_size
         self._allowed = list(self._length)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         super().begin(row, prompt, hidden)
-        self._length[row] = self.config.start
+        self._length[row] = self._start
 
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         self._allowed = [min(pair) for pair in zip(sequences.limit, self._length, strict=True)]

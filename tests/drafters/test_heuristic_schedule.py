@@ -56,6 +56,8 @@ def expected(response: Response, start: int, most: int) -> list[int]:
 def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response]]) -> None:
     for response in responses(Greedy, 0.0, 3):
         assert [r.nodes for r in response.rounds] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
+    for response in responses(Greedy, 0.0, 3, gamma=3):  # the first draft is no longer than gamma either
+        assert [r.nodes for r in response.rounds][:2] == [3, 3]
     for response in responses(Greedy, 0.0, 3, gamma=8, start=3):
         assert [r.nodes for r in response.rounds][:4] == [3, 5, 7, 8]
 
