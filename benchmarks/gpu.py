@@ -9,8 +9,9 @@
                 many bytes as a pass has to read of the weights, over the time of a token (prefill left out)
     assisted    transformers' assisted generation against small-lm, the same pair of models and the same gamma
     batch       tokens per second and peak memory at B = 1 .. 64, plain and with small-lm
-    verify      the share of a round that the verifier takes, temperature 1, gamma 8, B = 32, V = 128256: a target in
-                the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random weights
+    verify      the share of a round that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
+                V = 128256: a target in the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random
+                weights
     waits       how often the host waits for the device in a round, and where; PyTorch counts that on CUDA alone
 
 Sequences have random tokens for prompts where the weights are random. Ratios are medians over prompts of ours / theirs
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tabulate import tabulate
 
 from crossdraft.framework.bench import memory
 from crossdraft.framework.bench.prompts import encode, load_prompts
+from crossdraft.framework.decoding.fused import Fused
 from crossdraft.framework.decoding.lm import TransformersLM, fitted
 from crossdraft.framework.decoding.loop import Decoder, Stopwatch
 from crossdraft.framework.decoding.sampling import Sampling
@@ -51,7 +53,7 @@ WANTED: dict[str, tuple[str, float]] = {
     "plain SmolLM2, ours / transformers": ("least", 3.0),
     "plain 7B, share of the memory's limit": ("least", 0.7),
     "assisted, ours / transformers": ("least", 3.0),
-    "verify block, share of a round": ("most", 0.02),
+    "verify block compiled, share of a round": ("most", 0.02),
     "waits of the host in a round": ("most", 1.0),
 }
 #: Repetitions where there is one prompt or one batch, and how many of them come before the graphs are all recorded.
@@ -328,7 +330,7 @@ def verify(bench: Bench) -> None:
     target = bench.random("8B", LLAMA3_8B)
     small = bench.random("drafter", SMOLLM2 | {"vocab_size": LLAMA3_8B["vocab_size"]}, seed=1)
     prompts, new = bench.prompts(target, size), bench.args.max_new_tokens
-    for rule in ("token", "block"):
+    for rule, compiled in product(("token", "block"), (False, True)):
         memory.start(bench.device)
         decoder = bench.decoder(
             target,
@@ -341,6 +343,8 @@ def verify(bench: Bench) -> None:
             temperature=1.0,
             timed=True,
         )
+        if compiled:
+            decoder.verifier = Fused(decoder.verifier)
         shares: list[float] = []
         for repeat in range(WARM_UP + 1):
             before: dict[str, float] = {}
@@ -351,8 +355,9 @@ def verify(bench: Bench) -> None:
                     shares.append(spent["verify"] / sum(spent.values()))
                 before = after
         median = statistics.median(shares) if shares else 0.0
-        print(f"\nverify {rule}: {median:.2%} of a round (median of {len(shares)}), B {size}, gamma {gamma}")
-        bench.found.append((f"verify {rule}, share of a round", median, bench.peak()))
+        title = f"verify {rule}{' compiled' * compiled}"
+        print(f"\n{title}: {median:.2%} of a round (median of {len(shares)}), B {size}, gamma {gamma}")
+        bench.found.append((f"{title}, share of a round", median, bench.peak()))
 
 
 def waits(bench: Bench) -> None:

@@ -1,12 +1,14 @@
 """What a verifier costs: its time over that of one float32 softmax of the same logits [B, N+1, V], in one run.
 
     python benchmarks/verifier_cost.py [--device cuda] [--batch 1 8 32] [--vocab 32000 152064] [--rules block ...]
+                                       [--compile]
 
 A softmax of the target's logits is made in every round whatever the verifier is, so the ratio says what a rule adds.
 Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
 tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
-state of a real sequence. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
+state of a real sequence. With ``--compile`` the rules without state run a second time as compiled code (`Fused`), and
+warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from torch import Tensor
 
 from crossdraft.drafters._growth import Shape, grow_fixed
 from crossdraft.framework import plugins
+from crossdraft.framework.decoding.fused import Fused
 from crossdraft.framework.decoding.sampling import Sampling
 from crossdraft.framework.draft import Draft, Drawn
 from crossdraft.framework.rng import CounterRng, RoundRng
+from crossdraft.framework.verifier import Verifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
 #: Draft shapes: what siblings are, and the most nodes of a row.
@@ -129,16 +133,27 @@ def gibibytes(shape: str, batch: int, vocab: int) -> float:
 
 
 @torch.inference_mode()
-def measure(shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: int, device: torch.device) -> list:
+def measure(
+    shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: int, device: torch.device, compiled: bool
+) -> list:
     """Rows of the table for one shape and batch size."""
-    verifiers = {name: plugins.get("verifiers", name)() for name in rules}
-    times: dict[str, list[float]] = {name: [] for name in ("softmax", *rules)}
-    accepted: dict[str, list[float]] = {name: [] for name in rules}
+    verifiers: dict[str, Verifier] = {}
+    for name in rules:
+        verifiers[name] = rule = plugins.get("verifiers", name)()
+        if compiled and not rule.traits.stateful:
+            verifiers[f"{name}, compiled"] = Fused(rule)
+    times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}
+    accepted: dict[str, list[float]] = {name: [] for name in verifiers}
+    warm_up = 12 if compiled else 2  # merged sequences come in several shapes
     for verifier in verifiers.values():
         for row in range(batch):
             verifier.begin(row)
     rng, nodes = CounterRng(0), 0
-    for position in range(repeats + 2):  # two to warm up
+    for position in range(repeats + warm_up):
+        if position == warm_up:
+            for verifier in verifiers.values():
+                if isinstance(verifier, Fused):
+                    verifier.compiling = False
         numbers = rng.round(range(batch), [position] * batch, device)
         start = (torch.arange(batch, device=device) * 7 + position) % SyntheticLM.STATES
         draft = lm.draft(shape, start, numbers)
@@ -156,14 +171,14 @@ def measure(shape: str, rules: list[str], lm: SyntheticLM, batch: int, repeats: 
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)
         nodes = max(nodes, draft.width)
-        if position >= 2:
+        if position >= warm_up:
             for name, value in found.items():
                 times[name].append(value)
     softmax = statistics.median(times["softmax"])
     rows = []
-    for name in rules:
+    for name in verifiers:
         ratios = [own / base for own, base in zip(times[name], times["softmax"], strict=True)]
-        ratio, budget = statistics.median(ratios), BUDGETS.get(name)
+        ratio, budget = statistics.median(ratios), BUDGETS.get(name.removesuffix(", compiled"))
         verdict = "" if budget is None else f"{'within' if ratio <= budget else 'OVER'} {budget:g}"
         rows.append(
             [
@@ -183,6 +198,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit-gib", type=float, default=6.0, help="skip what would need more memory than this")
+    parser.add_argument("--compile", action="store_true", help="also run the rules without state as compiled code")
     args = parser.parse_args()
     device = torch.device(args.device)
     known = {name: plugins.get("verifiers", name) for name in args.rules or plugins.entries("verifiers")}
@@ -205,7 +221,7 @@ def main() -> None:
                 if (need := gibibytes(shape, batch, vocab)) > args.limit_gib:
                     print(f"skipped: {shape}, V = {vocab}, B = {batch} needs about {need:.1f} GiB (--limit-gib)")
                     continue
-                rows += measure(shape, rules, lm, batch, args.repeats, device)
+                rows += measure(shape, rules, lm, batch, args.repeats, device, args.compile)
                 print(f"{shape}, V = {vocab}, B = {batch}: done", flush=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"\ntorch {torch.__version__}, {where}, {args.repeats} repeats, medians")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from .errors import CrossdraftError
+from .errors import CrossdraftError, UnknownNameError
 
 COMMANDS = {
     "run": ("crossdraft.framework.bench.command", "run a recipe: every cell of its matrix, and a report"),
@@ -68,6 +68,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
     kinds = ("drafters", "verifiers", "models", "prompts", "recipes", "trainers")
     command.add_argument("kind", nargs="?", choices=kinds, help="only this kind")
+    command.add_argument("name", nargs="?", help="of a drafter or verifier: its options; of a recipe: its file")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=_list)
 
@@ -86,6 +87,8 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 def _list(args: argparse.Namespace) -> int:
     from . import plugins
 
+    if args.name:
+        return _describe(args.kind, args.name, args.json)
     kinds = [args.kind] if args.kind else plugins.KINDS
     found = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
     if args.json:
@@ -98,6 +101,37 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     for kind, entries in found.items():
         _print_table([kind, "", "from"], [[e.name, e.summary, e.provider] for e in entries])
+    return 0
+
+
+def _describe(kind: str, name: str, as_json: bool) -> int:
+    """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
+    from . import plugins
+
+    known = plugins.entries(kind)
+    if name not in known:
+        raise UnknownNameError.among(kind.removesuffix("s"), name, known)
+    entry, value = known[name], plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes") else None
+    facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
+    lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
+    if kind == "recipes":
+        facts |= {"path": str(value)}
+        lines += [f"file: {value}", "", value.read_text(encoding="utf-8").rstrip()]
+    elif value is not None:
+        for key, field in value.Config.model_fields.items():
+            default = "(required)" if field.is_required() else json.dumps(field.default, default=str)
+            options.append({"option": key, "default": default, "meaning": field.description or ""})
+        facts |= {"options": options}
+    if kind == "verifiers":
+        traits = value.traits
+        facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
+        lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {', '.join(sorted(traits.drawn))}")
+    if as_json:
+        _print_json(facts)
+        return 0
+    print("\n".join(lines), end="\n\n")
+    if options:
+        _print_table(["option", "default", "meaning"], [list(option.values()) for option in options])
     return 0
 
 

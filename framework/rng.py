@@ -114,14 +114,23 @@ class CounterRng:
         return CounterRound(self.key, stream, position, device)
 
 
-class CounterRound:
-    """One round's uniforms, generated when the first one is asked for."""
+class UniformRound:
+    """The choices of one round, decided by a table of uniforms.
 
-    def __init__(self, key: tuple[int, int], stream: Sequence[int], position: Sequence[int], device: torch.device):
-        self._key, self._device = key, device
-        self._where = np.array([list(stream), list(position)], dtype=np.uint64)
-        self._uniforms: Tensor | None = None
+    Args:
+        uniforms: ``[2 * purposes, B, n]`` float64 in [0, 1): those of every purpose, then those that a draw takes
+            beside its own.
+    """
+
+    def __init__(self, uniforms: Tensor):
+        self._uniforms: Tensor | None = uniforms
         self._used: dict[str, set[int]] = {}
+
+    def table(self, n: int) -> Tensor:
+        """The uniforms, at least ``n`` of each purpose. Raises ValueError if there are fewer."""
+        if self._uniforms is None or self._uniforms.shape[2] < n:
+            raise ValueError(f"{n} random numbers of a purpose were asked for, more than this round has")
+        return self._uniforms
 
     def uniform(self, purpose: str, index: int, n: int) -> Tensor:
         """``[B, n]`` float64 uniforms in [0, 1) for indices ``index .. index + n - 1`` of ``purpose``.
@@ -134,10 +143,27 @@ class CounterRound:
         if used & wanted:
             raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this round")
         used |= wanted
-        return self._numbers(index + n)[PURPOSES.index(purpose), :, index : index + n]
+        return self.table(index + n)[PURPOSES.index(purpose), :, index : index + n]
 
-    def _numbers(self, n: int) -> Tensor:
-        """``[2 * purposes, B, >= n]``: the uniforms of all purposes, then those that a draw takes beside its own."""
+    def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
+        return self.uniform(purpose, index, h.shape[1]) < h
+
+    def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
+        uniform = self.uniform(purpose, index, 1)[:, 0]
+        within = self.table(index + 1)[len(PURPOSES) + PURPOSES.index(purpose), :, index]
+        return inverse_cdf(weights, uniform, within)
+
+
+class CounterRound(UniformRound):
+    """One round's uniforms, generated when the first one is asked for; there are as many as are asked for."""
+
+    def __init__(self, key: tuple[int, int], stream: Sequence[int], position: Sequence[int], device: torch.device):
+        self._key, self._device = key, device
+        self._where = np.array([list(stream), list(position)], dtype=np.uint64)
+        self._uniforms = None
+        self._used = {}
+
+    def table(self, n: int) -> Tensor:
         if self._uniforms is None or self._uniforms.shape[2] < n:
             self._uniforms = self._made(max(n, 16))
         return self._uniforms
@@ -156,11 +182,3 @@ class CounterRound:
         bits = (high << np.uint64(21)) ^ (low >> np.uint64(11))
         uniforms = np.moveaxis(bits, 0, -1).reshape(streams, len(stream), 2 * pairs) * 2.0**-53
         return torch.from_numpy(uniforms).to(self._device, non_blocking=True)
-
-    def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
-        return self.uniform(purpose, index, h.shape[1]) < h
-
-    def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
-        uniform = self.uniform(purpose, index, 1)[:, 0]
-        within = self._numbers(index + 1)[len(PURPOSES) + PURPOSES.index(purpose), :, index]
-        return inverse_cdf(weights, uniform, within)

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import plugins
 from ..checkpoint import Checkpoint, load_checkpoint
+from ..decoding.fused import Fused
 from ..decoding.lm import TransformersLM, fitted
 from ..decoding.loop import Decoder, Response
 from ..drafter import DraftContext
@@ -200,10 +201,13 @@ class Cell:
             target_model=target.model,
             final_law=verifier_class.traits.modifies_target,
         )
+        verifier = verifier_class(verifier_class.Config(**config.verifier.config))
+        #: The compiled rule, if the recipe asks for it and the rule keeps no state.
+        self._fused = Fused(verifier) if config.compile_verifier and not verifier.traits.stateful else None
         self.decoder = Decoder(
             lm,
             drafter_class(drafter_config, context),
-            verifier_class(verifier_class.Config(**config.verifier.config)),
+            self._fused or verifier,
             sampling=config.sampling,
             eos=target.eos_token_ids,
             max_new_tokens=config.max_new_tokens,
@@ -222,9 +226,12 @@ class Cell:
     def warm_up(self, conversations: Sequence[Conversation]) -> None:
         """Run every slot for a few tokens and forget them: what is made once is made outside the timing."""
         decoder = self.decoder
-        decoder.max_new_tokens = min(WARM_UP, self.config.max_new_tokens)
+        if self._fused is None:  # what is to be compiled comes up in whole sequences only
+            decoder.max_new_tokens = min(WARM_UP, self.config.max_new_tokens)
         self._decode(conversations[: self.config.batch_size], 0, {})
         decoder.max_new_tokens = self.config.max_new_tokens
+        if self._fused is not None:
+            self._fused.compiling = False
         decoder.stopwatch.seconds = dict.fromkeys(decoder.stopwatch.seconds, 0.0)
         decoder.batch_rounds = decoder.target_rows = 0
         self._passes = decoder.drafter.passes

@@ -42,7 +42,7 @@ from .places import Places, explain, override, read_yaml
 from .prompts import Prompt, load_prompts
 
 #: What may be in the matrix and belongs to neither the sampling nor a drafter or verifier.
-RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens")
+RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier")
 SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
 
@@ -128,6 +128,7 @@ class CellConfig(_Strict):
     max_new_tokens: int = Field(default=128, ge=1)
     batch_size: int = Field(default=1, ge=1)
     seed: int = 0
+    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
     drafter: Strategy
     verifier: Strategy
@@ -152,6 +153,8 @@ class CellConfig(_Strict):
         config = self.model_dump(mode="json")
         config["drafter"].pop("label", None)
         config["verifier"].pop("label", None)
+        if not self.compile_verifier:  # younger than the hashes of runs that are kept
+            del config["compile_verifier"]
         return config
 
 
@@ -191,6 +194,7 @@ class Recipe(_Strict):
     device: str = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
     drafters: list[Strategy] = Field(min_length=1)
     verifiers: list[Strategy] = Field(min_length=1)

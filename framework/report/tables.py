@@ -51,7 +51,7 @@ _DIFFERENCES = 12
 #: As many values of Pr(tau >= i) fit the terminal.
 _DEPTHS = 5
 _ALWAYS = ("temperature", "batch_size")
-_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p")
+_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier")
 
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.recipe import CellConfig, Recipe, load_recipe
+from crossdraft.framework.bench.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe, load_recipe
+from crossdraft.framework.decoding.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
 
 WRITE = Callable[[str], str]
@@ -310,3 +312,14 @@ def test_help_does_not_load_pytorch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--set KEY=VALUE" in done.stdout
+
+
+def test_the_page_about_recipes_names_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    assert len(Recipe.model_validate({"name": "page", **example}).drafters) == 3
+    keys = {*Recipe.model_fields, *Sampling.model_fields, *PromptSpec.model_fields, *RUN_KEYS}
+    assert not [key for key in sorted(keys) if f"`{key}`" not in page]
+    defaults = {"max_new_tokens": "128", "batch_size": "1", "seed": "0", "dtype": "`auto`", "device": "`auto`"}
+    for key, shown in defaults.items():
+        assert f"| `{key}` | {shown} |" in page and str(Recipe.model_fields[key].default) == shown.strip("`")

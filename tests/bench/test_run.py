@@ -16,7 +16,7 @@ from pyarrow import parquet
 from crossdraft.drafters.prompt_lookup import PromptLookup
 from crossdraft.framework import cli, plugins
 from crossdraft.framework.bench import run as run_module
-from crossdraft.framework.bench.cell import Conversation
+from crossdraft.framework.bench.cell import Cell, Conversation
 from crossdraft.framework.bench.cost import batch_rounds
 from crossdraft.framework.bench.prompts import Prompt
 from crossdraft.framework.bench.recipe import load_recipe
@@ -416,6 +416,42 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert result.metrics.tokens == sum(r.emitted for r in rounds)
         counted = result.metrics.tokens - sum(r.emitted for r in tail)
         assert result.metrics.tokens_per_second == counted / result.metrics.decode_seconds
+
+
+def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    compiled: list[Any] = []
+
+    def compile_(function: Any, **options: Any) -> Any:
+        compiled.append(options)
+        assert not on_the_clock
+        return function
+
+    on_the_clock: list[Cell] = []
+    measured = Cell.run
+
+    def run_(self: Cell, chunk: Any) -> None:
+        on_the_clock.append(self)
+        measured(self, chunk)
+        on_the_clock.clear()
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(Cell, "run", run_)
+    one = ["sampling.temperature=1", "exclude=[]", "drafters.0={name: prompt-lookup, gamma: 2}"]
+    code, out, _ = bench("matrix={compile_verifier: [false, true]}", *one, "verifiers=[token, greedy-block]")
+    assert code == 0 and "batch size 1, compile verifier True\n" in out
+    assert compiled and all(options["fullgraph"] for options in compiled)
+    configs = {d: json.loads((d / "config.json").read_text(encoding="utf-8"))["config"] for d in cells(tmp_path)}
+    pairs: dict[str, list[dict[Any, list[int]]]] = {}
+    for directory, config in configs.items():
+        config.pop("compile_verifier")
+        pairs.setdefault(json.dumps(config), []).append(said(directory))
+    assert len(pairs) == 5 and all(a == b for a, b in pairs.values())
+
+
+def test_a_verifier_that_is_not_compiled_is_no_other_cell(recipe: str) -> None:
+    plain, asked = (load_recipe(recipe, [f"compile_verifier={value}"]).cells()[0] for value in ("false", "true"))
+    assert plain.hash != asked.hash
+    assert "compile_verifier" not in plain._unlabelled(), "runs from before there was this key would be other cells"
 
 
 def test_charts_without_matplotlib(bench: Any, monkeypatch: Any) -> None:

@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and that it answers without loading PyTorch."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,6 +21,27 @@ def test_list_prints_every_kind(capsys: Any) -> None:
         assert kind in out
     for name in plugins.entries("drafters"):
         assert name in out
+
+
+def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
+    assert cli.main(["list", "drafters", "prompt-lookup"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("prompt-lookup: ") and re.search(r"^gamma +\d+ +\w", out, re.MULTILINE)
+    for kind in ("drafters", "verifiers"):
+        for name in plugins.entries(kind):
+            assert cli.main(["list", kind, name, "--json"]) == 0
+            options = json.loads(capsys.readouterr().out)["options"]
+            assert {o["option"] for o in options} == set(plugins.get(kind, name).Config.model_fields)
+            assert all(o["meaning"] for o in options), f"an option of {name} has no description"
+
+
+def test_list_tells_what_a_verifier_judges_and_what_a_recipe_says(capsys: Any) -> None:
+    assert cli.main(["list", "verifiers", "typical"]) == 0
+    assert "LOSSY; judges drafts: chain, deterministic" in capsys.readouterr().out
+    assert cli.main(["list", "recipes", "verifiers"]) == 0
+    assert "\nmatrix:" in capsys.readouterr().out
+    assert cli.main(["list", "models", "nothing"]) == 2
+    assert "there is no model named 'nothing'" in capsys.readouterr().err
 
 
 def test_list_as_json(capsys: Any) -> None:

@@ -181,7 +181,7 @@ def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
     numbers = CounterRng(0).round([3], [5], torch.device("cpu"))
     weights = torch.rand(1, 5000, generator=torch.Generator().manual_seed(0))
     numbers.draw(weights)
-    table = numbers._numbers(16)
+    table = numbers.table(16)
     assert table.shape == (2 * len(PURPOSES), 1, 16) and len(table.unique()) == table.numel()
     mine = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
     again = CounterRng(0).round([3], [5], torch.device("cpu"))

@@ -3,6 +3,7 @@
 Nothing here knows the list of verifiers: a rule that is registered is tested, by what its traits promise.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdraft.drafters._growth import Shape, Siblings, grow_fixed
 from crossdraft.framework import plugins
+from crossdraft.framework.decoding.fused import MOST_SHAPES, Fused
 from crossdraft.framework.decoding.sampling import Sampling
 from crossdraft.framework.draft import Draft, Verdict
 from crossdraft.framework.rng import CounterRng
@@ -304,6 +306,69 @@ def test_a_one_hot_law_is_a_point_mass(name: str, shape: str, seed: int, b: int,
     spelt_out = Draft(draft.tokens, draft.parents, draft.valid, one_hot, drawn=draft.drawn, levels=draft.levels)
     verdicts = [RULES[name]().verify(d, p, shipped_rng(seed, range(b))) for d in (draft, spelt_out)]
     assert tokens_of(draft, verdicts[0]) == tokens_of(spelt_out, verdicts[1])
+
+
+# -- compiled rules -------------------------------------------------------------------------------------
+
+STATELESS = [pair for pair in PAIRS if not RULES[pair[0]].traits.stateful]
+
+
+def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
+    """Check a fused rule against the rule itself, every draft twice; returns how many shapes were compiled."""
+    fused, rule = Fused(RULES[name]()), RULES[name]()
+    for seed in seeds:
+        draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
+        expected = tokens_of(draft, rule.verify(draft, p, shipped_rng(seed, range(3))))
+        for _ in range(2):
+            found = fused.verify(draft, p, shipped_rng(seed, range(3)))
+            assert tokens_of(draft, found) == expected
+    return fused.compiled
+
+
+@pytest.mark.parametrize("name, shape", STATELESS)
+def test_a_stateless_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
+def test_token_compiled_says_what_it_says() -> None:
+    assert fused_as_usual("token", "chain", range(2), 300) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, shape", STATELESS)
+def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
+    assert fused_as_usual(name, shape, [3, 4], 2000) > 0
+
+
+def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:
+    def failing(function: Any, **options: Any) -> Any:
+        def call(*inputs: Any) -> Any:
+            raise RuntimeError("no compiler here\nand much more")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", failing)
+    assert fused_as_usual("token", "chain", range(3), 9) == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "crossdraft: verifier 'token' runs uncompiled: no compiler here"
+    ]
+
+
+def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    fused = Fused(RULES["token"]())
+    fused.compiling = False
+    draft, p = random_draft("chain", 1, 3, 3, 9)
+    for _ in range(3):
+        fused.verify(draft, p, shipped_rng(1, range(3)))
+    assert fused.compiled == 0
+
+
+def test_a_rule_with_state_is_not_fused() -> None:
+    with pytest.raises(ValueError, match="'greedy-block' keeps state on the host"):
+        Fused(RULES["greedy-block"]())
 
 
 # -- one draft sequence: every rule for several is a rule for one -----------------------------------------
