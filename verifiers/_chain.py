@@ -6,6 +6,8 @@ Symbols follow Sun et al. 2024: P_i is the target's law after the first i draft 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -90,18 +92,28 @@ def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     return torch.addcmul(p, q, factor, value=-1).clamp_(min=0)
 
 
-def excess(p: Tensor, q: Tensor, minus: Tensor, rows: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``.
-
-    ``rows``: ``[M]`` each, which of ``p [.., V]`` and which of ``q [.., V]`` to take; None = all.
-    """
+def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
+    """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``."""
     v = p.shape[-1]
     # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
     step = v if p.device.type != "cpu" else max(CACHED // max(minus.numel(), 1), 1024)
     mass = torch.zeros_like(minus)
     for first in range(0, v, step):
-        some_p, some_q = p[..., first : first + step], q[..., first : first + step]
-        if rows is not None:
-            some_p, some_q = some_p.index_select(0, rows[0]), some_q.index_select(0, rows[1])
-        mass += subtract(some_p, some_q, minus).sum(-1)
+        mass += subtract(p[..., first : first + step], q[..., first : first + step], minus).sum(-1)
     return mass
+
+
+def prefix_excess(p: Tensor, q: Tensor, minus: Tensor, places: tuple[Tensor, Tensor], ends: Sequence[int]) -> Tensor:
+    """``[M]`` float64: `excess` at the first ``ends[b]`` positions of every row, one row after the other.
+
+    Args:
+        p, q: ``[B, positions, V]``, of which q may have fewer.
+        minus: ``[M]``.
+        places: ``[M]`` each, the row and the position of every entry: what ``ends`` says, on the device.
+    """
+    if p.device.type == "cpu":  # slices need no copies
+        parts = zip(p, q, ends, minus.split(list(ends)), strict=True)
+        return torch.cat([excess(of_p[:end], of_q[:end], part) for of_p, of_q, end, part in parts])
+    row, place = places
+    of_p, of_q = (laws.flatten(0, 1).index_select(0, row * laws.shape[1] + place) for laws in (p, q))
+    return excess(of_p, of_q, minus)

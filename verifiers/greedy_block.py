@@ -33,7 +33,7 @@ from ..framework.drafter import StrategyConfig
 from ..framework.errors import ContractError
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import excess, inner_excess, longest, next_token, ratios
+from ._chain import inner_excess, longest, next_token, prefix_excess, ratios
 from .block import Block
 
 
@@ -139,22 +139,22 @@ class GreedyBlock(Verifier):
             return r, a, m
         for k in range(root.shape[1]):
             before_a, before_m = a[-1], m[-1]
-            row, place = self._places(k, draft, positions)
+            ends = self._ends(k, draft, positions)
+            row, place = _places(ends, p.device)
             # Q / T_{k-1} of the drafted tokens; 0 where the target cannot say one.
             steps = (before_m[:, :-1] / (ratio - before_a[:, :-1]).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
             along = torch.cat([root[:, k, None], steps], 1).cumprod(1)[row, place]
             r.append(torch.zeros_like(before_a).index_put_((row, place), along))
             old_a, old_m = before_a[row, place], before_m[row, place]
             more = torch.addcmul(old_a, along, old_m)
-            rows = row * positions + place, row * draft.q.shape[1] + place
-            left = excess(p.flatten(0, 1), draft.q.flatten(0, 1), more, rows)
+            left = prefix_excess(p, draft.q, more, (row, place), ends)
             changed = (along > 0) & (left > 0)  # rounding may leave nothing
             a.append(before_a.index_put((row, place), torch.where(changed, more, old_a)))
             m.append(before_m.index_put((row, place), torch.where(changed, left, old_m)))
         return r, a, m
 
-    def _places(self, layer: int, draft: Draft, positions: int) -> tuple[Tensor, Tensor]:
-        """Rows and positions of the draft that a layer still modifies, one pair after the other.
+    def _ends(self, layer: int, draft: Draft, positions: int) -> list[int]:
+        """How many positions of the draft a layer still modifies, by row.
 
         Raises:
             ContractError: the draft lacks Q at one of them.
@@ -167,9 +167,7 @@ class GreedyBlock(Verifier):
                 "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
                 "(DraftContext.final_law), and this draft does not carry it"
             )
-        places = [(row, place) for row, end in enumerate(last) for place in range(end)]
-        row, place = on_device(places, draft.tokens.device).view(-1, 2).t()
-        return row, place
+        return last
 
     def _advance(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
@@ -189,3 +187,10 @@ class GreedyBlock(Verifier):
         # Q / T_{k-1} = m / (P / Q - a)_+
         step = (m / (p[rows, tau, token] / q - a).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
         self._r = functional.pad((torch.stack(r) * step).t(), (0, 1))
+
+
+def _places(ends: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and positions, one pair after the other, of the first ``ends[b]`` positions of every row."""
+    pairs = [(row, place) for row, end in enumerate(ends) for place in range(end)]
+    row, place = on_device(pairs, device).view(-1, 2).t()
+    return row, place
