@@ -111,7 +111,8 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     known = plugins.entries(kind)
     if name not in known:
         raise UnknownNameError.among(kind.removesuffix("s"), name, known)
-    entry, value = known[name], plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes") else None
+    entry = known[name]
+    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes") else None
     facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":
