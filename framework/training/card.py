@@ -11,8 +11,9 @@ from typing import Any
 
 from ..bench.prompts import Prompt, encode
 from ..generate import generate
-from ..models import LoadedModel, resolve, weights_sha256
+from ..models import LoadedModel, resolve
 from .texts import Text
+from .trainee import public
 from .trainer import Trainer
 
 
@@ -90,7 +91,7 @@ def write_card(
     given = f", the others come from {_names(questions)}" if questions else ""
     start = []
     if begun := trainer.recipe.start_from:
-        digest = weights_sha256(resolve(begun, heads=True).path)
+        digest = resolve(begun, heads=True).sha256
         start = [f"Starts from the weights of `{trainee.start_name}`, sha256 `{digest}`; what follows came after them"]
     facts = [
         f"Target weights: sha256 `{trainer.target.sha256}` ({source})",
@@ -112,7 +113,7 @@ def write_card(
     header = ["held-out acceptance"] if places == 1 else [f"token {i + 1}" for i in range(places)]
     rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
     parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
-    parts.append(f"Made with: `crossdraft {shlex.join(_public(argv))}`")
+    parts.append(f"Made with: `crossdraft {shlex.join(map(public, argv))}`")
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -134,8 +135,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _names(files: Sequence[Any]) -> str:
     return ", ".join(Path(f).name for f in files)
-
-
-def _public(argv: Sequence[str]) -> list[str]:
-    """The command line with paths cut to their last part: a card names files, not the machine they were on."""
-    return [Path(a).name if "/" in a and Path(a).is_absolute() else a for a in argv]

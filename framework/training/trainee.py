@@ -141,12 +141,12 @@ class Trainee(ABC):
     @property
     def target_name(self) -> str:
         """Of the target, for people: of a directory the last part, as a card is read on other machines."""
-        return _public(self.target.name)
+        return public(self.target.name)
 
     @property
     def start_name(self) -> str:
         """Of the drafter that training starts from, likewise."""
-        return _public(self.recipe.start_from)
+        return public(self.recipe.start_from)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -181,6 +181,7 @@ def bfloat16_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _public(name: str) -> str:
+def public(name: str) -> str:
+    """A path cut to its last part, anything else as it is: a card names files, not the machine they were on."""
     path = Path(name)
     return path.name if path.is_absolute() else name
