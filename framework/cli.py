@@ -123,10 +123,11 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             default = "(required)" if field.is_required() else json.dumps(field.default, default=str)
             options.append({"option": key, "default": default, "meaning": field.description or ""})
         facts |= {"options": options}
-    if kind == "verifiers":
-        traits = value.traits
-        facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
-        lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {', '.join(sorted(traits.drawn))}")
+        if kind == "verifiers":
+            traits = value.traits
+            facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
+            judged = ", ".join(sorted(traits.drawn))
+            lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {judged}")
     if as_json:
         _print_json(facts)
         return 0
