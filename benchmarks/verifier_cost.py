@@ -7,8 +7,8 @@ A softmax of the target's logits is made in every round whatever the verifier is
 Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
 tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
-state of a real sequence. With ``--compile`` the rules without state run a second time as compiled code (`Fused`), and
-warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
+state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`Fused`), and all warm up
+for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES: dict[str, tuple[Drawn, int]] = {
     f"greedy tree {list(BRANCHING)}": ("greedy_draft", Shape.branching(BRANCHING).nodes),
 }
 #: Most time a rule may take, in softmaxes. Where a softmax takes a fraction of a millisecond (one row, a small
-#: vocabulary) what a rule takes is the fixed cost of its few dozen operations, and no budget is kept.
+#: vocabulary) what a rule takes is the fixed cost of its few dozen operations, unless it is compiled.
 BUDGETS = {
     "token": 1,
     "block": 2,
@@ -139,9 +139,10 @@ def measure(
     """Rows of the table for one shape and batch size."""
     verifiers: dict[str, Verifier] = {}
     for name in rules:
-        verifiers[name] = rule = plugins.get("verifiers", name)()
-        if compiled and not rule.traits.stateful:
-            verifiers[f"{name}, compiled"] = Fused(rule)
+        rule = plugins.get("verifiers", name)
+        verifiers[name] = rule()
+        if compiled and Fused.takes(rule):
+            verifiers[f"{name}, compiled"] = Fused(rule())
     times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}
     accepted: dict[str, list[float]] = {name: [] for name in verifiers}
     warm_up = 12 if compiled else 2  # merged sequences come in several shapes
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit-gib", type=float, default=6.0, help="skip what would need more memory than this")
-    parser.add_argument("--compile", action="store_true", help="also run the rules without state as compiled code")
+    parser.add_argument("--compile", action="store_true", help="also run the rules as compiled code")
     args = parser.parse_args()
     device = torch.device(args.device)
     known = {name: plugins.get("verifiers", name) for name in args.rules or plugins.entries("verifiers")}

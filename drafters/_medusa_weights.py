@@ -94,6 +94,10 @@ class MedusaHeads(nn.ModuleList):
         self.vocab_size: int = lm_head.weight.shape[0] if vocab_size is None else vocab_size
         self._lm_head = (lm_head,)  # in a tuple it is no submodule: it belongs to the target
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """``hidden [.., H]``, after the target's final norm -> logits ``[heads, .., V]`` of the first ``heads``."""
         out = torch.stack([head(hidden) for head in islice(self, heads)])

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from ..framework.checkpoint import Checkpoint
 from ..framework.decoding.cpu import speed_up_small_batches
+from ..framework.decoding.graphs import Outputs, graphs_for
 from ..framework.decoding.sampling import Sampling
 from ..framework.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..framework.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
@@ -135,6 +136,7 @@ class Medusa(Drafter):
         self.heads, self._ids = read_heads(checkpoint, target, self.config.heads)
         if context.device.type == "cpu" and target.dtype == torch.float32:
             speed_up_small_batches(self.heads)
+        self._graphs = graphs_for(self.heads)
         self.sampling = context.sampling.at(self.config.temperature)
         size = self.heads.hidden_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
@@ -214,7 +216,11 @@ class Medusa(Drafter):
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         limit = on_device(limits, sequences.device)
-        logits = self.heads(self._features, steps).transpose(0, 1)  # [B, steps, rows]
+        if self._graphs is None:
+            (logits,) = self._score(steps, self._features)
+        else:
+            (logits,) = self._graphs(self._score, {"features": self._features}, steps)
+        assert logits is not None
         if self._tree is not None:
             return self._most_probable(self._tree, logits, limit)
         if self.sampling.temperature == 0:
@@ -223,6 +229,10 @@ class Medusa(Drafter):
         self._check(finite)
         tokens = torch.stack([rng.draw(q[:, i], "draft", i) for i in range(steps)], 1)
         return Draft.chain(tokens, limit, q)
+
+    def _score(self, steps: int, features: Tensor) -> Outputs:
+        """``features [B, H]`` -> logits ``[B, steps, rows]`` of the first ``steps`` heads."""
+        return (self.heads(features, steps).transpose(0, 1),)
 
     def _most_probable(self, tree: Shape, logits: Tensor, limit: Tensor) -> Draft:
         """The tree's levels that some row has room for, filled with each head's tokens by rank."""

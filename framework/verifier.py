@@ -61,6 +61,20 @@ class Verifier(ABC):
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
 
+    def held(self, draft: Draft) -> tuple[Tensor, ...]:
+        """What `judge` reads of the state, as tensors on the device; see there."""
+        return ()
+
+    def judge(self, draft: Draft, p: Tensor, rng: RoundRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
+        """``verify`` as a function of tensors alone, which can be compiled; returns what `hold` is to be given, too.
+
+        A rule without state need not define it. One with state can be compiled if it does, with `held` and `hold`.
+        """
+        return (self.verify(draft, p, rng),)
+
+    def hold(self, *new: Tensor) -> None:
+        """Keep what `judge` returned after its verdict, until `observe`."""
+
     def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
         """The round is over: per slot, tau and the number of drafted nodes, now known on the host."""
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..framework.draft import Draft, take
 from ..framework.rng import RoundRng
@@ -94,26 +95,37 @@ def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
 
 def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``."""
-    v = p.shape[-1]
     # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
-    step = v if p.device.type != "cpu" else max(CACHED // max(minus.numel(), 1), 1024)
+    v, step = p.shape[-1], max(CACHED // max(minus.numel(), 1), 1024)
+    if step >= v or p.device.type != "cpu" or torch.compiler.is_compiling():
+        return total(subtract(p, q, minus))
     mass = torch.zeros_like(minus)
     for first in range(0, v, step):
-        mass += subtract(p[..., first : first + step], q[..., first : first + step], minus).sum(-1)
+        mass += total(subtract(p[..., first : first + step], q[..., first : first + step], minus))
     return mass
 
 
-def prefix_excess(p: Tensor, q: Tensor, minus: Tensor, places: tuple[Tensor, Tensor], ends: Sequence[int]) -> Tensor:
-    """``[M]`` float64: `excess` at the first ``ends[b]`` positions of every row, one row after the other.
+def total(weights: Tensor) -> Tensor:
+    """``weights [.., V]`` -> ``[..]`` float64. torch adds in pairs; compiled for a CPU it adds one after the other,
+    which a large vocabulary bears in float64 only (and which takes no longer there)."""
+    one_by_one = weights.device.type == "cpu" and torch.compiler.is_compiling()
+    return weights.sum(-1, dtype=torch.float64 if one_by_one else None).double()
+
+
+def prefix_excess(p: Tensor, q: Tensor, minus: Tensor, ends: Sequence[int] | None) -> Tensor:
+    """``[B, M]`` float64: `excess` at positions where ``q`` is known, 0 elsewhere.
 
     Args:
-        p, q: ``[B, positions, V]``, of which q may have fewer.
-        minus: ``[M]``.
-        places: ``[M]`` each, the row and the position of every entry: what ``ends`` says, on the device.
+        p, q: ``[B, positions, V]``, of which q may have fewer than M.
+        minus: ``[B, M]``.
+        ends: of each row, after how many positions the rest is not needed, which then is 0 too; ``None`` = after all.
     """
-    if p.device.type == "cpu":  # slices need no copies
-        parts = zip(p, q, ends, minus.split(list(ends)), strict=True)
-        return torch.cat([excess(of_p[:end], of_q[:end], part) for of_p, of_q, end, part in parts])
-    row, place = places
-    of_p, of_q = (laws.flatten(0, 1).index_select(0, row * laws.shape[1] + place) for laws in (p, q))
-    return excess(of_p, of_q, minus)
+    if ends is None:
+        known = min(minus.shape[1], q.shape[1])
+        found = excess(p[:, :known], q[:, :known], minus[:, :known])
+        return functional.pad(found, (0, minus.shape[1] - known))
+    mass = torch.zeros_like(minus)
+    for row, end in enumerate(ends):
+        if end:
+            mass[row, :end] = excess(p[row, :end], q[row, :end], minus[row, :end])
+    return mass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..framework.draft import Draft, Verdict
+from ._chain import total
 
 
 class Children:
@@ -57,7 +58,7 @@ class Children:
             elder = draft.elder[self._rows, node]
             kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
             q = q.scatter_reduce(1, draft.tokens, kept, "amin")
-            mass = q.sum(1, keepdim=True)
+            mass = total(q)[:, None].to(q.dtype)
             q = torch.where(mass > 0, q / mass, q)
         return q
 
@@ -86,10 +87,10 @@ def residual(law: Tensor, q: Tensor, credit: Tensor | None = None) -> tuple[Tens
     """(credit law - q)_+ normalised ``[B, V]`` and its mass ``[B]`` float64; without mass, ``law`` itself."""
     scaled = law if credit is None else law * credit[:, None].to(law.dtype)
     left = (scaled - q).clamp_(min=0)
-    mass = left.sum(1)
+    mass = total(left)
     some = mass > 0
-    left = left / torch.where(some, mass, 1.0)[:, None]
-    return choose(some, left, law), mass.double()
+    left = left / torch.where(some, mass, 1.0)[:, None].to(left.dtype)
+    return choose(some, left, law), mass
 
 
 def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:

@@ -88,10 +88,15 @@ class GreedyBlock(Verifier):
         columns = on_device([row + [none] * (width - len(row)) for row in kept], self._r.device)
         self._r = self._r.gather(1, columns.view(len(kept), width))
 
-    def _layers(self, batch_size: int, device: torch.device) -> Tensor:
-        """r ``[B, layers]`` of every layer at the root."""
-        if self._r is None or len(self._r) != batch_size:
-            self._r = torch.zeros(batch_size, 0, dtype=torch.float64, device=device)
+    def held(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """r of every layer at the root, ``[B, layers]``, and how many positions of the draft each still modifies.
+
+        Raises:
+            ContractError: the draft lacks Q at one of them.
+        """
+        device, ends = draft.tokens.device, self._ends(draft)
+        if self._r is None or len(self._r) != draft.batch_size:
+            self._r = torch.zeros(draft.batch_size, 0, dtype=torch.float64, device=device)
         if self._restored:
             width = max(self._r.shape[1], *map(len, self._restored.values()))
             self._r = functional.pad(self._r, (0, width - self._r.shape[1]))
@@ -99,98 +104,109 @@ class GreedyBlock(Verifier):
                 padded = torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
                 self._r[row] = padded.to(device, non_blocking=True)
             self._restored.clear()
-        return self._r
+        layers = self._r.shape[1]
+        left = on_device([of_row + [0] * (layers - len(of_row)) for of_row in ends], device)
+        return self._r, left.view(draft.batch_size, layers)
+
+    def hold(self, r: Tensor) -> None:
+        self._r = r
+
+    def _ends(self, draft: Draft) -> list[list[int]]:
+        """By row and layer: how many positions of the draft the layer still modifies."""
+        ends = [
+            [min(left, draft.width + 1) for left in self._remaining.get(row, [])] for row in range(draft.batch_size)
+        ]
+        if draft.q is not None and max((end for of_row in ends for end in of_row), default=0) > draft.q.shape[1]:
+            raise ContractError(
+                "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
+                "(DraftContext.final_law), and this draft does not carry it"
+            )
+        return ends
 
     # -- one block ---------------------------------------------------------------------------------------
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        # On a CPU, positions that a layer does not modify are left out.
+        ends = self._ends(draft) if p.device.type == "cpu" else None
+        verdict, r = self.judge(draft, p, rng, *self.held(draft), ends=ends)
+        self.hold(r)
+        return verdict
+
+    def judge(
+        self, draft: Draft, p: Tensor, rng: RoundRng, *held: Tensor, ends: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Verdict, Tensor]:
+        """``ends``: the same as the second of ``held``, where the host knows it."""
+        root, left = held
         ratio = ratios(draft, p)
-        r, a, m = self._modified(draft, p, ratio, self._layers(draft.batch_size, p.device))
+        r, a, m = self._modified(draft, p, ratio, root, left, ends)
         pt = ((ratio - a[-1][:, :-1]).clamp_(min=0) / m[-1][:, :-1]).cumprod(1).clamp_(max=1e150)
         p_i = pt.clamp(max=1)
         # A_i >= B_i where pt_i >= 1, so h_i = 1 there; elsewhere B_i = A_i + 1 - pt_i as in block verification.
         # pt T - Q is P - (a + m / pt) Q up to the factor pt / m.
         inner, inner_m = p_i[:, :-1], m[-1][:, 1:-1]
-        left = inner_excess(draft, p, a[-1][:, 1:-1] + inner_m / inner)
-        h = Block.acceptance(draft, p_i, inner / inner_m * left)
+        excess = inner_excess(draft, p, a[-1][:, 1:-1] + inner_m / inner)
+        h = Block.acceptance(draft, p_i, inner / inner_m * excess)
         tau = longest(rng.accept(h))
         table = torch.stack([functional.pad(pt, (1, 0), value=1.0), *r, *a, *m])  # all of it at tau: [.., B]
         pt_tau, *rest = table.gather(2, tau.expand(len(table), -1)[..., None]).squeeze(2)
         layers = len(r)
         r, a, m = rest[:layers], rest[layers : 2 * layers + 1], rest[2 * layers + 1 :]
         token = next_token(draft, p, tau, rng, a[-1] + (tau < draft.count) * m[-1] / pt_tau)
-        self._advance(draft, p, tau, token, [*r, 1 / pt_tau], torch.stack(a), torch.stack(m))
-        return Verdict(tau, token, survival=p_i)
+        if draft.q is None:
+            after = torch.zeros(len(root), root.shape[1] + 2, dtype=torch.float64, device=p.device)
+        else:
+            after = self._after(draft, p, tau, token, [*r, 1 / pt_tau], torch.stack(a), torch.stack(m))
+        return Verdict(tau, token, survival=p_i), after
 
     def _modified(
-        self, draft: Draft, p: Tensor, ratio: Tensor, root: Tensor
+        self,
+        draft: Draft,
+        p: Tensor,
+        ratio: Tensor,
+        root: Tensor,
+        left: Tensor,
+        ends: Sequence[Sequence[int]] | None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Along the draft, each ``[B, N+1]``: r_k of every layer (0 once it has expired); a_k and m_k from k = 0 on.
 
         Args:
             ratio: ``[B, N]``, P / Q of the drafted tokens.
             root: ``[B, layers]``, r_k before the draft.
+            left: ``[B, layers]``, how many positions of the draft each layer modifies; ``ends`` on the device.
         """
-        positions = draft.width + 1
         r: list[Tensor] = []
-        a = [torch.zeros(draft.batch_size, positions, dtype=torch.float64, device=p.device)]
+        a = [torch.zeros(draft.batch_size, draft.width + 1, dtype=torch.float64, device=p.device)]
         m = [torch.ones_like(a[0])]
         if draft.q is None:  # what a point mass drafts is not drawn: there is nothing to modify
             return r, a, m
+        place = torch.arange(draft.width + 1, device=p.device)
         for k in range(root.shape[1]):
             before_a, before_m = a[-1], m[-1]
-            ends = self._ends(k, draft, positions)
-            row, place = _places(ends, p.device)
             # Q / T_{k-1} of the drafted tokens; 0 where the target cannot say one.
             steps = (before_m[:, :-1] / (ratio - before_a[:, :-1]).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
-            along = torch.cat([root[:, k, None], steps], 1).cumprod(1)[row, place]
-            r.append(torch.zeros_like(before_a).index_put_((row, place), along))
-            old_a, old_m = before_a[row, place], before_m[row, place]
-            more = torch.addcmul(old_a, along, old_m)
-            left = prefix_excess(p, draft.q, more, (row, place), ends)
-            changed = (along > 0) & (left > 0)  # rounding may leave nothing
-            a.append(before_a.index_put((row, place), torch.where(changed, more, old_a)))
-            m.append(before_m.index_put((row, place), torch.where(changed, left, old_m)))
+            along = torch.cat([root[:, k, None], steps], 1).cumprod(1)
+            along = torch.where(place < left[:, k, None], along, 0.0)
+            more = torch.addcmul(before_a, along, before_m)
+            of_layer = None if ends is None else [of_row[k] if k < len(of_row) else 0 for of_row in ends]
+            mass = prefix_excess(p, draft.q, more, of_layer)
+            changed = (along > 0) & (mass > 0)  # rounding may leave nothing
+            r.append(along)
+            a.append(torch.where(changed, more, before_a))
+            m.append(torch.where(changed, mass, before_m))
         return r, a, m
 
-    def _ends(self, layer: int, draft: Draft, positions: int) -> list[int]:
-        """How many positions of the draft a layer still modifies, by row.
-
-        Raises:
-            ContractError: the draft lacks Q at one of them.
-        """
-        assert draft.q is not None
-        left = [self._remaining.get(row, []) for row in range(draft.batch_size)]
-        last = [min(of_row[layer], positions) if len(of_row) > layer else 0 for of_row in left]
-        if max(last) > draft.q.shape[1]:
-            raise ContractError(
-                "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
-                "(DraftContext.final_law), and this draft does not carry it"
-            )
-        return last
-
-    def _advance(
+    def _after(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
-    ) -> None:
+    ) -> Tensor:
         """r of every layer after the emitted token, that of the layer which this block creates, and a 0.
 
         Args:
             r: ``[B]`` each, at tau; the new layer's starts as 1 / pt_tau.
             a, m: ``[layers + 1, B]``, at tau.
         """
-        if draft.q is None:
-            assert self._r is not None
-            self._r = torch.zeros(len(tau), self._r.shape[1] + 2, dtype=torch.float64, device=p.device)
-            return
+        assert draft.q is not None
         rows = torch.arange(len(tau), device=p.device)
         q = draft.q[rows, tau.clamp(max=draft.q.shape[1] - 1), token].double()
         # Q / T_{k-1} = m / (P / Q - a)_+
         step = (m / (p[rows, tau, token] / q - a).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
-        self._r = functional.pad((torch.stack(r) * step).t(), (0, 1))
-
-
-def _places(ends: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and positions, one pair after the other, of the first ``ends[b]`` positions of every row."""
-    pairs = [(row, place) for row, end in enumerate(ends) for place in range(end)]
-    row, place = on_device(pairs, device).view(-1, 2).t()
-    return row, place
+        return functional.pad((torch.stack(r) * step).t(), (0, 1))

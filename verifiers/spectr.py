@@ -21,6 +21,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
+from ._chain import total
 from ._tree import choose, settle, stop_at
 
 #: Steps to rho*, which reach what the law's precision allows.
@@ -58,7 +59,7 @@ class SpecTr(Verifier):
                     token = torch.where(accepted, x[:, i], token)
                     chosen = chosen | accepted
                 common = torch.minimum(q, law / rho[:, None].to(law.dtype))
-                beta = common.sum(1).double()
+                beta = total(common)
                 share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** n) / beta, 0.0)
                 rest = (law - common * share[:, None].to(law.dtype)).clamp_(min=0)
                 usable = (n > 0) & (rest.sum(1) > 0)
@@ -85,7 +86,7 @@ def rho_star(p: Tensor, q: Tensor, n: Tensor) -> Tensor:
     n = n.double().clamp(min=1)
 
     def common(rho: Tensor) -> Tensor:
-        return torch.minimum(q * rho[:, None].to(q.dtype), p).sum(1).double().clamp(max=1)
+        return total(torch.minimum(q * rho[:, None].to(q.dtype), p)).clamp(max=1)
 
     def excess(rho: Tensor, m: Tensor) -> Tensor:
         return rho - torch.where(m > 0, m / (1 - (1 - m) ** (1 / n)), n)

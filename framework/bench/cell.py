@@ -202,8 +202,8 @@ class Cell:
             final_law=verifier_class.traits.modifies_target,
         )
         verifier = verifier_class(verifier_class.Config(**config.verifier.config))
-        #: The compiled rule, if the recipe asks for it and the rule keeps no state.
-        self._fused = Fused(verifier) if config.compile_verifier and not verifier.traits.stateful else None
+        #: The compiled rule, if the recipe asks for it and the rule can be.
+        self._fused = Fused(verifier) if config.compile_verifier and Fused.takes(verifier_class) else None
         self.decoder = Decoder(
             lm,
             drafter_class(drafter_config, context),

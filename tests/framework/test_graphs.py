@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from crossdraft.drafters import medusa
 from crossdraft.drafters._features import FeatureLM
+from crossdraft.drafters._medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.medusa import Medusa
 from crossdraft.drafters.mtp import MtpHead
 from crossdraft.framework import plugins
 from crossdraft.framework.decoding import attention, graphs
 from crossdraft.framework.decoding import lm as lm_module
 from crossdraft.framework.decoding.graphs import Graphs, graphs_for
 from crossdraft.framework.decoding.lm import TransformersLM, extend_tree
+from crossdraft.framework.decoding.sampling import Sampling
+from crossdraft.framework.draft import Sequences
+from crossdraft.framework.drafter import DraftContext
+from crossdraft.framework.rng import CounterRng
 
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
 NEW = 18
@@ -181,6 +188,38 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
     for ours, other in zip(run(FeatureLM(head, 2, 64, 97)), plain, strict=True):
         torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
     assert recorder.replayed > 6
+
+
+@pytest.mark.parametrize("shape", [{}, {"choices": [[0], [1], [0, 0], [0, 0, 0]]}])
+def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypatch: Any, shape: dict) -> None:
+    """Drafts of all rounds, kept until the end, are those without graphs; a row near its end asks fewer heads."""
+    target = tiny_model("llama")
+    torch.manual_seed(3)
+    heads = MedusaHeads(32, 3, vocab_size=97)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight)
+    save_heads(tmp_path, heads, {})
+    context = DraftContext(
+        Sampling(temperature=1.0), 2, 64, 97, target.device, load_lm=lambda name: None, target_model=target
+    )
+    features, ones = torch.randn(9, 2, 1, 32), torch.ones(2, 64, dtype=torch.long)
+
+    def run() -> list[Any]:
+        drafter, drafts = Medusa(Medusa.Config(model=str(tmp_path), **shape), context), []
+        for i, hidden in enumerate(features):
+            for row in range(2):
+                drafter.begin(row, [1, 1], hidden[row : row + 1])
+            sequences = Sequences([[1, 1]] * 2, ones, [3 - i % 2, 2], [0, 1])
+            drafts.append(drafter.propose(sequences, CounterRng().round([0, 1], [i, i], target.device)))
+        return drafts
+
+    plain, recorder = run(), Recorder()
+    monkeypatch.setattr(medusa, "graphs_for", lambda model: Graphs(recorder, "test"))
+    for ours, other in zip(run(), plain, strict=True):
+        assert torch.equal(ours.tokens, other.tokens)
+        if not shape:
+            torch.testing.assert_close(ours.q, other.q)
+    assert (recorder.recorded, recorder.replayed) == (2, 7), "nine rounds, of which the first of two shapes rehearse"
 
 
 def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> None:

@@ -333,19 +333,19 @@ class M12(GreedyBlock):
 class M13(GreedyBlock):
     """Expired layers deleted before the younger ones are advanced, which then follow a target without them."""
 
-    def _advance(
+    def _after(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
-    ) -> None:
+    ) -> Tensor:
         assert draft.q is not None and self._r is not None
-        root = self._r.clone()
-        super()._advance(draft, p, tau, token, r, a, m)
+        root, after = self._r, super()._after(draft, p, tau, token, r, a, m)
         for row, remaining in self._remaining.items():
             accepted = int(tau[row])
             emitted = [*draft.tokens[row, :accepted].tolist(), int(token[row])]
             for k, left in enumerate(remaining):
                 if left > len(emitted):
                     older = [m for m in range(k) if remaining[m] > len(emitted)]
-                    self._r[row, k] = self._followed(draft.q[row], p[row], emitted, root[row, [*older, k]])
+                    after[row, k] = self._followed(draft.q[row], p[row], emitted, root[row, [*older, k]])
+        return after
 
     def _followed(self, q: Tensor, p: Tensor, emitted: list[int], r: Tensor) -> Tensor:
         """r of the last of some layers after ``emitted``, their modifications being the only ones."""

@@ -3,8 +3,10 @@
 Nothing here knows the list of verifiers: a rule that is registered is tested, by what its traits promise.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdraft.drafters._growth import Shape, Siblings, grow_fixed
 from crossdraft.framework import plugins
+from crossdraft.framework.decoding import fused
 from crossdraft.framework.decoding.fused import MOST_SHAPES, Fused
 from crossdraft.framework.decoding.sampling import Sampling
 from crossdraft.framework.draft import Draft, Verdict
@@ -310,24 +313,25 @@ def test_a_one_hot_law_is_a_point_mass(name: str, shape: str, seed: int, b: int,
 
 # -- compiled rules -------------------------------------------------------------------------------------
 
-STATELESS = [pair for pair in PAIRS if not RULES[pair[0]].traits.stateful]
-
 
 def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
-    """Check a fused rule against the rule itself, every draft twice; returns how many shapes were compiled."""
-    fused, rule = Fused(RULES[name]()), RULES[name]()
-    for seed in seeds:
+    """Check a fused rule against the rule itself, every draft in two rounds; returns how many shapes were compiled."""
+    quick, rule = Fused(RULES[name]()), RULES[name]()
+    for row in range(3):
+        quick.begin(row)
+        rule.begin(row)
+    for seed, position in product(seeds, range(2)):
         draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
-        expected = tokens_of(draft, rule.verify(draft, p, shipped_rng(seed, range(3))))
-        for _ in range(2):
-            found = fused.verify(draft, p, shipped_rng(seed, range(3)))
-            assert tokens_of(draft, found) == expected
-    return fused.compiled
+        verdicts = [either.verify(draft, p, shipped_rng(seed, range(3), position)) for either in (rule, quick)]
+        assert tokens_of(draft, verdicts[1]) == tokens_of(draft, verdicts[0])
+        for either, verdict in zip((rule, quick), verdicts, strict=True):
+            either.observe(verdict.length.tolist(), draft.count.tolist())
+    return quick.compiled
 
 
-@pytest.mark.parametrize("name, shape", STATELESS)
-def test_a_stateless_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+@pytest.mark.parametrize("name, shape", PAIRS)
+def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fused, "compiled", lambda step, inputs: lambda tensors: step(*tensors))
     assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
 
 
@@ -337,19 +341,16 @@ def test_token_compiled_says_what_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, shape", STATELESS)
+@pytest.mark.parametrize("name, shape", PAIRS)
 def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
     assert fused_as_usual(name, shape, [3, 4], 2000) > 0
 
 
 def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:
-    def failing(function: Any, **options: Any) -> Any:
-        def call(*inputs: Any) -> Any:
-            raise RuntimeError("no compiler here\nand much more")
+    def failing(step: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here\nand much more")
 
-        return call
-
-    monkeypatch.setattr(torch, "compile", failing)
+    monkeypatch.setattr(fused, "compiled", failing)
     assert fused_as_usual("token", "chain", range(3), 9) == 0
     assert [r.getMessage() for r in caplog.records] == [
         "crossdraft: verifier 'token' runs uncompiled: no compiler here"
@@ -357,18 +358,23 @@ def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) ->
 
 
 def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    fused = Fused(RULES["token"]())
-    fused.compiling = False
+    monkeypatch.setattr(fused, "compiled", lambda step, inputs: lambda tensors: step(*tensors))
+    rule = Fused(RULES["token"]())
+    rule.compiling = False
     draft, p = random_draft("chain", 1, 3, 3, 9)
     for _ in range(3):
-        fused.verify(draft, p, shipped_rng(1, range(3)))
-    assert fused.compiled == 0
+        rule.verify(draft, p, shipped_rng(1, range(3)))
+    assert rule.compiled == 0
 
 
-def test_a_rule_with_state_is_not_fused() -> None:
-    with pytest.raises(ValueError, match="'greedy-block' keeps state on the host"):
-        Fused(RULES["greedy-block"]())
+def test_a_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
+    class Private(RULES["token"]):  # type: ignore[misc]
+        name = "private"
+        traits = dataclasses.replace(RULES["token"].traits, stateful=True)
+
+    assert not Fused.takes(Private)
+    with pytest.raises(ValueError, match="'private' keeps state on the host"):
+        Fused(Private())
 
 
 # -- one draft sequence: every rule for several is a rule for one -----------------------------------------
