@@ -526,6 +526,13 @@ def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurv
     return target, find(next(iter(used.values()))) if drafts else None
 
 
+def used_curves(results: Iterable[CellResult], curves: Iterable[CostCurve]) -> list[CostCurve]:
+    """Those of ``curves`` that predictions for these cells read, in their order."""
+    curves = list(curves)
+    read = {id(curve) for result in results if result.error is None for curve in curves_of(result, curves)}
+    return [curve for curve in curves if id(curve) in read]
+
+
 def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellResult | None = None) -> Prediction | None:
     """What the curves say about a finished cell, for a table to show beside what was measured.
 

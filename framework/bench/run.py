@@ -30,7 +30,7 @@ from ..report.charts import draw
 from ..report.tables import group_title, summary_csv, summary_markdown
 from . import memory
 from .cell import Cell, Conversation, Models, lengths, positions, prepare
-from .cost import CostCurve, Prediction, predictions, stored_curves
+from .cost import CostCurve, Prediction, predictions, stored_curves, used_curves
 from .metrics import LEAST_PIECES, compare, measure
 from .prompts import Prompt
 from .recipe import CellConfig, Recipe, digest
@@ -51,7 +51,7 @@ class Outcome:
             interruption kept from finishing are missing.
         skipped: why pairs of the cross product were left out.
         notes: what readers of the numbers should know.
-        curves: measured costs, to predict from.
+        curves: measured costs of its models on its device, to predict from.
         charts: names of image files in the directory.
     """
 
@@ -139,7 +139,7 @@ def run(
                 bar.refresh()
         except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
             outcome.interrupted = True
-    outcome.curves = stored_curves()
+    outcome.curves = used_curves(outcome.results, stored_curves())
     _write_summary(directory, outcome, session)
     return outcome
 
@@ -172,6 +172,8 @@ def _write_summary(directory: RunDirectory, outcome: Outcome, session: _Session)
         about = session.environment | {"models": models, "prompts": prompts}
         about["conditions"] = _distinct(result.provenance for result in outcome.results)
         directory.write_json("environment.json", about)
+    # Kept with the run: later reports predict from the same curves, on any machine.
+    directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in outcome.curves]})
     try:
         outcome.charts = draw(outcome)
     except ImportError:

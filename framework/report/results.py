@@ -77,6 +77,7 @@ def read_run(directory: Path) -> FinishedRun:
     Raises:
         UsageError: there are none, they are incomplete, or another version wrote them.
     """
+    from ..bench.cost import CostCurve
     from ..bench.recipe import CellConfig, read_recipe
     from ..bench.records import FORMAT, RunDirectory
     from ..bench.run import Outcome
@@ -104,7 +105,8 @@ def read_run(directory: Path) -> FinishedRun:
     if not results:
         raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
     kept = [line for line in remarks if line.startswith(_REMARKS)]
-    return FinishedRun(Outcome(recipe, directory, results), run.read_json("environment.json"), kept)
+    curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
+    return FinishedRun(Outcome(recipe, directory, results, curves=curves), run.read_json("environment.json"), kept)
 
 
 def page(runs: Sequence[FinishedRun]) -> str:

@@ -499,6 +499,14 @@ def test_from_measuring_to_a_run_and_back(
     assert predictions(outcome.results, []) == {}
     assert cells[0]["predicted_speed_up"] == 1  # the baseline over itself
 
+    # A run keeps the curves it was predicted from; those measured after it are none of its business.
+    page = ["report", str(outcome.directory)]
+    assert cli.main(page) == 0 and "predicted" not in capsys.readouterr().out
+    assert run(recipe, tmp_path / "runs", say=None).predicted
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "another machine"))
+    assert cli.main(page) == 0 and "predicted: tok/s from the cost curve" in capsys.readouterr().out
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+
     config = str(Path(models["target"]) / "config.json")
     assert cli.main([*asked, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0
     elsewhere = json.loads(capsys.readouterr().out)
