@@ -145,13 +145,22 @@ def _step(rule: Verifier, draft: Draft, given: Sequence[str]) -> Callable[..., t
 
 
 def compiled(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:
-    """Code for ``step`` on tensors laid out like ``inputs``. Raises whatever makes it impossible."""
-    if inputs[0].device.type != "cpu":
-        # What is compiled is found by code object, one after the other; with one of its own there is one to try.
-        own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-        function = torch.compile(own, fullgraph=True, dynamic=False)
-        return lambda tensors: function(*tensors)
-    # Not torch.compile: what its code does on every call before the first kernel takes longer than a small verify step.
+    """Code for ``step`` on tensors laid out like ``inputs``; what makes it impossible is raised now or by a call.
+
+    On a CPU not by `torch.compile`: what its code does on every call before the first kernel takes longer than a small
+    verify step.
+    """
+    return ahead_of_time(step, inputs) if inputs[0].device.type == "cpu" else just_in_time(step)
+
+
+def just_in_time(step: Callable[..., tuple[Tensor, ...]]) -> Function:
+    # What is compiled is found by code object, one after the other; with one of its own there is one to try.
+    own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    function = torch.compile(own, fullgraph=True, dynamic=False)
+    return lambda tensors: function(*tensors)
+
+
+def ahead_of_time(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     with TemporaryDirectory(prefix="crossdraft-") as directory, warnings.catch_warnings():

@@ -4,6 +4,7 @@ Nothing here knows the list of verifiers: a rule that is registered is tested, b
 """
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -344,6 +345,14 @@ def test_token_compiled_says_what_it_says() -> None:
 @pytest.mark.parametrize("name, shape", PAIRS)
 def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
     assert fused_as_usual(name, shape, [3, 4], 2000) > 0
+
+
+@pytest.mark.parametrize("name", ["token", "greedy-block", "specinfer"])
+def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> None:
+    """`torch.compile` up to code for a device: the graph that it made, run as it is."""
+    monkeypatch.setattr(fused, "compiled", lambda step, inputs: fused.just_in_time(step))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    assert fused_as_usual(name, "chain", range(2), 9) > 0
 
 
 def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:
