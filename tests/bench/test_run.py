@@ -96,6 +96,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     (directory,) = tmp_path.glob("runs/*")
     assert {p.name for p in directory.iterdir()} == {
         "recipe.json",
+        "cost_curves.json",
         "environment.json",
         "cells",
         "summary.csv",
