@@ -94,7 +94,14 @@ class GreedyBlock(Verifier):
         Raises:
             ContractError: the draft lacks Q at one of them.
         """
-        device, ends = draft.tokens.device, self._ends(draft)
+        return self._held(draft)[0]
+
+    def hold(self, r: Tensor) -> None:
+        self._r = r
+
+    def _held(self, draft: Draft) -> tuple[tuple[Tensor, Tensor], list[list[int]]]:
+        """`held`, and the second of the two on the host."""
+        device = draft.tokens.device
         if self._r is None or len(self._r) != draft.batch_size:
             self._r = torch.zeros(draft.batch_size, 0, dtype=torch.float64, device=device)
         if self._restored:
@@ -104,31 +111,23 @@ class GreedyBlock(Verifier):
                 padded = torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
                 self._r[row] = padded.to(device, non_blocking=True)
             self._restored.clear()
-        layers = self._r.shape[1]
-        left = on_device([of_row + [0] * (layers - len(of_row)) for of_row in ends], device)
-        return self._r, left.view(draft.batch_size, layers)
-
-    def hold(self, r: Tensor) -> None:
-        self._r = r
-
-    def _ends(self, draft: Draft) -> list[list[int]]:
-        """By row and layer: how many positions of the draft the layer still modifies."""
-        ends = [
-            [min(left, draft.width + 1) for left in self._remaining.get(row, [])] for row in range(draft.batch_size)
-        ]
-        if draft.q is not None and max((end for of_row in ends for end in of_row), default=0) > draft.q.shape[1]:
+        layers, left = self._r.shape[1], []
+        for row in range(draft.batch_size):
+            of_row = [min(positions, draft.width + 1) for positions in self._remaining.get(row, [])]
+            left.append(of_row + [0] * (layers - len(of_row)))
+        if draft.q is not None and max((end for of_row in left for end in of_row), default=0) > draft.q.shape[1]:
             raise ContractError(
                 "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
                 "(DraftContext.final_law), and this draft does not carry it"
             )
-        return ends
+        return (self._r, on_device(left, device).view(draft.batch_size, layers)), left
 
     # -- one block ---------------------------------------------------------------------------------------
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        held, ends = self._held(draft)
         # On a CPU, positions that a layer does not modify are left out.
-        ends = self._ends(draft) if p.device.type == "cpu" else None
-        verdict, r = self.judge(draft, p, rng, *self.held(draft), ends=ends)
+        verdict, r = self.judge(draft, p, rng, *held, ends=ends if p.device.type == "cpu" else None)
         self.hold(r)
         return verdict
 
@@ -187,7 +186,7 @@ class GreedyBlock(Verifier):
             along = torch.cat([root[:, k, None], steps], 1).cumprod(1)
             along = torch.where(place < left[:, k, None], along, 0.0)
             more = torch.addcmul(before_a, along, before_m)
-            of_layer = None if ends is None else [of_row[k] if k < len(of_row) else 0 for of_row in ends]
+            of_layer = None if ends is None else [of_row[k] for of_row in ends]
             mass = prefix_excess(p, draft.q, more, of_layer)
             changed = (along > 0) & (mass > 0)  # rounding may leave nothing
             r.append(along)

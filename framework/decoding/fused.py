@@ -101,7 +101,7 @@ class Fused(Verifier):
         inputs.append(rng.table(shape.numbers)[:, :, : shape.numbers].contiguous())
         try:
             if shape.function is None:
-                shape.function = compiled(_step(self.rule, draft, list(given)), inputs)
+                shape.function = compile_step(_step(self.rule, draft, list(given)), inputs)
             length, token, *others = shape.function(inputs)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
@@ -144,7 +144,7 @@ def _step(rule: Verifier, draft: Draft, given: Sequence[str]) -> Callable[..., t
     return step
 
 
-def compiled(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:
+def compile_step(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:
     """Code for ``step`` on tensors laid out like ``inputs``; what makes it impossible is raised now or by a call.
 
     On a CPU not by `torch.compile`: what its code does on every call before the first kernel takes longer than a small

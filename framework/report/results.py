@@ -105,7 +105,10 @@ def read_run(directory: Path) -> FinishedRun:
     if not results:
         raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
     kept = [line for line in remarks if line.startswith(_REMARKS)]
-    curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
+    try:
+        curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
     return FinishedRun(Outcome(recipe, directory, results, curves=curves), run.read_json("environment.json"), kept)
 
 

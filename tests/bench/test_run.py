@@ -435,7 +435,7 @@ def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypat
         measured(self, chunk)
         on_the_clock.clear()
 
-    monkeypatch.setattr(fused, "compiled", compile_)
+    monkeypatch.setattr(fused, "compile_step", compile_)
     monkeypatch.setattr(Cell, "run", run_)
     one = ["sampling.temperature=1", "exclude=[]", "drafters.0={name: prompt-lookup, gamma: 2}"]
     code, out, _ = bench("matrix={compile_verifier: [false, true]}", *one, "verifiers=[token, greedy-block]")
