@@ -63,6 +63,14 @@ class Children:
         return q
 
 
+def none(rows: Tensor) -> bool:
+    """Whether no row of ``rows [B]`` is left, where the host sees it without waiting: on a CPU, outside compiled code.
+
+    What a rule would go on to do for no row may then be left out.
+    """
+    return rows.device.type == "cpu" and not torch.compiler.is_compiling() and not rows.any()
+
+
 def choose(condition: Tensor, this: Tensor, that: Tensor) -> Tensor:
     """``[.., V]``: ``this`` where ``condition [..]``, else ``that``, both finite.
 

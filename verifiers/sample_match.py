@@ -15,7 +15,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import settle, stop_at
+from ._tree import none, settle, stop_at
 
 
 class SampleMatch(Verifier):
@@ -38,4 +38,6 @@ class SampleMatch(Verifier):
                 carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
                 walking = walking & carries.any(1)
                 at = torch.where(walking, carries.long().argmax(1), at)
+                if none(walking):
+                    break
         return stop_at(draft, at, token)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import Children, choose, ratio, residual, stop_at
+from ._tree import Children, choose, none, ratio, residual, stop_at
 
 
 class SpecInfer(Verifier):
@@ -36,6 +36,8 @@ class SpecInfer(Verifier):
         at, law = torch.full_like(rows, -1), p[:, 0]
         for j in range(len(children)):
             examined = children.valid[:, j] & (children.parent[:, j] == at)
+            if none(examined):
+                continue
             q = children.law(j, law)
             h = torch.where(examined, ratio(law, q, children.token[:, j]).clamp(max=1), 0.0)
             accepted = rng.accept(h[:, None], index=j).squeeze(1)

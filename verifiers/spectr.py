@@ -22,10 +22,10 @@ from ..framework.draft import Draft, Verdict, take
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
 from ._chain import total
-from ._tree import choose, settle, stop_at
+from ._tree import choose, none, settle, stop_at
 
 #: Steps to rho*, which reach what the law's precision allows.
-STEPS = {torch.float64: 24, torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
+STEPS = {torch.float64: 24, torch.float32: 6, torch.bfloat16: 4, torch.float16: 4}
 
 
 class SpecTr(Verifier):
@@ -71,37 +71,40 @@ class SpecTr(Verifier):
                 walking = racing.any(1)
                 reached = nodes.gather(1, racing.long().argmax(1, keepdim=True)).squeeze(1)
                 at = torch.where(walking, reached, at)
+                if none(walking):
+                    break
         return stop_at(draft, at, token)
 
 
 def rho_star(p: Tensor, q: Tensor, n: Tensor) -> Tensor:
     """``[B]`` float64: the smallest valid rho for ``n [B]`` draws from ``q [B, V]`` and target ``p [B, V]``.
 
-    With m = rho beta the condition p_acc <= rho beta reads rho >= m / (1 - (1 - m)^(1/n)). The difference of the two
-    sides rises with a slope of at least 1, also where P and Q are close and p_acc - rho beta is nearly flat. Its root
-    in [1, n] by the Illinois method (regula falsi that halves the value of an end that stays). The upper end of the
-    bracket is returned: a rho slightly too large is valid and hardly weaker, one slightly too small would make the
-    residual negative.
+    With m = rho beta the condition p_acc <= rho beta reads rho >= phi(m) = m / (1 - (1 - m)^(1/n)). The difference of
+    the two sides rises with a slope of at least 1, also where P and Q are close and p_acc - rho beta is nearly flat.
+    As phi falls and m grows with rho, phi(m(1)) is valid. The root in between by the Illinois method (regula falsi
+    that halves the value of an end that stays). The upper end of the bracket is returned: a rho slightly too large is
+    valid and hardly weaker, one slightly too small would make the residual negative.
     """
-    n = n.double().clamp(min=1)
+    draws = n.double().clamp(min=2)
 
-    def common(rho: Tensor) -> Tensor:
-        return total(torch.minimum(q * rho[:, None].to(q.dtype), p)).clamp(max=1)
+    def excess(rho: Tensor) -> tuple[Tensor, Tensor]:
+        m = total(torch.minimum(q * rho[:, None].to(q.dtype), p)).clamp(1e-300, 1)
+        return torch.addcdiv(rho, m, torch.expm1(torch.log1p(-m) / draws)), m
 
-    def excess(rho: Tensor, m: Tensor) -> Tensor:
-        return rho - torch.where(m > 0, m / (1 - (1 - m) ** (1 / n)), n)
-
-    low, high = torch.ones_like(n), n
-    first = common(low)
-    at_low, at_high = excess(low, first), excess(high, common(high))
-    stayed = torch.zeros_like(n)  # the end that stayed in the last step: -1 the low one, 1 the high one
+    start = torch.ones_like(draws)
+    at_start, common = excess(start)
+    valid = start - at_start
+    # The end that was moved last, and the other one.
+    end, other, at_other = valid, start, at_start
+    at_end, _ = excess(end)
     for _ in range(STEPS[p.dtype]):
-        rho = (low - at_low * (high - low) / (at_high - at_low).clamp(min=1e-300)).clamp(low, high)
-        value = excess(rho, common(rho))
-        up = value >= 0  # rho is valid
-        at_low = torch.where(up, torch.where(stayed == -1, at_low / 2, at_low), value)
-        at_high = torch.where(up, value, torch.where(stayed == 1, at_high / 2, at_high))
-        low, high = torch.where(up, low, rho), torch.where(up, rho, high)
-        stayed = torch.where(up, -1.0, 1.0)
-    # P = Q but for rounding, to which the root is very sensitive there.
-    return torch.where(first >= 1 - 4 * torch.finfo(p.dtype).eps, 1.0, high)
+        rho = end - at_end * (end - other) / (at_end - at_other)
+        value, _ = excess(rho)
+        crossed = value * at_end < 0
+        other, at_other = torch.where(crossed, end, other), torch.where(crossed, at_end, at_other / 2)
+        end, at_end = rho, value
+    # Rounding may leave two ends, or no number, without a valid one among them.
+    found = torch.where(torch.maximum(at_end, at_other) >= 0, torch.where(at_end >= 0, end, other), valid)
+    # P = Q but for rounding, to which the root is very sensitive there; and a single draw.
+    equal = common >= 1 - 4 * torch.finfo(p.dtype).eps
+    return torch.where(equal | (n < 2), 1.0, found.minimum(valid))

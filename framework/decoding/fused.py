@@ -36,19 +36,19 @@ Function = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass
-class _Shape:
-    """What is known of a shape of inputs.
+class _Compiled:
+    """The code for inputs of one shape.
 
     Attributes:
-        numbers: random numbers that the rule takes of a purpose, at most.
+        function: what to call.
+        numbers: how many random numbers of each purpose it takes.
         path, survival: whether its verdicts have them.
-        function: the code, once it is compiled.
     """
 
+    function: Function
     numbers: int
     path: bool
     survival: bool
-    function: Function | None = None
 
 
 class Fused(Verifier):
@@ -71,7 +71,8 @@ class Fused(Verifier):
         self.rule = rule
         self.name, self.traits = rule.name, rule.traits  # type: ignore[misc]
         self.compiling = True
-        self._known: dict[Hashable, _Shape] = {}
+        #: What was seen, and its code where there is one.
+        self._known: dict[Hashable, _Compiled | None] = {}
 
     @staticmethod
     def takes(rule: type[Verifier]) -> bool:
@@ -81,7 +82,7 @@ class Fused(Verifier):
     @property
     def compiled(self) -> int:
         """Shapes there is compiled code for."""
-        return sum(shape.function is not None for shape in self._known.values())
+        return sum(code is not None for code in self._known.values())
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         if not isinstance(rng, CounterRound) or not draft.width:
@@ -91,27 +92,46 @@ class Fused(Verifier):
         given = {name: tensor for name, tensor in fields.items() if tensor is not None}
         inputs = [p, *given.values(), *self.rule.held(draft)]
         key = (tuple(given), draft.drawn, draft.levels, *((t.shape, t.stride(), t.dtype) for t in inputs))
-        shape = self._known.get(key)
-        if shape is None or (shape.function is None and not (self.compiling and self.compiled < MOST_SHAPES)):
-            verdict = self.rule.verify(draft, p, rng)
+        compiled = self._known.get(key)
+        if compiled is None and not (self.compiling and key in self._known and self.compiled < MOST_SHAPES):
             if self.compiling:
-                numbers = rng.table(1).shape[2]  # there are as many as were asked for
-                self._known[key] = _Shape(numbers, verdict.path is not None, verdict.survival is not None)
-            return verdict
-        inputs.append(rng.table(shape.numbers)[:, :, : shape.numbers].contiguous())
+                self._known[key] = None
+            return self.rule.verify(draft, p, rng)
         try:
-            if shape.function is None:
-                shape.function = compile_step(_step(self.rule, draft, list(given)), inputs)
-            length, token, *others = shape.function(inputs)
+            if compiled is None:
+                compiled = self._known[key] = self._compile(draft, list(given), inputs, rng)
+            length, token, *others = compiled.function([*inputs, _numbers(rng, compiled.numbers)])
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             logger.warning("crossdraft: verifier '%s' runs uncompiled: %s", self.name, reason)
             self.compiling, self._known = False, {}
             return self.rule.verify(draft, p, rng)
-        path = others.pop(0) if shape.path else None
-        survival = others.pop(0) if shape.survival else None
+        path = others.pop(0) if compiled.path else None
+        survival = others.pop(0) if compiled.survival else None
         self.rule.hold(*others)
         return Verdict(length, token, path, survival)
+
+    def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformRound) -> _Compiled:
+        """Code for ``inputs``: p, the ``given`` fields of the draft, held state; its own takes the uniforms too."""
+
+        drawn, levels = draft.drawn, draft.levels
+
+        def judged(rng: RoundRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+            fields: dict[str, Any] = {"q": None, **dict(zip(given, tensors, strict=False))}
+            plain = _PlainDraft(drawn=drawn, levels=levels, **fields)
+            verdict, *new = self.rule.judge(plain, p, rng, *tensors[len(given) :])
+            return verdict.length, verdict.token, verdict.path, verdict.survival, *new
+
+        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(t for t in judged(UniformRound(tensors[-1]), *tensors[:-1]) if t is not None)
+
+        # Once without values, to see what it takes and gives. On a CPU a rule may stop early and take fewer numbers.
+        nowhere, zeros = torch.device("meta"), [0] * draft.batch_size
+        count = CounterRound((0, 0), zeros, zeros, nowhere)
+        _, _, path, survival, *_ = judged(count, *(tensor.to(nowhere) for tensor in inputs))
+        numbers = count.table(1).shape[2]
+        function = compile_step(step, [*inputs, _numbers(rng, numbers)])
+        return _Compiled(function, numbers, path is not None, survival is not None)
 
     def begin(self, row: int) -> None:
         self.rule.begin(row)
@@ -129,19 +149,9 @@ class Fused(Verifier):
         self.rule.restore(row, snapshot)
 
 
-def _step(rule: Verifier, draft: Draft, given: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """``rule`` on drafts like this one: p, the ``given`` fields, held state, uniforms -> verdict and new state, without
-    what is None."""
-    drawn, levels = draft.drawn, draft.levels
-
-    def step(p: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        fields: dict[str, Any] = {"q": None, **dict(zip(given, tensors, strict=False))}
-        held, uniforms = tensors[len(given) : -1], tensors[-1]
-        verdict, *new = rule.judge(_PlainDraft(drawn=drawn, levels=levels, **fields), p, UniformRound(uniforms), *held)
-        outputs = (verdict.length, verdict.token, verdict.path, verdict.survival, *new)
-        return tuple(tensor for tensor in outputs if tensor is not None)
-
-    return step
+def _numbers(rng: UniformRound, n: int) -> Tensor:
+    """Exactly ``n`` of each purpose."""
+    return rng.table(n)[:, :, :n].contiguous()
 
 
 def compile_step(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:

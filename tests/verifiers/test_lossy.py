@@ -593,28 +593,6 @@ def test_any_draft_gets_a_sound_verdict(
     assert (follows > 0).all(), "a token was emitted that the target never says"
 
 
-class Nowhere:
-    """A rng whose numbers exist in shape only."""
-
-    def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
-        return torch.empty_like(h, dtype=torch.bool)
-
-    def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
-        return torch.empty(len(weights), dtype=torch.long, device=weights.device)
-
-
-@pytest.mark.parametrize("name, make, point_mass", list(cases()))
-def test_the_host_is_never_asked(name: str, make: Callable, point_mass: bool) -> None:
-    """On the meta device there are no values: looking at one raises."""
-    draft, p = make(0, 3, 4, 7)
-    q = None if point_mass or draft.q is None else draft.q.to("meta")
-    away = Draft(draft.tokens.to("meta"), draft.parents.to("meta"), draft.valid.to("meta"), q, drawn=draft.drawn)
-    verdict = rule(name).verify(away, p.to("meta"), Nowhere())
-    assert verdict.length.shape == verdict.token.shape == (3,)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        bool(verdict.length.any())
-
-
 # -- never without saying so ----------------------------------------------------------------------------
 
 
