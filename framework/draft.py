@@ -202,13 +202,13 @@ class Draft:
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
-    """``[B, V]``: a copy of row ``index[b]`` of ``rows [B, M, V]``."""
+    """``[B, V]`` (``[B, L, V]``): a copy of the rows ``index [B]`` (``[B, L]``) of ``rows [B, M, V]``."""
     b, m, v = rows.shape
     if b == 1:
-        return rows[0].index_select(0, index)
-    order = torch.arange(b, device=index.device)
+        return rows[0].index_select(0, index.view(-1)).view(*index.shape, v)
+    order = torch.arange(b, device=index.device).view(-1, *(1,) * (index.dim() - 1))
     if rows.is_contiguous():  # on a CPU several times faster than indexing
-        return rows.view(b * m, v).index_select(0, order * m + index)
+        return rows.view(b * m, v).index_select(0, (order * m + index).view(-1)).view(*index.shape, v)
     return rows[order, index]
 
 

@@ -16,7 +16,7 @@ from ..framework.draft import Draft, take
 from ..framework.rng import RoundRng
 
 #: Stands for a division by zero: products of a few stay finite.
-_HUGE = 1e30
+HUGE = 1e30
 #: Numbers that fit in a processor's last cache beside others: 8 MiB of float32.
 CACHED = 2**21
 
@@ -30,7 +30,7 @@ def ratios(draft: Draft, p: Tensor) -> Tensor:
     x = draft.tokens[..., None]
     ratio = p.gather(2, x).double()  # N of its N + 1 positions
     if draft.q is not None:
-        ratio = (ratio / laws(draft).gather(2, x)).nan_to_num_(0.0, posinf=_HUGE)
+        ratio = (ratio / laws(draft).gather(2, x)).nan_to_num_(0.0, posinf=HUGE)
     return ratio.squeeze(2) * draft.valid
 
 
@@ -89,7 +89,7 @@ def inner_excess(draft: Draft, p: Tensor, minus: Tensor) -> Tensor:
 
 def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     """``[.., V]``: (P - minus Q)_+ of ``p, q [.., V]`` and ``minus [..]``."""
-    factor = minus.clamp(max=min(_HUGE, torch.finfo(p.dtype).max))[..., None].to(p.dtype)
+    factor = minus.clamp(max=min(HUGE, torch.finfo(p.dtype).max))[..., None].to(p.dtype)
     return torch.addcmul(p, q, factor, value=-1).clamp_(min=0)
 
 

@@ -32,8 +32,8 @@ from ..framework.draft import Draft, Verdict, take
 from ..framework.drafter import StrategyConfig
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import total
-from ._tree import choose, none, ratio, residual, settle, stop_at
+from ._chain import HUGE, joint, total
+from ._tree import choose, none, residual, settle, stop_at
 
 #: Shorter lists torch does not sort by radix; those that are not much shorter are worth padding.
 RADIX = 32768
@@ -99,7 +99,7 @@ class MultipathBlock(Verifier):
         members: Tensor,
         at: Tensor,
         start: Tensor,
-        first_level: int,
+        first: int,
         most: int,
         walking: Tensor,
         rng: RoundRng,
@@ -109,75 +109,85 @@ class MultipathBlock(Verifier):
 
         Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
         """
-        depth, n = sequences.shape[2], members.sum(1)
-        a, j = torch.zeros_like(start, dtype=torch.float64), torch.ones_like(start, dtype=torch.float64)
-        credit = torch.ones_like(a)  # p_i of block verification
-        # tau = 0 and what follows P, unless something longer is accepted.
-        stop, scale, minus, law_at_stop = at, credit, torch.zeros_like(a), None
-        for level in range(first_level, depth):
-            chooser = members & (sequences[:, :, level] >= 0)
-            active = walking & (level >= start) & chooser.any(1)
-            law = take(p, at + 1)
-            nodes = sequences[:, :, level].clamp(min=0)
-            x = draft.tokens.gather(1, nodes)
-            best = chooser.long().argmax(1, keepdim=True)
-            qhat = q = draft.law_of(nodes.gather(1, best).squeeze(1), law)
-            # Below children drawn without replacement there is one chain.
-            if most > 1 and (level == 0 or draft.drawn == "iid"):
-                score, order, up_to = ranking(law, q)
-                found = torch.where(chooser, score.gather(1, x), -1)
-                highest = found == found.amax(1, keepdim=True)
-                best = torch.where(highest, x, -1).argmax(1, keepdim=True)  # ties by id, as in the order
-            y, node = x.gather(1, best).squeeze(1), nodes.gather(1, best).squeeze(1)
-            if most > 1 and draft.drawn == "iid":
-                qhat = skewed(q, up_to, a, j, n, most)
-                hi, own = a + j * at_token(up_to, y), j * at_token(q, y)
-                a = torch.where(active & (hi > 0), ((hi - own) / hi).clamp(min=0), a)
-                j = torch.where(active & (hi > 0), own / hi, j)
-            elif most > 1 and level == 0:
-                qhat = higher_of_two(q, order)
-            # Stopping here, before y: the interior h of block verification (h_0 = 1).
-            stops = active & (level == start)
-            if level > first_level:
-                inside = active & (level > start)
-                s = -total(torch.addcmul(qhat, law, credit[:, None].to(law.dtype), value=-1).clamp_(max=0))
-                left = s + (1 - credit)
-                h = torch.where(inside, torch.where((left > 0) & (credit < 1), s / left, 1.0), 0.0)
-                number = level * (level + 1) // 2 + first_level  # the same whatever the width of the batch
-                stops = stops | rng.accept(h[:, None], index=number).squeeze(1)
-            stop, scale = torch.where(stops, at, stop), torch.where(stops, credit, scale)
-            minus = minus.masked_fill(stops, 1)
-            law_at_stop = qhat if law_at_stop is None else choose(stops, qhat, law_at_stop)
-            # On to y.
-            credit = torch.where(active, (credit * ratio(law, qhat, y)).clamp(max=1), credit)
-            members = torch.where(active[:, None], chooser & (nodes == node[:, None]), members)
-            at = torch.where(active, node, at)
+        path = highest_path(draft, p, sequences[:, :, first:], members, walking, start - first)
+        on_path, nodes = path >= 0, path.clamp(min=0)
+        above, y = draft.parents.gather(1, nodes), draft.tokens.gather(1, nodes)
+        law = take(p, above + 1)
+        if draft.q is None:
+            q = torch.zeros_like(law).scatter_(2, y[..., None], 1.0)
+        else:
+            q = take(draft.q, laws_of(draft).gather(1, nodes))
+        if most == 1:
+            qhat = q
+        elif draft.drawn == "iid":
+            qhat = law_of_highest(law, q, y, on_path, members.sum(1), most)
+        else:
+            qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
+        # p_i of block verification, before each token of the path and after the last one.
+        ratio = (at_token(law, y) / at_token(qhat, y)).nan_to_num(0.0, posinf=HUGE)
+        reached = functional.pad(joint(torch.where(on_path, ratio, 1.0)), (1, 0), value=1.0)
+        credit, whole = reached[:, :-1], reached[:, -1]
+        # h_i of stopping inside, before a token; h_0 = 1.
+        s = -total(torch.addcmul(qhat, law, credit[..., None].to(law.dtype), value=-1)[:, 1:].clamp_(max=0))
+        left = s + (1 - credit[:, 1:])
+        later = torch.arange(1, path.shape[1], device=p.device) > (start - first)[:, None]
+        h = torch.where(on_path[:, 1:] & later, torch.where(left > 0, s / left, 1.0), 0.0)
+        tau = (start - first).clamp(min=0, max=path.shape[1] - 1)
+        for i in range(1, path.shape[1]):
+            level = first + i
+            number = level * (level + 1) // 2 + first  # the same whatever the width of the batch
+            tau = torch.where(rng.accept(h[:, i - 1 : i], index=number).squeeze(1), i, tau)
         # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
-        number = first_level * (first_level + 1) // 2 + first_level
-        whole = rng.accept(torch.where(walking, credit, 0.0)[:, None], index=number).squeeze(1)
-        stop, scale, minus = torch.where(whole, at, stop), scale.masked_fill(whole, 1), minus.masked_fill(whole, 0)
-        assert law_at_stop is not None
-        weights, _ = residual(take(p, stop + 1), law_at_stop * minus[:, None].to(p.dtype), scale)
-        return stop, weights
+        number = first * (first + 1) // 2 + first
+        ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
+        stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
+        scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
+        return stop, residual(take(p, stop + 1), take(qhat, tau) * ~ends[:, None], scale)[0]
+
+
+def highest_path(draft: Draft, p: Tensor, sequences: Tensor, members: Tensor, walking: Tensor, start: Tensor) -> Tensor:
+    """``[B, L]``: the nodes of the highest-ranked of ``members [B, K]`` in ``sequences [B, K, L]``.
+
+    -1 where there is none: past its end, before level ``start [B]``, and in rows that are not ``walking [B]``.
+    """
+    rows = torch.arange(draft.batch_size, device=p.device)[:, None]
+    top = p[rows, draft.parents + 1, draft.tokens]
+    score = quotient(top, torch.ones_like(top) if draft.q is None else draft.q[rows, laws_of(draft), draft.tokens])
+    flat = sequences.clamp(min=0).flatten(1)
+    tokens, score = (values.gather(1, flat).view_as(sequences).unbind(2) for values in (draft.tokens, score))
+    levels = torch.arange(sequences.shape[2], device=p.device)
+    inside = (sequences >= 0) & ((levels >= start[:, None]) & walking[:, None])[:, None]
+    path = []
+    for nodes, x, rank, here in zip(sequences.unbind(2), tokens, score, inside.unbind(2), strict=True):
+        chooser = members & here
+        rank = torch.where(chooser, rank, -1)
+        y = torch.where(rank == rank.amax(1, keepdim=True), x, -1).amax(1, keepdim=True)  # ties by id
+        chosen = chooser & (x == y)
+        path.append(torch.where(chosen, nodes, -1).amax(1))
+        members = torch.where(here.any(1, keepdim=True), chosen, members)
+    return torch.stack(path, 1)
+
+
+def laws_of(draft: Draft) -> Tensor:
+    """``[B, N]``: the row of ``q`` that each node is ranked by: of two tokens drawn without replacement the first's."""
+    law = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
+    law = law if draft.law is None else draft.law
+    return torch.where(draft.parents < 0, law[:, :1], law)
 
 
 def at_token(law: Tensor, token: Tensor) -> Tensor:
-    """``[B]`` float64: ``law [B, V]`` at ``token [B]``."""
-    return law.gather(1, token[:, None]).squeeze(1).double()
+    """``[.., L]`` float64: ``law [.., L, V]`` at ``token [.., L]``."""
+    return law.gather(-1, token[..., None]).squeeze(-1).double()
 
 
-def ranking(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P / Q of every token; tokens by it, ascending, ties by id; the mass of Q up to each. All ``[B, V]``.
+def quotient(p: Tensor, q: Tensor) -> Tensor:
+    """P / Q, by which tokens are ranked; 0 / 0 is 0.
 
-    Of float32 laws the ratio is rounded to half precision, which halves the time of sorting. The order decides how
-    much is accepted, and hardly that; the rule keeps the target's law with any order.
+    Of float32 laws it is rounded to half precision, which halves the time of sorting. The order decides how much is
+    accepted, and hardly that; the rule keeps the target's law with any order.
     """
-    score = (p / q).nan_to_num_(0.0, posinf=torch.inf)  # 0 / 0
-    if score.dtype == torch.float32:
-        score = score.half()
-    order = ascending(score)
-    sums = q.gather(1, order).cumsum(1, dtype=torch.float64)
-    return score, order, torch.empty_like(q).scatter_(1, order, sums.to(q.dtype))
+    score = (p / q).nan_to_num_(0.0, posinf=torch.inf)
+    return score.half() if score.dtype == torch.float32 else score
 
 
 def ascending(score: Tensor) -> Tensor:
@@ -196,8 +206,9 @@ def ascending(score: Tensor) -> Tensor:
     return torch.stack(orders) if len(orders) > 1 else orders[0][None]
 
 
-def higher_of_two(q: Tensor, order: Tensor) -> Tensor:
-    """``[B, V]``: the law of the higher of two tokens drawn from ``q [B, V]`` without replacement, by ``order``."""
+def higher_of_two(p: Tensor, q: Tensor) -> Tensor:
+    """``[B, V]``: the law of the higher, by ``p / q``, of two tokens drawn from ``q [B, V]`` without replacement."""
+    order = ascending(quotient(p, q))
     sorted_q = q.gather(1, order).double()
     rest = 1 - sorted_q
     odds = torch.where(rest > 0, sorted_q / rest, 0.0)  # of y; as a second token x has q(x) times that of the first
@@ -207,20 +218,34 @@ def higher_of_two(q: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(sorted_q).scatter_(1, order, sorted_q * factor).to(q.dtype)
 
 
-def skewed(q: Tensor, up_to: Tensor, a: Tensor, j: Tensor, n: Tensor, most: int) -> Tensor:
-    """Qhat ``[B, V]`` of ``n [B]`` (at most ``most``) sequences, for A and J ``[B]`` as shares of their sum.
+def law_of_highest(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor, most: int) -> Tensor:
+    """Qhat ``[B, L, V]`` along the path ``y [B, L]`` of the highest-ranked of ``n [B]`` (at most ``most``) sequences.
 
     u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels against the denominator's.
+
+    Args:
+        p, q: ``[B, L, V]``, the laws before each token of the path.
+        on_path: ``[B, L]`` bool, which of the tokens there are.
     """
-    share = j[:, None].to(q.dtype)
-    hi = torch.addcmul(a[:, None].to(q.dtype), up_to, share)
+    order = ascending(quotient(p, q).flatten(0, 1)).view_as(q)
+    sums = q.gather(2, order).cumsum(2, dtype=torch.float64)
+    up_to = torch.empty_like(q).scatter_(2, order, sums.to(q.dtype))  # sum of Q up to each token
+    # A and J before each token, as shares of their sum: only that matters, and it does not vanish.
+    own = at_token(q, y)
+    below = torch.where(on_path, (at_token(up_to, y) - own).clamp(min=0), 0.0)
+    j = functional.pad(torch.where(on_path, own, 1.0).cumprod(1)[:, :-1], (1, 0), value=1.0)
+    a = functional.pad((below * j).cumsum(1)[:, :-1], (1, 0))
+    both = a + j
+    a, j = torch.where(both > 0, a / both, 0.0), torch.where(both > 0, j / both, 1.0)
+    share = j[..., None].to(q.dtype)
+    hi = torch.addcmul(a[..., None].to(q.dtype), up_to, share)
     lo = torch.addcmul(hi, q, share, value=-1).clamp_(min=0)
     top, bottom = torch.ones_like(share), torch.ones_like(a)
     lo_power, a_power = lo, a
     for m in range(1, most):
         if m > 1:
             lo_power, a_power = lo_power * lo, a_power * a
-        more = n > m
+        more = (n > m)[:, None]
         top = choose(more, torch.addcmul(lo_power, hi, top), top)
         bottom = torch.where(more, bottom + a_power, bottom)
-    return q * top.div_(bottom[:, None].to(q.dtype))
+    return q * top.div_(bottom[..., None].to(q.dtype))

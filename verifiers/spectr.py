@@ -51,7 +51,7 @@ class SpecTr(Verifier):
                 x = draft.tokens.gather(1, nodes.clamp(min=0))
                 one = nodes.clamp(min=0).gather(1, racing.long().argmax(1, keepdim=True)).squeeze(1)
                 q = draft.law_of(one, law)
-                rho = rho_star(law, q, n)
+                rho = rho_star(law, q, n) if k > 1 else torch.ones_like(n, dtype=torch.float64)
                 h = (law.gather(1, x) / (rho[:, None] * q.gather(1, x))).nan_to_num(0.0).clamp(max=1)
                 for i in range(k):
                     tried = racing[:, i] & ~chosen
