@@ -105,6 +105,14 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     return mass
 
 
+def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:
+    """``rows`` of ``numbers`` each, in pieces: on a CPU so many that what lies between the steps stays in
+    its cache; elsewhere, and in compiled code, all at once."""
+    whole = like.device.type != "cpu" or torch.compiler.is_compiling()
+    step = max(rows, 1) if whole else max(CACHED // 2 // max(numbers, 1), 1)
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
 def total(weights: Tensor) -> Tensor:
     """``weights [.., V]`` -> ``[..]`` float64. torch adds in pairs; compiled for a CPU it adds one after the other,
     which a large vocabulary bears in float64 only (and which takes no longer there)."""

@@ -32,7 +32,7 @@ from ..framework.draft import Draft, Verdict, take
 from ..framework.drafter import StrategyConfig
 from ..framework.rng import RoundRng
 from ..framework.verifier import Verifier, VerifierTraits
-from ._chain import HUGE, joint, total
+from ._chain import HUGE, cached, joint, total
 from ._tree import choose, none, residual, settle, stop_at
 
 #: Shorter lists torch does not sort by radix; those that are not much shorter are worth padding.
@@ -112,26 +112,34 @@ class MultipathBlock(Verifier):
         path = highest_path(draft, p, sequences[:, :, first:], members, walking, start - first)
         on_path, nodes = path >= 0, path.clamp(min=0)
         above, y = draft.parents.gather(1, nodes), draft.tokens.gather(1, nodes)
-        law = take(p, above + 1)
-        if draft.q is None:
-            q = torch.zeros_like(law).scatter_(2, y[..., None], 1.0)
-        else:
-            q = take(draft.q, laws_of(draft).gather(1, nodes))
-        if most == 1:
-            qhat = q
-        elif draft.drawn == "iid":
-            qhat = law_of_highest(law, q, y, on_path, members.sum(1), most)
-        else:
-            qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
-        # p_i of block verification, before each token of the path and after the last one.
-        ratio = (at_token(law, y) / at_token(qhat, y)).nan_to_num(0.0, posinf=HUGE)
-        reached = functional.pad(joint(torch.where(on_path, ratio, 1.0)), (1, 0), value=1.0)
+        n, laws = members.sum(1), laws_of(draft).gather(1, nodes)
+
+        def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+            """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
+            law, token, on = take(p[rows], above[rows] + 1), y[rows], on_path[rows]
+            if draft.q is None:
+                q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
+            else:
+                q = take(draft.q[rows], laws[rows])
+            if most == 1:
+                qhat = q
+            elif draft.drawn == "iid":
+                qhat = law_of_highest(law, q, token, on, n[rows], most)
+            else:
+                qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
+            ratio = (at_token(law, token) / at_token(qhat, token)).nan_to_num(0.0, posinf=HUGE)
+            reached = functional.pad(joint(torch.where(on, ratio, 1.0)), (1, 0), value=1.0)
+            credit = reached[:, 1:-1]
+            s = -total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
+            left = s + (1 - credit)
+            return qhat, reached, torch.where(left > 0, s / left, 1.0)
+
+        pieces = cached(draft.batch_size, path.shape[1] * p.shape[2], p)
+        laws_on_path, reached, h = zip(*map(judge, pieces), strict=True)
+        reached, h = torch.cat(reached), torch.cat(h)
         credit, whole = reached[:, :-1], reached[:, -1]
-        # h_i of stopping inside, before a token; h_0 = 1.
-        s = -total(torch.addcmul(qhat, law, credit[..., None].to(law.dtype), value=-1)[:, 1:].clamp_(max=0))
-        left = s + (1 - credit[:, 1:])
         later = torch.arange(1, path.shape[1], device=p.device) > (start - first)[:, None]
-        h = torch.where(on_path[:, 1:] & later, torch.where(left > 0, s / left, 1.0), 0.0)
+        h = torch.where(on_path[:, 1:] & later, h, 0.0)
         tau = (start - first).clamp(min=0, max=path.shape[1] - 1)
         for i in range(1, path.shape[1]):
             level = first + i
@@ -142,7 +150,8 @@ class MultipathBlock(Verifier):
         ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
         stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
         scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
-        return stop, residual(take(p, stop + 1), take(qhat, tau) * ~ends[:, None], scale)[0]
+        qhat = torch.cat([take(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
+        return stop, residual(take(p, stop + 1), qhat * ~ends[:, None], scale)[0]
 
 
 def highest_path(draft: Draft, p: Tensor, sequences: Tensor, members: Tensor, walking: Tensor, start: Tensor) -> Tensor:
