@@ -52,7 +52,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "traversal": (40, 10),
     "greedy-draft-optimal": (10, 5),
     "spectr": (40, 12),
-    "multipath-block": (40, 20),
+    "multipath-block": (40, 25),
     "lenient": (2, 1),
     "typical": (12, 8),
     "top-k": (12, 12),
