@@ -24,8 +24,6 @@ from torch import Tensor
 #: What a number is drawn for. Each purpose has its own sub-stream, indices count within it.
 PURPOSES = ("draft", "accept", "residual", "other")
 _LOW32 = 0xFFFFFFFF
-#: Any positive float64 times this is, rounded, less than itself.
-_BELOW_ONE = 1 - 2.0**-52
 #: Tokens whose weights are summed before one of them is looked for; and the vocabularies that are one block.
 BLOCK, SMALL = 256, 1024
 
@@ -100,8 +98,10 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
 def _find(weights: Tensor, uniform: Tensor) -> Tensor:
     """``[B]``: the first index at which the running sum of ``weights [B, n]`` exceeds that share of its end."""
     cdf = weights.cumsum(1, dtype=torch.float64)
-    end = cdf[:, -1] * _BELOW_ONE  # rounding must not put the threshold at the end itself
-    found = torch.searchsorted(cdf, (uniform * end)[:, None], right=True)
+    end = cdf[:, -1]
+    # Rounding must not put the threshold at the end itself.
+    threshold = torch.minimum(uniform * end, torch.nextafter(end, torch.zeros_like(end)))
+    found = torch.searchsorted(cdf, threshold[:, None], right=True)
     return found.squeeze(1).clamp_(max=cdf.shape[1] - 1)  # past the end where the weights are NaN or 0
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -138,6 +138,7 @@ weight = st.one_of(
     uniform=st.one_of(edges, st.floats(0, 1, exclude_max=True)),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
+@example(weights=[5e-324, 0.0], uniform=1 - 2.0**-53, dtype=torch.float64)
 def test_inverse_cdf_never_returns_a_token_of_weight_zero(
     weights: list[float], uniform: float, dtype: torch.dtype
 ) -> None:

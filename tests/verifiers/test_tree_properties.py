@@ -528,13 +528,13 @@ def test_rho_is_valid_and_hardly_too_large(
 
     eps = torch.finfo(dtype).eps
     p_acc, limit = accepts(rho)
-    assert (p_acc <= limit + 4 * eps).all()
+    assert (p_acc <= limit + 32 * eps).all()
     low, high = torch.ones_like(rho), torch.full_like(rho, n)
     for _ in range(60):
         middle = (low + high) / 2
         valid = torch.le(*accepts(middle))
         low, high = torch.where(valid, low, middle), torch.where(valid, middle, high)
-    assert (accepts(high)[0] - p_acc <= (5e-3 if dtype == torch.float32 else 1e-8)).all()
+    assert (accepts(high)[0] - p_acc <= (1e-2 if dtype == torch.float32 else 1e-7)).all()
 
 
 # -- no synchronisation with the host ---------------------------------------------------------------------
