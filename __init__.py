@@ -8,41 +8,122 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .framework.bench.recipe import load_recipe
-    from .framework.decoding.sampling import Sampling
-    from .framework.draft import Draft, Scores, Verdict
-    from .framework.drafter import Drafter
-    from .framework.generate import custom_generate, generate
-    from .framework.models import load_model
-    from .framework.verifier import Verifier
+    from .drafters.autoregressive.draft_model import DraftModel
+    from .framework.bench.matrix import load_recipe
+    from .framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+    from .framework.contracts.errors import (
+        ContractError,
+        CrossdraftError,
+        ModelError,
+        NumericalError,
+        UnknownNameError,
+        UsageError,
+    )
+    from .framework.contracts.hookspecs import Register, hookimpl
+    from .framework.contracts.lm import LM
+    from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
+    from .framework.contracts.rng import RoundRng
+    from .framework.contracts.rounds import Response, Round, RoundEvent
+    from .framework.contracts.sampling import Sampling
+    from .framework.contracts.training import Trainee, TrainingConfig
+    from .framework.contracts.verifier import Verifier, VerifierTraits
+    from .framework.decoding.build import make_verifier
+    from .framework.decoding.generate import custom_generate, generate
+    from .framework.models.device import cache_dir
+    from .framework.models.load import load_model
+    from .framework.models.resolve import from_directory, from_hub
 
     __version__: str
 
 __all__ = [
+    "LM",
+    "Backend",
+    "Checkpoint",
+    "ContractError",
+    "CrossdraftError",
     "Draft",
+    "DraftContext",
+    "DraftModel",
+    "DraftTraits",
     "Drafter",
+    "LoadedModel",
+    "ModelError",
+    "ModelSource",
+    "NumericalError",
+    "Register",
+    "ResolvedModel",
+    "Response",
+    "Round",
+    "RoundEvent",
+    "RoundRng",
     "Sampling",
     "Scores",
+    "Sequences",
+    "StrategyConfig",
+    "Trainee",
+    "TrainingConfig",
+    "UnknownNameError",
+    "UsageError",
     "Verdict",
     "Verifier",
+    "VerifierTraits",
     "__version__",
+    "cache_dir",
     "custom_generate",
+    "from_directory",
+    "from_hub",
     "generate",
+    "hookimpl",
     "load_model",
     "load_recipe",
+    "make_verifier",
+    "on_device",
 ]
 
+#: Where each public name is defined.
 _HOME = {
-    "Draft": ".framework.draft",
-    "Drafter": ".framework.drafter",
-    "Sampling": ".framework.decoding.sampling",
-    "Scores": ".framework.draft",
-    "Verdict": ".framework.draft",
-    "Verifier": ".framework.verifier",
-    "custom_generate": ".framework.generate",
-    "generate": ".framework.generate",
-    "load_model": ".framework.models",
-    "load_recipe": ".framework.bench.recipe",
+    "LM": ".framework.contracts.lm",
+    "Backend": ".framework.contracts.models",
+    "Checkpoint": ".framework.contracts.models",
+    "ContractError": ".framework.contracts.errors",
+    "CrossdraftError": ".framework.contracts.errors",
+    "Draft": ".framework.contracts.draft",
+    "DraftContext": ".framework.contracts.drafter",
+    "DraftModel": ".drafters.autoregressive.draft_model",
+    "DraftTraits": ".framework.contracts.drafter",
+    "Drafter": ".framework.contracts.drafter",
+    "LoadedModel": ".framework.contracts.models",
+    "ModelError": ".framework.contracts.errors",
+    "ModelSource": ".framework.contracts.models",
+    "NumericalError": ".framework.contracts.errors",
+    "Register": ".framework.contracts.hookspecs",
+    "ResolvedModel": ".framework.contracts.models",
+    "Response": ".framework.contracts.rounds",
+    "Round": ".framework.contracts.rounds",
+    "RoundEvent": ".framework.contracts.rounds",
+    "RoundRng": ".framework.contracts.rng",
+    "Sampling": ".framework.contracts.sampling",
+    "Scores": ".framework.contracts.draft",
+    "Sequences": ".framework.contracts.draft",
+    "StrategyConfig": ".framework.contracts.drafter",
+    "Trainee": ".framework.contracts.training",
+    "TrainingConfig": ".framework.contracts.training",
+    "UnknownNameError": ".framework.contracts.errors",
+    "UsageError": ".framework.contracts.errors",
+    "Verdict": ".framework.contracts.draft",
+    "Verifier": ".framework.contracts.verifier",
+    "VerifierTraits": ".framework.contracts.verifier",
+    "cache_dir": ".framework.models.device",
+    "custom_generate": ".framework.decoding.generate",
+    "from_directory": ".framework.models.resolve",
+    "from_hub": ".framework.models.resolve",
+    "generate": ".framework.decoding.generate",
+    "hookimpl": ".framework.contracts.hookspecs",
+    "load_model": ".framework.models.load",
+    "load_recipe": ".framework.bench.matrix",
+    "make_verifier": ".framework.decoding.build",
+    "on_device": ".framework.contracts.draft",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from .framework.cli import main
+from .framework.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,31 +23,25 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_bench import Bench, Ids
 from tabulate import tabulate
 
 from crossdraft.framework.bench import memory
-from crossdraft.framework.bench.prompts import encode, load_prompts
+from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.decoding.fused import Fused
-from crossdraft.framework.decoding.lm import TransformersLM, fitted
-from crossdraft.framework.decoding.loop import Decoder, Stopwatch
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.generate import Strategy, build_decoder
-from crossdraft.framework.models import LoadedModel, load_model, pick_device
+from crossdraft.framework.decoding.loop import Decoder
 
-Ids = list[int]
 #: What the numbers are to be; a "least" is reached from below, a "most" from above.
 WANTED: dict[str, tuple[str, float]] = {
     "plain SmolLM2, ours / transformers": ("least", 3.0),
@@ -68,175 +62,6 @@ SMOLLM2 = dict(
     intermediate_size=1536,
     tie_word_embeddings=True,
 )
-TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
-TINY_VOCAB = 500
-
-
-class Bench:
-    """The options, the models as they are needed, and the numbers found."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.device = pick_device(args.device)
-        #: Measured: what, value, remark.
-        self.found: list[tuple[str, float, str]] = []
-        self._copied: float | None = None
-
-    # -- models and prompts ---------------------------------------------------------------------------------
-
-    def random(self, name: str, shape: dict[str, Any], seed: int = 0) -> LoadedModel:
-        """A Llama of random weights made on the device; nothing ends its texts."""
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        if self.args.tiny:
-            shape = TINY | {"vocab_size": TINY_VOCAB}
-        torch.manual_seed(seed)
-        config = LlamaConfig(**shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        with torch.device(self.device):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        return LoadedModel(model, None, name, "random weights", "", (), 4096)  # type: ignore[arg-type]
-
-    def smollm2(self) -> LoadedModel:
-        if self.args.tiny:
-            return self.random("tiny", {})
-        return load_model(self.args.model, device=self.device)
-
-    def drafting(self, target: LoadedModel) -> LoadedModel:
-        if self.args.tiny:
-            return self.random("tiny drafter", {}, seed=1)
-        return load_model(self.args.drafter, share_with=target)
-
-    def prompts(self, target: LoadedModel, count: int) -> list[Ids]:
-        if target.tokenizer is None:
-            most, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
-            generator = torch.Generator().manual_seed(0)
-            return torch.randint(most, (count, length), generator=generator).tolist()
-        found = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
-        return list(islice(cycle(found), count))
-
-    # -- the sides ------------------------------------------------------------------------------------------
-
-    def decoder(
-        self,
-        target: LoadedModel,
-        small: LoadedModel | None,
-        batch_size: int,
-        *,
-        new: int,
-        longest: int,
-        gamma: int = 0,
-        verifier: Strategy = "greedy",
-        temperature: float = 0.0,
-        timed: bool = False,
-        graphs: bool = True,
-    ) -> Decoder:
-        before = os.environ.get("CROSSDRAFT_CUDA_GRAPHS")
-        if not graphs:
-            os.environ["CROSSDRAFT_CUDA_GRAPHS"] = "0"
-        try:
-            return build_decoder(
-                target,
-                {"name": "small-lm", "model": small.name, "gamma": gamma} if small else "none",
-                verifier,
-                sampling=Sampling(temperature=temperature),
-                batch_size=batch_size,
-                max_length=longest + new,
-                max_new_tokens=new,
-                stopwatch=Stopwatch(self.device, enabled=timed),
-                load_drafter=lambda target, name, b, length, vocab: fitted(
-                    TransformersLM(small.model, b, length),  # type: ignore[union-attr]
-                    vocab,
-                ),
-            )
-        finally:
-            if before is None:
-                os.environ.pop("CROSSDRAFT_CUDA_GRAPHS", None)
-            else:
-                os.environ["CROSSDRAFT_CUDA_GRAPHS"] = before
-
-    def theirs(self, target: LoadedModel, assistant: LoadedModel | None, new: int, prompt: Ids) -> int:
-        """transformers' generate; returns the number of new tokens."""
-        ids = torch.tensor([prompt], device=self.device)
-        ends = list(target.eos_token_ids) or None
-        options: dict[str, Any] = {"assistant_model": assistant.model} if assistant else {}
-        out = target.model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=ends,
-            pad_token_id=ends[0] if ends else 0,
-            **options,
-        )
-        return out.shape[1] - len(prompt)
-
-    def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        self.wait()
-        start = time.perf_counter()
-        out = run()
-        self.wait()
-        return time.perf_counter() - start, out
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def rates(self, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> dict[str, list[float]]:
-        """Tokens per second of each side on each prompt."""
-        for _ in range(2):
-            for name, run in sides.items():
-                for prompt in prompts if name == "ours" else prompts[:1]:
-                    run(prompt)
-        order, found = list(sides), {name: [] for name in sides}
-        for i, prompt in enumerate(prompts):
-            turn = i % len(order)
-            for name in order[turn:] + order[:turn]:
-                taken, count = self.seconds(partial(sides[name], prompt))
-                found[name].append(count / taken)
-        return found
-
-    def compare(self, title: str, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> None:
-        """Print a table of the sides, and note the last one's ratio to the first."""
-        memory.start(self.device)
-        rates = self.rates(sides, prompts)
-        base = next(iter(rates.values()))
-        rows, ratio = [], 0.0
-        for name, own in rates.items():
-            ratios = [a / b for a, b in zip(own, base, strict=True)]
-            quarter = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-            ratio = quarter[1]
-            rows.append([name, statistics.median(own), ratio, f"{quarter[0]:.2f}-{quarter[2]:.2f}"])
-        print(f"\n{title} ({len(prompts)} prompts)")
-        print(tabulate(rows, ["side", "median tok/s", "median ratio", "middle half"], floatfmt=".2f"))
-        self.found.append((f"{title}, ours / transformers", ratio, self.peak()))
-
-    def peak(self) -> str:
-        found = memory.peak(self.device)
-        return "" if found is None else f"peak memory {found / 1e9:.2f} GB"
-
-    def copied_per_second(self) -> float:
-        """Bytes the device reads and writes in a second while it copies."""
-        if self._copied is None:
-            source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
-            target = torch.empty_like(source)
-            taken = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
-            self._copied = 2 * source.nbytes / statistics.median(taken[2:])
-        return self._copied
-
-    def rounds(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
-        """Fill all slots and make rounds until one of them ends; yields the number of rounds made after each."""
-        for row, prompt in enumerate(prompts):
-            decoder.begin(row, prompt, index=row, stream=row)
-        made = 0
-        while decoder.occupied == len(prompts):
-            decoder.round()
-            made += 1
-            yield made
-        list(decoder.run([]))  # the other slots
-
-
-# -- parts --------------------------------------------------------------------------------------------------
 
 
 def plain_models(bench: Bench) -> Iterator[tuple[str, LoadedModel]]:

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
@@ -28,13 +28,18 @@ from typing import Any, cast
 import torch
 from tabulate import tabulate
 
-from crossdraft.framework.bench.prompts import encode, load_prompts
-from crossdraft.framework.decoding.lm import TransformersLM, fitted
+from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.fitted import FittedLM
+from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.decoding.graphs import Graphs
 from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.generate import build_decoder
-from crossdraft.framework.models import LoadedModel, load_model
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.models.load import load_model
 from crossdraft.framework.plugins import get
+from crossdraft.framework.runs.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "small-lm")
 PHASES = ("draft", "target", "verify", "rest")
@@ -55,20 +60,10 @@ class ForwardClock:
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave)
 
-    def watching(self, lm: TransformersLM) -> TransformersLM:
-        """``lm`` with the replays of its CUDA graphs timed too, masks included: the model's hooks do not see them."""
-        if (graphs := lm._graphs) is not None:
-
-            def timed(function: Callable, *rest: Any) -> Any:
-                if function != lm._score:
-                    return graphs(function, *rest)
-                self._enter()
-                out = graphs(function, *rest)
-                self._leave()
-                return out
-
-            lm._graphs = cast(Any, timed)
-        return lm
+    def watch(self, lm: TransformersLM) -> None:
+        """Time the replays of its CUDA graphs too, masks included: the model's hooks do not see them."""
+        if lm._run.records:
+            lm._run = cast(Graphs, _TimedGraphs(lm._run, lm, self))
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -87,28 +82,52 @@ class ForwardClock:
         return seconds
 
 
+@dataclass
+class _TimedGraphs:
+    """The graphs of ``lm``, whose passes are booked to ``clock``."""
+
+    graphs: Graphs
+    lm: TransformersLM
+    clock: ForwardClock
+
+    @property
+    def records(self) -> bool:
+        return self.graphs.records
+
+    def __call__(self, function: Callable, *rest: Any) -> Any:
+        if function != self.lm._score:
+            return self.graphs(function, *rest)
+        self.clock._enter()
+        out = self.graphs(function, *rest)
+        self.clock._leave()
+        return out
+
+
 #: Of the target and of the drafting model.
 Models = tuple[LoadedModel, LoadedModel]
 Clocks = tuple[ForwardClock, ForwardClock]
 
 
-def make_decoder(models: Models, clocks: Clocks, drafter: str, batch: int, length: int, args: Any) -> Decoder:
+def make_decoder(
+    models: Models, clocks: Clocks, drafter: str, batch: int, prompts: list[list[int]], args: Any
+) -> Decoder:
     target, small = models
     given = {"gamma": args.gamma, "model": args.drafter}
     known = get("drafters", drafter).Config.model_fields
-    decoder = build_decoder(
+    decoder = pair_decoder(
         replace(target, eos_token_ids=()),  # no text ends early
         {"name": drafter} | {key: value for key, value in given.items() if key in known},
         args.verifier,
+        prompts,
         sampling=Sampling(temperature=args.temperature),
         batch_size=batch,
-        max_length=length,
         max_new_tokens=args.max_new_tokens,
-        load_drafter=lambda target, name, b, length, vocab: fitted(
-            clocks[1].watching(TransformersLM(small.model, b, length)), vocab
-        ),
+        load=lambda name, target: small,
     )
-    clocks[0].watching(cast(TransformersLM, decoder.target))
+    clocks[0].watch(cast(TransformersLM, decoder.target))
+    if isinstance(decoder.drafter, SmallLM):
+        lm: Any = decoder.drafter.model.lm
+        clocks[1].watch(lm._lm if isinstance(lm, FittedLM) else lm)
     return decoder
 
 
@@ -175,7 +194,6 @@ def main() -> None:
     target = load_model(args.model, dtype=args.dtype, device=args.device)
     small = load_model(args.drafter, dtype=target.model.dtype, device=target.model.device, share_with=target)
     prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
-    length = max(map(len, prompts)) + args.max_new_tokens
     where = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{target.name} ({str(target.model.dtype)[6:]}, {where}), {args.verifier}, temperature {args.temperature:g}, "
@@ -184,14 +202,14 @@ def main() -> None:
     models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))
     if args.profile:
         profile = cProfile.Profile()
-        decoder = make_decoder(models, clocks, args.profile, args.batch[-1], length, args)
+        decoder = make_decoder(models, clocks, args.profile, args.batch[-1], prompts, args)
         rounds(decoder, prompts, args.rounds, profile.runcall)
         pstats.Stats(profile).sort_stats("cumulative").print_stats(re.escape(str(Path(__file__).parents[1])))
         return
     rows = []
     for batch in args.batch:
         for drafter in DRAFTERS:
-            found = measure(make_decoder(models, clocks, drafter, batch, length, args), clocks, prompts, args.rounds)
+            found = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.rounds)
             budget = BUDGETS[batch > 1]
             verdict = f"{'within' if found['outside'] <= budget else 'OVER'} {budget:g} %"
             rows.append([drafter, batch, *found.values(), verdict])

@@ -24,13 +24,13 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from crossdraft.drafters._growth import Shape, grow_fixed
+from crossdraft.drafters.autoregressive.trees import Shape, grow_fixed
 from crossdraft.framework import plugins
+from crossdraft.framework.contracts.draft import Draft, Drawn
+from crossdraft.framework.contracts.rng import CounterRng, RoundRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import Verifier
 from crossdraft.framework.decoding.fused import Fused
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.draft import Draft, Drawn
-from crossdraft.framework.rng import CounterRng, RoundRng
-from crossdraft.framework.verifier import Verifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
 #: Draft shapes: what siblings are, and the most nodes of a row.
@@ -141,7 +141,7 @@ def measure(
     for name in rules:
         rule = plugins.get("verifiers", name)
         verifiers[name] = rule()
-        if compiled and Fused.takes(rule):
+        if compiled and Fused.takes(verifiers[name]):
             verifiers[f"{name}, compiled"] = Fused(rule())
     times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}
     accepted: dict[str, list[float]] = {name: [] for name in verifiers}
@@ -203,7 +203,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also run the rules as compiled code")
     args = parser.parse_args()
     device = torch.device(args.device)
-    known = {name: plugins.get("verifiers", name) for name in args.rules or plugins.entries("verifiers")}
+    known = {}
+    for name in args.rules or plugins.entries("verifiers"):
+        rule = plugins.get("verifiers", name)
+        known[name] = rule.traits(rule.Config())
     header = ["draft", "V", "B", "rule", "N", "softmax ms", "rule ms", "ratio", "E[tau]", "budget"]
     rows = []
     for vocab in args.vocab:
@@ -211,11 +214,11 @@ def main() -> None:
         for shape, (drawn, _) in SHAPES.items():
             rules = [
                 name
-                for name, rule in known.items()
-                if drawn in rule.traits.drawn
-                and not rule.traits.temperature_zero_only
+                for name, traits in known.items()
+                if drawn in traits.drawn
+                and not traits.temperature_zero_only
                 # A rule for pairs alone does not judge this tree.
-                and not (rule.traits.pairs_only and drawn == "without_replacement")
+                and not (traits.pairs_only and drawn == "without_replacement")
             ]
             if shape not in args.shapes or not rules:
                 continue

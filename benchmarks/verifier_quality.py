@@ -18,9 +18,9 @@ from typing import Any
 from tabulate import tabulate
 
 from crossdraft.framework import plugins
-from crossdraft.framework.certify import Certificate, certify
-from crossdraft.framework.certify_command import DRAFTS
-from crossdraft.framework.tablelm import Toy, built_in_toys
+from crossdraft.framework.certificate.certify import Certificate, certify
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.tablelm import Toy, built_in_toys
 
 #: One sequence, two i.i.d. ones, two siblings at the root: label, draft, verifier, its config.
 PANELS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
@@ -74,7 +74,8 @@ def mixture(toy: Toy, share: float) -> Toy:
 
 def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> float:
     """E[tau] of a round; what greedy block verification accepts at once it repays in the next, so of three rounds."""
-    rounds = 3 if plugins.get("verifiers", verifier).traits.stateful else 1
+    rule = plugins.get("verifiers", verifier)
+    rounds = 3 if rule.traits(rule.Config(**config)).stateful else 1
     found = enumerate_(toy, draft, verifier, config, toy.gamma, rounds)
     return sum(found.expected_tau) / rounds
 

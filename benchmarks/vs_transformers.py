@@ -27,14 +27,11 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from crossdraft.framework.bench.prompts import load_prompts
-from crossdraft.framework.decoding.lm import TransformersLM
-from crossdraft.framework.decoding.loop import Decoder, Stopwatch
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.models import load_model
-from crossdraft.framework.plugins import get
-from crossdraft.framework.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.decoding.stopwatch import Stopwatch
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.runs.prompts import load_prompts
 
 Ids = list[int]
 
@@ -42,27 +39,18 @@ Ids = list[int]
 class Ours:
     """One drafter x verifier cell, its buffers made once."""
 
-    def __init__(self, target, small, drafter: str, config: dict, verifier: str, args, batch: int, length: int):
-        self.sampling = Sampling(temperature=args.temperature)
-        lm = TransformersLM(target.model, batch, length)
-        context = DraftContext(
-            sampling=self.sampling,
+    def __init__(self, target, small, drafter: str, config: dict, verifier: str, args, batch: int, prompts: list[Ids]):
+        self.decoder = pair_decoder(
+            target,
+            {"name": drafter, **config},
+            verifier,
+            prompts,
+            sampling=Sampling(temperature=args.temperature),
             batch_size=batch,
-            max_length=length,
-            vocab_size=lm.vocab_size,
-            device=lm.device,
-            load_lm=lambda name: TransformersLM(small.model, batch, length),
-        )
-        cls = get("drafters", drafter)
-        self.decoder = Decoder(
-            lm,
-            cls(cls.Config(**config), context),
-            get("verifiers", verifier)(),
-            sampling=self.sampling,
-            eos=target.eos_token_ids,
             max_new_tokens=args.max_new_tokens,
-            rng=CounterRng(args.seed),
-            stopwatch=Stopwatch(lm.device, enabled=False),
+            seed=args.seed,
+            load=lambda name, target: small,
+            stopwatch=Stopwatch(target.model.device, enabled=False),
         )
 
     def __call__(self, prompts: list[Ids]) -> int:
@@ -119,7 +107,6 @@ def main() -> None:
         )
         for p in load_prompts(args.prompts)[: args.limit]
     ]
-    length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 4
     # transformers reads the draft length from the assistant's own generation config
     plain_small.model.generation_config.update(
         num_assistant_tokens=args.gamma,
@@ -131,7 +118,7 @@ def main() -> None:
     lm = {"model": args.drafter, "gamma": args.gamma}
 
     def ours(drafter: str, config: dict, rule: str = verifier, batch: int = 1) -> Ours:
-        return Ours(target, small, drafter, config, rule, args, batch, length)
+        return Ours(target, small, drafter, config, rule, args, batch, prompts)
 
     assisted = Theirs(plain_target, args, assistant_model=plain_small.model)
     pairs: dict[str, tuple[Callable[[list[Ids]], int], Callable[[list[Ids]], int]]] = {

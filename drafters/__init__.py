@@ -1,6 +1,6 @@
 """The built-in drafters, one file each, registered through the same door as everyone else's."""
 
-from ..framework.hookspecs import hookimpl
+from ..framework.contracts.hookspecs import hookimpl
 
 
 @hookimpl
@@ -8,35 +8,39 @@ def crossdraft_register_drafters(register):
     register("none", f"{__name__}.none:NoDrafter", summary="plain autoregressive decoding, the baseline")
     register(
         "prompt-lookup",
-        f"{__name__}.prompt_lookup:PromptLookup",
+        f"{__name__}.retrieval.prompt_lookup:PromptLookup",
         summary="copies what followed an earlier n-gram",
     )
     register(
-        "medusa", f"{__name__}.medusa:Medusa", summary="heads on the target's last hidden state draft a chain or a tree"
+        "medusa",
+        f"{__name__}.heads.medusa:Medusa",
+        summary="heads on the target's last hidden state draft a chain or a tree",
     )
-    register("eagle", f"{__name__}.eagle:Eagle", summary="a head that continues the target's last features")
-    register("eagle3", f"{__name__}.eagle3:Eagle3", summary="a head on features of three of the target's layers")
-    register("mtp", f"{__name__}.mtp:Mtp", summary="the target's own module of multi-token prediction")
-    register("small-lm", f"{__name__}.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length")
+    register("eagle", f"{__name__}.heads.eagle:Eagle", summary="a head that continues the target's last features")
+    register("eagle3", f"{__name__}.heads.eagle3:Eagle3", summary="a head on features of three of the target's layers")
+    register("mtp", f"{__name__}.heads.mtp:Mtp", summary="the target's own module of multi-token prediction")
+    register(
+        "small-lm", f"{__name__}.small_lm.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length"
+    )
     register(
         "dynamic-threshold",
-        f"{__name__}.dynamic_threshold:DynamicThreshold",
+        f"{__name__}.small_lm.dynamic_threshold:DynamicThreshold",
         summary="a smaller model drafts until it is unsure",
     )
     register(
         "heuristic-schedule",
-        f"{__name__}.heuristic_schedule:HeuristicSchedule",
+        f"{__name__}.small_lm.heuristic_schedule:HeuristicSchedule",
         summary="a smaller model drafts more after a draft accepted whole, else less",
     )
-    register("small-lm-iid", f"{__name__}.small_lm_iid:SmallLMIid", summary="a smaller model draws K sequences")
+    register("small-lm-iid", f"{__name__}.small_lm.iid:SmallLMIid", summary="a smaller model draws K sequences")
     register(
         "small-lm-tree",
-        f"{__name__}.small_lm_tree:SmallLMTree",
+        f"{__name__}.small_lm.tree:SmallLMTree",
         summary="a smaller model draws a tree: without replacement, top-k or greedy siblings",
     )
     register(
         "small-lm-dynamic-tree",
-        f"{__name__}.small_lm_dynamic_tree:SmallLMDynamicTree",
+        f"{__name__}.small_lm.dynamic_tree:SmallLMDynamicTree",
         summary="a smaller model grows the tree of EAGLE-2",
     )
 
@@ -45,16 +49,16 @@ def crossdraft_register_drafters(register):
 def crossdraft_register_trainers(register):
     register(
         "small-lm",
-        f"{__name__}.small_lm_training:SmallLMRecipe",
+        f"{__name__}.small_lm.training:SmallLMTraining",
         summary="distil a small LM from a few of the target's own layers",
     )
     register(
         "medusa",
-        f"{__name__}.medusa_training:MedusaRecipe",
+        f"{__name__}.heads.medusa_training:MedusaTraining",
         summary="train Medusa heads on the target's last hidden state",
     )
     register(
         "eagle3",
-        f"{__name__}.eagle3_training:Eagle3Recipe",
+        f"{__name__}.heads.eagle3_training:Eagle3Training",
         summary="train an EAGLE-3 head on features of three of the target's layers",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..framework.decoding.sampling import Sampling
-from ..framework.draft import Draft, Sequences
-from ..framework.drafter import Drafter, DraftTraits
-from ..framework.rng import RoundRng
+from ..framework.contracts.draft import Draft, Sequences
+from ..framework.contracts.drafter import Drafter, DraftTraits
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.sampling import Sampling
 
 
 class NoDrafter(Drafter):

@@ -16,12 +16,12 @@ from typing import Any
 
 import pluggy
 
-from . import hookspecs
-from .errors import ContractError, CrossdraftError, UnknownNameError
+from .contracts import hookspecs
+from .contracts.errors import ContractError, CrossdraftError, UnknownNameError
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("drafters", "verifiers", "trainers", "models", "prompts", "recipes")
+KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 
 
@@ -187,28 +187,32 @@ def _import(reference: str) -> Any:
 
 def _check(kind: str, name: str, found: Any) -> None:
     """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
-    if kind in ("drafters", "verifiers", "trainers"):
-        _check_strategy(kind, name, found)
+    if kind in ("drafters", "verifiers", "trainers", "backends"):
+        _check_class(kind, name, found)
     elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
         raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
     elif kind == "models":
-        from .models import ModelSource
+        from .contracts.models import ModelSource
 
         if not (isinstance(found, ModelSource | Path) or callable(found)):
             raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {found!r}")
 
 
-def _check_strategy(kind: str, name: str, found: Any) -> None:
+def _check_class(kind: str, name: str, found: Any) -> None:
     if kind == "drafters":
-        from .drafter import Drafter as base
+        from .contracts.drafter import Drafter as base
     elif kind == "trainers":
-        from .training.trainee import Recipe as base
+        from .contracts.training import TrainingConfig as base
+    elif kind == "backends":
+        from .contracts.models import Backend as base
     else:
-        from .verifier import Verifier as base
+        from .contracts.verifier import Verifier as base
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ContractError(f"{found!r} is not a subclass of {base.__module__}.{base.__name__}")
+        raise ContractError(f"{found!r} is not a subclass of crossdraft.{base.__name__}")
     if missing := sorted(found.__abstractmethods__):
         raise ContractError(f"{found.__name__} does not define {', '.join(missing)}")
+    if kind in ("drafters", "verifiers") and not callable(getattr(found, "traits", None)):
+        raise ContractError(f"{found.__name__}.traits must be a classmethod that returns the traits for a config")
     own = getattr(found, "name", None)
     if own != name:
         raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")

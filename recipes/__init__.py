@@ -6,7 +6,7 @@ question that it answers. Those in ``paper/`` are experiments of papers, with op
 
 from pathlib import Path
 
-from ..framework.hookspecs import Register, hookimpl
+from ..framework.contracts.hookspecs import Register, hookimpl
 
 
 @hookimpl

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from given_context import GivenContext
 
-from crossdraft.framework.certify_command import DRAFTS
-from crossdraft.framework.decoding.lm import TransformersLM
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.tablelm import Toy, built_in_toys
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.tablelm import Toy, built_in_toys
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+
+#: Fixtures that the tests of several packages use.
+pytest_plugins = ["run_fixtures", "head_fixtures"]
 
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
 
@@ -133,14 +136,7 @@ def decoder() -> Callable[..., Decoder]:
     ) -> Decoder:
         model = lm(target, batch_size, max_length)
         sampling = Sampling(temperature=temperature)
-        context = DraftContext(
-            sampling=sampling,
-            batch_size=batch_size,
-            max_length=max_length,
-            vocab_size=model.vocab_size,
-            device=model.device,
-            load_lm=lambda name: lm(drafting, batch_size, max_length),
-        )
+        context = GivenContext(model, sampling, max_length, load_lm=lambda name: lm(drafting, batch_size, max_length))
         return Decoder(model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop)
 
     return make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crossdraft.framework.draft import Draft
+from crossdraft.framework.contracts.draft import Draft
 
 
 def random_laws(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,10 +8,10 @@ Slow (about 20 minutes on two cores) and needs SmolLM2 and the plug-in pack:
 import pytest
 import torch
 
-from crossdraft.framework.bench.prompts import load_prompts
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.generate import build_decoder
-from crossdraft.framework.models import load_model
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.runs.prompts import load_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
@@ -64,13 +64,13 @@ def reference(prompts):
 
 
 def decode(target, prompts, drafter, verifier, batch_size, temperature=0.0, order=None):
-    decoder = build_decoder(
+    decoder = pair_decoder(
         target,
         DRAFTERS[drafter],
         verifier,
+        prompts,
         sampling=Sampling(temperature=temperature),
         batch_size=batch_size,
-        max_length=max(map(len, prompts)) + NEW + 16,
         max_new_tokens=NEW,
         seed=7,
     )

@@ -1,6 +1,6 @@
 """The built-in verification rules, one file each, registered through the same door as everyone else's."""
 
-from ..framework.hookspecs import hookimpl
+from ..framework.contracts.hookspecs import hookimpl
 
 
 @hookimpl

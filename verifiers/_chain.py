@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.draft import Draft, take
-from ..framework.rng import RoundRng
+from ..framework.contracts.draft import Draft, take
+from ..framework.contracts.rng import RoundRng
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30
@@ -97,7 +97,7 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``."""
     # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
     v, step = p.shape[-1], max(CACHED // max(minus.numel(), 1), 1024)
-    if step >= v or p.device.type != "cpu" or torch.compiler.is_compiling():
+    if step >= v or not eager_on_cpu(p):
         return total(subtract(p, q, minus))
     mass = torch.zeros_like(minus)
     for first in range(0, v, step):
@@ -105,11 +105,15 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     return mass
 
 
+def eager_on_cpu(like: Tensor) -> bool:
+    """Whether operations are done one by one by this processor: then its cache counts, and values may be looked at."""
+    return like.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:
     """``rows`` of ``numbers`` each, in pieces: on a CPU so many that what lies between the steps stays in
     its cache; elsewhere, and in compiled code, all at once."""
-    whole = like.device.type != "cpu" or torch.compiler.is_compiling()
-    step = max(rows, 1) if whole else max(CACHED // 2 // max(numbers, 1), 1)
+    step = max(CACHED // 2 // max(numbers, 1), 1) if eager_on_cpu(like) else max(rows, 1)
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 

@@ -15,20 +15,21 @@ The paper's other half, the fallback that ends a draft where the small model is 
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.drafter import StrategyConfig
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 
 
 class BiLD(Verifier):
     """Accepts every token the target does not find absurd. Lossy, deterministic; sampled and point-mass chains."""
 
     name = "bild"
-    traits = VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
     class Config(StrategyConfig):
         rollback: float = Field(
@@ -36,6 +37,10 @@ class BiLD(Verifier):
         )
 
     config: Config
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         best = p.argmax(-1)

@@ -14,13 +14,15 @@ Then Pr(tau >= i | draft) = p_i (Lemma 3), the largest value any valid single-dr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.draft import Draft, Verdict
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import inner_excess, joint, longest, next_token, ratios
 
 
@@ -28,7 +30,10 @@ class Block(Verifier):
     """Joint verification of the whole draft. Lossless and optimal for one draft; sampled and point-mass chains."""
 
     name = "block"
-    traits = VerifierTraits(drawn=frozenset({"chain"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         p_i = joint(ratios(draft, p))

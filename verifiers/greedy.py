@@ -7,22 +7,27 @@ of the last node reached. Deterministic, so there is no residual to draw from.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 
 
 class Greedy(Verifier):
     """Exact match with the target's argmax. Lossless at temperature 0; any draft."""
 
     name = "greedy"
-    traits = VerifierTraits(
-        drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
-        temperature_zero_only=True,
-    )
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(
+            drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+            temperature_zero_only=True,
+        )
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         best = p.argmax(-1)

@@ -23,16 +23,17 @@ the same Q(. | z), so at every prefix a target is one factor and one mass:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.draft import Draft, Verdict, on_device
-from ..framework.drafter import StrategyConfig
-from ..framework.errors import ContractError
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict, on_device
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.errors import ContractError
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import inner_excess, longest, next_token, prefix_excess, ratios
 from .block import Block
 
@@ -41,7 +42,10 @@ class GreedyBlock(Verifier):
     """Accepts the most any single block can, and modifies the targets that follow. Lossless; replayable chains."""
 
     name = "greedy-block"
-    traits = VerifierTraits(drawn=frozenset({"chain"}), stateful=True, modifies_target=True)
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}), stateful=True, modifies_target=True)
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)

@@ -11,7 +11,9 @@ and it reaches the optimal-transport bound P(top) + sum_{others} min(P, q) at ev
 
 from __future__ import annotations
 
-from ..framework.verifier import VerifierTraits
+from typing import Any
+
+from ..framework.contracts.verifier import VerifierTraits
 from .specinfer import SpecInfer
 
 
@@ -19,5 +21,9 @@ class GreedyDraftOptimal(SpecInfer):
     """Examines the drawn child first. Lossless; optimal node by node for greedy drafts (K = 1: a chain)."""
 
     name = "greedy-draft-optimal"
-    traits = VerifierTraits(drawn=frozenset({"chain", "greedy_draft"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "greedy_draft"}))
+
     youngest_first = True

@@ -17,13 +17,15 @@ temperature.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.drafter import StrategyConfig
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import next_token, ratios
 
 
@@ -31,7 +33,6 @@ class Lenient(Verifier):
     """Token verification with lenience l. Lossy for l < 1; sampled and point-mass chains."""
 
     name = "lenient"
-    traits = VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
     class Config(StrategyConfig):
         lenience: float = Field(
@@ -39,6 +40,10 @@ class Lenient(Verifier):
         )
 
     config: Config
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         lenience = self.config.lenience

@@ -23,17 +23,19 @@ It pays off when P and Q are far apart, and accepts less than one draft would wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.draft import Draft, Verdict, take
-from ..framework.drafter import StrategyConfig
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import HUGE, cached, joint, total
-from ._tree import choose, none, residual, settle, stop_at
+from ._tree_rules import at_token, choose, none, ratio, residual, settle, stop_at
 
 #: Shorter lists torch does not sort by radix; those that are not much shorter are worth padding.
 RADIX = 32768
@@ -44,7 +46,6 @@ class MultipathBlock(Verifier):
     tokens were drawn without replacement, or a chain (K = 1: block)."""
 
     name = "multipath-block"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
 
     class Config(StrategyConfig):
         recycle: bool = Field(
@@ -53,6 +54,10 @@ class MultipathBlock(Verifier):
 
     config: Config
 
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
+
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)
         sequences = draft.as_sequences()
@@ -60,12 +65,15 @@ class MultipathBlock(Verifier):
         at, start = torch.full_like(rows, -1), torch.zeros_like(rows)
         members = torch.ones(draft.batch_size, k, dtype=torch.bool, device=p.device)
         walking, token = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)
-        goes_on = walking
+        goes_on, score = walking, scores(draft, p)
         for attempt in range(min(depth, k if self.config.recycle else 1)):
             # An attempt starts at least one token deeper than the one before, and at least one sequence is left
             # behind: the correction is never the path's own token (Qhat below p_i P means p_{i+1} = 1).
             most = k - attempt
-            stop, weights = self._block(draft, p, sequences, members, at, start, attempt, most, goes_on, rng)
+            later, begins = sequences[:, :, attempt:], start - attempt
+            path = highest_path(draft, score, later, members, goes_on, begins)
+            n = members.sum(1)
+            stop, weights = verify_path(draft, p, path, n, begins, attempt, most, goes_on, rng)
             drawn = rng.draw(settle(weights, token, ~goes_on), index=attempt)
             at, token = torch.where(goes_on, stop, at), torch.where(goes_on, drawn, token)
             # Others through the accepted prefix that had drafted the token: the nodes that carry it.
@@ -91,83 +99,89 @@ class MultipathBlock(Verifier):
             token = rng.draw(settle(take(p, at + 1), token, ~walking), "other")
         return stop_at(draft, at, token)
 
-    def _block(
-        self,
-        draft: Draft,
-        p: Tensor,
-        sequences: Tensor,
-        members: Tensor,
-        at: Tensor,
-        start: Tensor,
-        first: int,
-        most: int,
-        walking: Tensor,
-        rng: RoundRng,
-    ) -> tuple[Tensor, Tensor]:
-        """One block verification from node ``at [B]`` (depth ``start [B]``) over the sequences ``members [B, K]``,
-        of which there are no more than ``most``.
 
-        Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
-        """
-        path = highest_path(draft, p, sequences[:, :, first:], members, walking, start - first)
-        on_path, nodes = path >= 0, path.clamp(min=0)
-        above, y = draft.parents.gather(1, nodes), draft.tokens.gather(1, nodes)
-        n, laws = members.sum(1), laws_of(draft).gather(1, nodes)
+def verify_path(
+    draft: Draft,
+    p: Tensor,
+    path: Tensor,
+    n: Tensor,
+    start: Tensor,
+    first: int,
+    most: int,
+    walking: Tensor,
+    rng: RoundRng,
+) -> tuple[Tensor, Tensor]:
+    """Block verification of ``path [B, L]``, the highest-ranked of ``n [B]`` (at most ``most``) sequences.
 
-        def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
-            law, token, on = take(p[rows], above[rows] + 1), y[rows], on_path[rows]
-            if draft.q is None:
-                q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
-            else:
-                q = take(draft.q[rows], laws[rows])
-            if most == 1:
-                qhat = q
-            elif draft.drawn == "iid":
-                qhat = law_of_highest(law, q, token, on, n[rows], most)
-            else:
-                qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
-            ratio = (at_token(law, token) / at_token(qhat, token)).nan_to_num(0.0, posinf=HUGE)
-            reached = functional.pad(joint(torch.where(on, ratio, 1.0)), (1, 0), value=1.0)
-            credit = reached[:, 1:-1]
-            s = -total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
-            left = s + (1 - credit)
-            return qhat, reached, torch.where(left > 0, s / left, 1.0)
+    Level 0 of the path is level ``first`` of the draft, and a row's own begins at level ``start [B]`` of the path.
 
-        pieces = cached(draft.batch_size, path.shape[1] * p.shape[2], p)
-        laws_on_path, reached, h = zip(*map(judge, pieces), strict=True)
-        reached, h = torch.cat(reached), torch.cat(h)
-        credit, whole = reached[:, :-1], reached[:, -1]
-        later = torch.arange(1, path.shape[1], device=p.device) > (start - first)[:, None]
-        h = torch.where(on_path[:, 1:] & later, h, 0.0)
-        tau = (start - first).clamp(min=0, max=path.shape[1] - 1)
-        for i in range(1, path.shape[1]):
-            level = first + i
-            number = level * (level + 1) // 2 + first  # the same whatever the width of the batch
-            tau = torch.where(rng.accept(h[:, i - 1 : i], index=number).squeeze(1), i, tau)
-        # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
-        number = first * (first + 1) // 2 + first
-        ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
-        stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
-        scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
-        qhat = torch.cat([take(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
-        return stop, residual(take(p, stop + 1), qhat * ~ends[:, None], scale)[0]
-
-
-def highest_path(draft: Draft, p: Tensor, sequences: Tensor, members: Tensor, walking: Tensor, start: Tensor) -> Tensor:
-    """``[B, L]``: the nodes of the highest-ranked of ``members [B, K]`` in ``sequences [B, K, L]``.
-
-    -1 where there is none: past its end, before level ``start [B]``, and in rows that are not ``walking [B]``.
+    Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
     """
+    on_path, nodes = path >= 0, path.clamp(min=0)
+    above, y = draft.parents.gather(1, nodes), draft.tokens.gather(1, nodes)
+    laws = laws_of(draft).gather(1, nodes)
+
+    def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
+        law, token, on = take(p[rows], above[rows] + 1), y[rows], on_path[rows]
+        if draft.q is None:
+            q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
+        else:
+            q = take(draft.q[rows], laws[rows])
+        if most == 1:
+            qhat = q
+        elif draft.drawn == "iid":
+            qhat = law_of_highest(law, q, token, on, n[rows], most)
+        else:
+            qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
+        growth = torch.where(on, ratio(law, qhat, token).clamp(max=HUGE), 1.0)
+        reached = functional.pad(joint(growth), (1, 0), value=1.0)
+        credit = reached[:, 1:-1]
+        s = -total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
+        left = s + (1 - credit)
+        return qhat, reached, torch.where(left > 0, s / left, 1.0)
+
+    pieces = cached(draft.batch_size, path.shape[1] * p.shape[2], p)
+    laws_on_path, reached, h = zip(*map(judge, pieces), strict=True)
+    reached, h = torch.cat(reached), torch.cat(h)
+    credit, whole = reached[:, :-1], reached[:, -1]
+    later = torch.arange(1, path.shape[1], device=p.device) > start[:, None]
+    h = torch.where(on_path[:, 1:] & later, h, 0.0)
+    tau = start.clamp(min=0, max=path.shape[1] - 1)
+    for i in range(1, path.shape[1]):
+        level = first + i
+        number = level * (level + 1) // 2 + first  # the same whatever the width of the batch
+        tau = torch.where(rng.accept(h[:, i - 1 : i], index=number).squeeze(1), i, tau)
+    # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
+    number = first * (first + 1) // 2 + first
+    ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
+    stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
+    scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
+    qhat = torch.cat([take(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
+    return stop, residual(take(p, stop + 1), qhat * ~ends[:, None], scale)[0]
+
+
+def scores(draft: Draft, p: Tensor) -> Tensor:
+    """``[B, N]``: P / Q of every drafted token, by which its sequence is ranked."""
     rows = torch.arange(draft.batch_size, device=p.device)[:, None]
     top = p[rows, draft.parents + 1, draft.tokens]
-    score = quotient(top, torch.ones_like(top) if draft.q is None else draft.q[rows, laws_of(draft), draft.tokens])
+    return quotient(top, torch.ones_like(top) if draft.q is None else draft.q[rows, laws_of(draft), draft.tokens])
+
+
+def highest_path(
+    draft: Draft, score: Tensor, sequences: Tensor, members: Tensor, walking: Tensor, start: Tensor
+) -> Tensor:
+    """``[B, L]``: the nodes of the highest-ranked of ``members [B, K]`` in ``sequences [B, K, L]``.
+
+    Ranked by ``score [B, N]``; -1 where there is none: past its end, before level ``start [B]``, and in rows that are
+    not ``walking [B]``.
+    """
     flat = sequences.clamp(min=0).flatten(1)
-    tokens, score = (values.gather(1, flat).view_as(sequences).unbind(2) for values in (draft.tokens, score))
-    levels = torch.arange(sequences.shape[2], device=p.device)
+    tokens, ranks = (values.gather(1, flat).view_as(sequences).unbind(2) for values in (draft.tokens, score))
+    levels = torch.arange(sequences.shape[2], device=start.device)
     inside = (sequences >= 0) & ((levels >= start[:, None]) & walking[:, None])[:, None]
     path = []
-    for nodes, x, rank, here in zip(sequences.unbind(2), tokens, score, inside.unbind(2), strict=True):
+    for nodes, x, rank, here in zip(sequences.unbind(2), tokens, ranks, inside.unbind(2), strict=True):
         chooser = members & here
         rank = torch.where(chooser, rank, -1)
         y = torch.where(rank == rank.amax(1, keepdim=True), x, -1).amax(1, keepdim=True)  # ties by id
@@ -182,11 +196,6 @@ def laws_of(draft: Draft) -> Tensor:
     law = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
     law = law if draft.law is None else draft.law
     return torch.where(draft.parents < 0, law[:, :1], law)
-
-
-def at_token(law: Tensor, token: Tensor) -> Tensor:
-    """``[.., L]`` float64: ``law [.., L, V]`` at ``token [.., L]``."""
-    return law.gather(-1, token[..., None]).squeeze(-1).double()
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:

@@ -9,20 +9,25 @@ It never looks at q, so it is exact for any tree, also for one that was pruned o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict, take
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import none, settle, stop_at
+from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ._tree_rules import none, settle, stop_at
 
 
 class SampleMatch(Verifier):
     """Samples the target at every node it reaches. Lossless on any tree, whatever drew it."""
 
     name = "sample-match"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

@@ -12,22 +12,26 @@ At a node whose children t_1, t_2, .. were drawn from q_1, q_2, .. (each given i
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict, take
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import Children, choose, none, ratio, residual, stop_at
+from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ._tree_rules import Children, choose, none, ratio, residual, stop_at
 
 
 class SpecInfer(Verifier):
     """Tries the children one after the other. Lossless on any tree; i.i.d. sequences keep their multiplicity."""
 
     name = "specinfer"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+
     youngest_first: ClassVar[bool] = False
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:

@@ -15,16 +15,18 @@ Y stay in the race, however Y came about; n = 1 is token verification.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict, take
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import total
-from ._tree import choose, none, settle, stop_at
+from ._tree_rules import choose, none, settle, stop_at
 
-#: Steps to rho*, which reach what the law's precision allows.
+#: Steps to rho*: more of them accept hardly more.
 STEPS = {torch.float64: 40, torch.float32: 6, torch.bfloat16: 4, torch.float16: 4}
 
 
@@ -32,7 +34,10 @@ class SpecTr(Verifier):
     """K-SEQ with rho*. Lossless; K i.i.d. sequences, or a chain (K = 1)."""
 
     name = "spectr"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "iid"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

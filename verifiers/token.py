@@ -9,11 +9,13 @@ Algorithm 1; C. Chen et al., "Accelerating Large Language Model Decoding with Sp
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import next_token, ratios
 
 
@@ -21,7 +23,10 @@ class Token(Verifier):
     """Token-by-token rejection sampling. Lossless; sampled and point-mass chains."""
 
     name = "token"
-    traits = VerifierTraits(drawn=frozenset({"chain"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         h = ratios(draft, p).clamp_(max=1)

@@ -13,15 +13,17 @@ exact greedy matching, as it is with k = 1, and with tolerance 0 but for ties.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.drafter import StrategyConfig
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import stop_at
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ._tree_rules import stop_at
 from .typical import deepest_accepted
 
 
@@ -29,10 +31,6 @@ class TopK(Verifier):
     """Accepts the target's k best tokens unless they trail the best too far. Lossy, deterministic; any draft."""
 
     name = "top-k"
-    traits = VerifierTraits(
-        drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
-        lossless=False,
-    )
 
     class Config(StrategyConfig):
         k: int = Field(3, ge=1, description="accept among this many most probable tokens; ties by lowest id")
@@ -41,6 +39,13 @@ class TopK(Verifier):
         )
 
     config: Config
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(
+            drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+            lossless=False,
+        )
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         rows, above = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1

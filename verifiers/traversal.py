@@ -17,20 +17,25 @@ block verification.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict, take
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import Children, choose, ratio, residual, stop_at
+from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ._tree_rules import Children, choose, ratio, residual, stop_at
 
 
 class Traversal(Verifier):
     """Judges whole branches. Lossless on any tree; i.i.d. sequences are merged into distinct children."""
 
     name = "traversal"
-    traits = VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         children = Children(draft)

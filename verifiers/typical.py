@@ -12,25 +12,23 @@ At temperature 0 (P one-hot) only the argmax passes: exact greedy matching.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..framework.draft import Draft, Verdict
-from ..framework.drafter import StrategyConfig
-from ..framework.rng import RoundRng
-from ..framework.verifier import Verifier, VerifierTraits
-from ._tree import stop_at
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.drafter import StrategyConfig
+from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ._tree_rules import stop_at
 
 
 class Typical(Verifier):
     """Accepts tokens above an entropy-dependent threshold. Lossy; any draft."""
 
     name = "typical"
-    traits = VerifierTraits(
-        drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
-        lossless=False,
-    )
 
     class Config(StrategyConfig):
         epsilon: float = Field(0.09, gt=0, le=1, description="a token with more than this probability is accepted")
@@ -40,6 +38,13 @@ class Typical(Verifier):
         )
 
     config: Config
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(
+            drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+            lossless=False,
+        )
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         p = p if p.dtype == torch.float64 else p.float()

@@ -1,1 +1,1 @@
-"""Measuring: recipes, prompts, cells, records, metrics and cost."""
+"""Measuring: a recipe's matrix, its cells side by side, and what a pass of a model costs."""

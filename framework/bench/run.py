@@ -11,9 +11,9 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,61 +22,25 @@ import torch
 from tqdm import tqdm
 
 from .. import plugins
-from ..decoding.lm import TransformersLM
-from ..environment import describe
-from ..errors import CrossdraftError, UsageError
-from ..models import pick_device, pick_dtype, resolve
-from ..report.charts import draw
-from ..report.tables import group_title, summary_csv, summary_markdown
+from ..contracts.errors import CrossdraftError, UsageError
+from ..decoding.build import make_slots
+from ..models.device import pick_device, pick_dtype
+from ..models.digests import weights_sha256
+from ..models.environment import describe
+from ..models.resolve import resolve
+from ..runs.metrics import LEAST_PIECES, compare, measure
+from ..runs.prompts import Prompt
+from ..runs.recipe import CellConfig, Recipe, digest
+from ..runs.records import CellResult, Outcome, RunDirectory
+from ..runs.titles import group_title
 from . import memory
-from .cell import Cell, Conversation, Models, lengths, positions, prepare
-from .cost import CostCurve, Prediction, predictions, stored_curves, used_curves
-from .metrics import LEAST_PIECES, compare, measure
-from .prompts import Prompt
-from .recipe import CellConfig, Recipe, digest
-from .records import CellResult, RunDirectory
+from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
+from .matrix import plan
 
 logger = logging.getLogger(__name__)
 
 #: Pieces that a group's prompts are cut into; fewer where that would leave little but tails.
 CHUNKS = 6
-
-
-@dataclass
-class Outcome:
-    """A run that is over.
-
-    Attributes:
-        results: a result for every cell, finished or failed, in the recipe's order; those that an
-            interruption kept from finishing are missing.
-        skipped: why pairs of the cross product were left out.
-        notes: what readers of the numbers should know.
-        curves: measured costs of its models on its device, to predict from.
-        charts: names of image files in the directory.
-    """
-
-    recipe: Recipe
-    directory: Path
-    results: list[CellResult] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    curves: list[CostCurve] = field(default_factory=list)
-    charts: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    @cached_property
-    def predicted(self) -> dict[str, Prediction]:
-        """By the hash of the cell, for those whose models have a cost curve on this machine; of finished runs."""
-        return predictions(self.results, self.curves)
-
-    @property
-    def failed(self) -> list[CellResult]:
-        return [result for result in self.results if result.error is not None]
-
-    @property
-    def exit_code(self) -> int:
-        """130 if it was interrupted, 1 if a cell failed, else 0."""
-        return 130 if self.interrupted else int(bool(self.failed))
 
 
 def say(line: str) -> None:
@@ -104,13 +68,13 @@ def run(
         UsageError: the recipe or its prompts are wrong. A cell that fails is no error: see `Outcome.failed`.
     """
     tell = say or (lambda _: None)
-    plan, prompts = recipe.plan(), recipe.selected_prompts.load()
-    groups, cells = plan.groups(), plan.cells
-    directory = RunDirectory(Path(out) / f"{recipe.name}-{recipe.hash}")
-    outcome = Outcome(recipe, directory.path, skipped=plan.skipped, notes=_notes(cells, prompts))
+    expanded, prompts = plan(recipe), recipe.selected_prompts.load()
+    groups, cells = expanded.groups(), expanded.cells
+    directory = RunDirectory(Path(out) / f"{recipe.name}-{expanded.hash}")
+    outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=_notes(cells, prompts))
     counts = _count(len(cells), "cell"), _count(len(groups), "group"), _count(len(prompts), "prompt")
     tell(f"{recipe.name}: {counts[0]} in {counts[1]}, {counts[2]} each")
-    for sentence in plan.skipped:
+    for sentence in expanded.skipped:
         tell(f"skipped: {sentence}")
     try:
         directory.write_json("recipe.json", recipe.model_dump(mode="json"))
@@ -139,8 +103,7 @@ def run(
                 bar.refresh()
         except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
             outcome.interrupted = True
-    outcome.curves = used_curves(outcome.results, stored_curves())
-    _write_summary(directory, outcome, session)
+    _write_environment(directory, outcome, session)
     return outcome
 
 
@@ -163,23 +126,17 @@ def _notes(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
     return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]
 
 
-def _write_summary(directory: RunDirectory, outcome: Outcome, session: _Session) -> None:
-    if any(not result.reused for result in outcome.results):
-        models: dict[str, Any] = {}
-        for result in outcome.results:
-            models |= result.provenance.get("models", {})
-        prompts = {"source": outcome.recipe.prompts.source, "count": len(session.prompts)}
-        about = session.environment | {"models": models, "prompts": prompts}
-        about["conditions"] = _distinct(result.provenance for result in outcome.results)
-        directory.write_json("environment.json", about)
-    # Kept with the run: later reports predict from the same curves, on any machine.
-    directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in outcome.curves]})
-    try:
-        outcome.charts = draw(outcome)
-    except ImportError:
-        outcome.notes.append("charts need matplotlib: pip install 'crossdraft[plots]'")
-    directory.write_text("summary.csv", summary_csv(outcome))
-    directory.write_text("summary.md", summary_markdown(outcome))
+def _write_environment(directory: RunDirectory, outcome: Outcome, session: _Session) -> None:
+    """What the numbers depend on, if any were measured now."""
+    if all(result.reused for result in outcome.results):
+        return
+    models: dict[str, Any] = {}
+    for result in outcome.results:
+        models |= result.provenance.get("models", {})
+    prompts = {"source": outcome.recipe.prompts.source, "count": len(session.prompts)}
+    about = session.environment | {"models": models, "prompts": prompts}
+    about["conditions"] = _distinct(result.provenance for result in outcome.results)
+    directory.write_json("environment.json", about)
 
 
 def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -228,7 +185,7 @@ class _Session:
             target = self.models.target(configs[0])
             conversations = prepare(self.prompts, target, configs[0].max_new_tokens)
             sequence, slot = lengths(conversations, configs, target.context_length)
-            lm = TransformersLM(target.model, configs[0].batch_size, slot)
+            lm = make_slots(target, configs[0].batch_size, slot)
         except Exception as error:
             for result in results:
                 result.error = _sentence(error)
@@ -308,7 +265,7 @@ class _Session:
 
 def _unchanged(name: str, model: dict[str, Any]) -> bool:
     try:
-        return resolve(name, heads=model.get("heads", False)).sha256 == model["sha256"]
+        return weights_sha256(resolve(name, heads=model.get("heads", False)).path) == model["sha256"]
     except CrossdraftError:
         return False  # measuring will say why
 

@@ -1,1 +1,1 @@
-"""The decode loop and what it stands on: sampling, the ragged KV cache and the transformers target."""
+"""The decode loop, the transformers model under it, and the one place that builds a decoder."""

@@ -8,6 +8,7 @@ a half to a quarter of the time. It is fastest for 2, 4, 8 and 16 rows, so fewer
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,7 +41,7 @@ class SmallBatchLinear(nn.Linear):
 
 
 def speed_up_small_batches(model: nn.Module) -> None:
-    """Let every plain `nn.Linear` of ``model`` be a :class:`SmallBatchLinear`; parameters stay where they are."""
+    """Let every plain `nn.Linear` on a CPU in float32 be a :class:`SmallBatchLinear`; parameters stay as they are."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = SmallBatchLinear

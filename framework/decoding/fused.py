@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..draft import Draft, Verdict
-from ..rng import CounterRound, RoundRng, UniformRound
-from ..verifier import Verifier
+from ..contracts.draft import Draft, Verdict
+from ..contracts.rng import CounterRound, RoundRng, UniformRound
+from ..contracts.verifier import Verifier, VerifierTraits
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +65,23 @@ class Fused(Verifier):
     """
 
     def __init__(self, rule: Verifier):
-        if not self.takes(type(rule)):
+        if not self.takes(rule):
             raise ValueError(f"'{rule.name}' keeps state on the host, which compiled code cannot read")
         super().__init__(rule.config)
         self.rule = rule
-        self.name, self.traits = rule.name, rule.traits  # type: ignore[misc]
+        self.name = rule.name  # type: ignore[misc]
         self.compiling = True
         #: What was seen, and its code where there is one.
         self._known: dict[Hashable, _Compiled | None] = {}
 
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        raise NotImplementedError("the traits are those of the rule that is compiled")
+
     @staticmethod
-    def takes(rule: type[Verifier]) -> bool:
+    def takes(rule: Verifier) -> bool:
         """Whether ``rule`` can be compiled."""
-        return not rule.traits.stateful or rule.judge is not Verifier.judge
+        return not rule.traits(rule.config).stateful or type(rule).judge is not Verifier.judge
 
     @property
     def compiled(self) -> int:
@@ -113,7 +117,6 @@ class Fused(Verifier):
 
     def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformRound) -> _Compiled:
         """Code for ``inputs``: p, the ``given`` fields of the draft, held state; its own takes the uniforms too."""
-
         drawn, levels = draft.drawn, draft.levels
 
         def judged(rng: RoundRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:

@@ -58,15 +58,20 @@ class Graphs:
     again, and from then on every call runs as usual.
 
     Args:
-        recorder: how work is recorded.
+        recorder: how work is recorded; ``None`` = it is not, every call runs as usual.
         name: of the model, for the warning.
     """
 
-    def __init__(self, recorder: Recorder, name: str):
-        self._recorder: Recorder | None = recorder
+    def __init__(self, recorder: Recorder | None, name: str):
+        self._recorder = recorder
         self._name = name
         #: By function, constants and shapes of the tensors; None = seen once.
         self._known: OrderedDict[Hashable, _Recording | None] = OrderedDict()
+
+    @property
+    def records(self) -> bool:
+        """Are shapes recorded? Then few shapes that come again are better than many."""
+        return self._recorder is not None
 
     def __len__(self) -> int:
         """Recordings held."""
@@ -150,14 +155,14 @@ class CudaRecorder:
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
-def graphs_for(model: Any) -> Graphs | None:
-    """What replays the passes of ``model``; None on a CPU, where graphs are switched off, or over several devices."""
-    if model.device.type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
-        return None
+def runner_for(model: Any) -> Graphs:
+    """What runs the passes of ``model``; not recorded on a CPU, over several devices, or where graphs are off."""
     name, places = type(model).__name__, set(getattr(model, "hf_device_map", {}).values())
+    if model.device.type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
+        return Graphs(None, name)
     if len(places) > 1:
         _warn_once(name, f"it is spread over {len(places)} devices")
-        return None
+        return Graphs(None, name)
     return Graphs(CudaRecorder(model.device), name)
 
 

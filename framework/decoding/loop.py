@@ -1,92 +1,27 @@
 """The batched decode loop: one round is draft, score, verify, commit; every row has its own length.
 
-The loop knows the target as an :class:`~crossdraft.framework.lm.LM`, the drafter and the verifier by their
+The loop knows the target as an :class:`~crossdraft.framework.contracts.lm.LM`, the drafter and the verifier by their
 contracts, and nothing about models, recipes or files. A row that finishes hands its slot to the next prompt,
 so a run "at batch size B" really runs B rows while prompts remain. There is one host synchronisation a round.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..draft import Draft, Scores, Sequences, Verdict, on_device
-from ..drafter import Drafter
-from ..errors import ContractError, NumericalError, UsageError
-from ..lm import LM
-from ..rng import CounterRng, RngSource
-from ..verifier import Verifier
-from .sampling import Sampling
-
-#: Phases of a round that are timed. ``rest`` is the loop's own bookkeeping.
-PHASES = ("prefill", "draft", "target", "verify", "rest")
-
-
-@dataclass
-class Round:
-    """What happened to one row in one round.
-
-    Attributes:
-        tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
-        emitted: tokens committed, correction or bonus included.
-        nodes: drafted tokens the target evaluated for this row.
-        width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
-        survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
-    """
-
-    tau: int
-    emitted: int
-    nodes: int
-    width: int
-    survival: float | None = None
-
-
-@dataclass
-class Response:
-    """One finished sequence.
-
-    Attributes:
-        index: which prompt it answers (its position in the run).
-        tokens: the generated tokens, a final end-of-sequence token included.
-        finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
-        rounds: its rounds, in order.
-        text: the decoded tokens, filled in by :func:`crossdraft.generate`.
-    """
-
-    index: int
-    tokens: list[int]
-    finish: str
-    rounds: list[Round]
-    text: str | None = None
-
-
-class Stopwatch:
-    """Wall time by phase, in seconds. On an accelerator each mark waits for the device, so shares are true
-    there at the price of a synchronisation per phase; pass ``enabled=False`` to run free."""
-
-    def __init__(self, device: torch.device, enabled: bool = True):
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.enabled = enabled
-        self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else None
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        self.mark(None)
-
-    def mark(self, phase: str | None) -> None:
-        """Book the time since the last mark to ``phase`` (None: to nothing)."""
-        if not self.enabled:
-            return
-        if self._synchronise is not None:
-            self._synchronise()
-        now = time.perf_counter()
-        if phase is not None:
-            self.seconds[phase] += now - self._last
-        self._last = now
+from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ..contracts.drafter import Drafter
+from ..contracts.errors import ContractError, NumericalError, UsageError
+from ..contracts.lm import LM
+from ..contracts.rng import CounterRng, RngSource
+from ..contracts.rounds import Response, Round, RoundEvent
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import Verifier
+from .stopwatch import Stopwatch
 
 
 @dataclass
@@ -110,6 +45,7 @@ class Decoder:
         max_new_tokens: most tokens a sequence may generate.
         rng: the source of randomness; equal seeds give equal random numbers whatever B is.
         stopwatch: phase timer, or None for a fresh one.
+        on_round: called after every round with a `RoundEvent`; what it raises ends the run.
 
     Raises:
         NumericalError: the target or the drafter produced NaN; names the sequence and position.
@@ -128,11 +64,15 @@ class Decoder:
         max_new_tokens: int = 128,
         rng: RngSource | None = None,
         stopwatch: Stopwatch | None = None,
+        on_round: Callable[[RoundEvent], None] | None = None,
     ):
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.sampling, self.eos, self.max_new_tokens = sampling, frozenset(eos), max_new_tokens
         self.rng = rng if rng is not None else CounterRng(0)
         self.stopwatch = stopwatch or Stopwatch(target.device)
+        self.on_round = on_round
+        #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
+        self.hidden_layers = drafter.traits(drafter.config, sampling).hidden_layers
         b = target.batch_size
         length = drafter.context.max_length
         self.sequences = Sequences(
@@ -181,15 +121,21 @@ class Decoder:
                     return
                 yield from self.round()
         finally:  # a caller that stops early, or an error inside a round, leaves the slots clean
-            self.target.keep([0] * self.target.batch_size)
-            for row, slot in enumerate(self._slots):
-                if slot is not None:
-                    self._retire(row)
+            self.abandon()
 
+    def abandon(self) -> None:
+        """Give up every sequence that is not finished: all slots are free again."""
+        self.target.keep([0] * self.target.batch_size)
+        for row, slot in enumerate(self._slots):
+            if slot is not None:
+                self._retire(row)
+
+    @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0, name: str = "the prompt") -> None:
         """Put a sequence into slot ``row``."""
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
+        self.target.hidden_layers = self.hidden_layers
         hidden = self.target.begin(row, prompt)
         self.sequences.history[row] = []
         self.sequences.append(row, prompt)
@@ -211,32 +157,36 @@ class Decoder:
         clock.mark("draft")
         scores = self._score(draft)
         clock.mark("target")
-        verdict = self.verifier.verify(draft, scores.p, rng)
+        judged = draft.candidates
+        verdict = self.verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
         clock.mark("verify")
 
-        accepted, emitted, nodes, depths, finite, survival = self._to_host(draft, scores, verdict)
-        self._check_numbers(finite)
+        accepted, emitted, nodes, depths, finite, honest, survival = self._to_host(judged, scores, verdict)
+        self._check_numbers(finite, honest)
         self._check_depth(depths)
         kept = [tau + 1 if slot else 0 for tau, slot in zip(accepted, self._slots, strict=True)]
         self.target.keep(kept, self._kept_path(draft, verdict))
         self.batch_rounds += 1
         self.target_rows += self.occupied * (draft.width + 1)
-        finished = []
+        finished, committed = [], [[] for _ in self._slots]
         for row, slot in enumerate(self._slots):
             if slot is None:
                 continue
-            new = self._until_eos(emitted[row][: accepted[row] + 1])
+            new = committed[row] = self._until_eos(emitted[row][: accepted[row] + 1])
             seqs.append(row, new)
             slot.wanted -= len(new)
             slot.rounds.append(Round(min(accepted[row], len(new)), len(new), nodes[row], draft.width, survival[row]))
             self._set_limit(row)
         self.drafter.observe(seqs, draft, verdict, accepted, scores)
         self.verifier.observe(accepted, nodes)
+        if self.on_round is not None:
+            prompts = [slot.index if slot else None for slot in self._slots]
+            self.on_round(RoundEvent(draft, scores, verdict, prompts, accepted, committed))
         for row, slot in enumerate(self._slots):
             if slot is not None and (finish := self._finish(row, slot)):
                 tokens = seqs.history[row][slot.prompt_length :]
                 finished.append(Response(slot.index, tokens, finish, slot.rounds))
-                self._retire(row)
+                self._retire(row, finish)
         clock.mark("rest")
         return finished
 
@@ -256,12 +206,13 @@ class Decoder:
         p, finite = self.sampling.checked_law(logits)
         # Rows that are padded past their own draft compute something there that nobody reads.
         inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
-        return Scores(p, (finite | ~inside).all(1), hidden)
+        return Scores(p, (finite | ~inside).all(1), logits, hidden)
 
     def _to_host(
         self, draft: Draft, scores: Scores, verdict: Verdict
-    ) -> tuple[list[int], list[list[int]], list[int], list[int], list[bool], list[float | None]]:
-        """The round's one synchronisation: tau, emitted tokens, nodes, depth, sanity and survival of every row."""
+    ) -> tuple[list[int], list[list[int]], list[int], list[int], list[bool], list[bool], list[float | None]]:
+        """The round's one synchronisation: per row tau, emitted tokens, nodes, depth, sanity of target and drafter,
+        and survival."""
         if draft.width:
             order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
             path = order if verdict.path is None else verdict.path.clamp(min=0)
@@ -273,16 +224,18 @@ class Decoder:
         depth = draft.count if draft.is_chain or not draft.width else torch.where(draft.valid, draft.depth, 0).amax(1)
         known = verdict.survival is not None
         survival = verdict.survival.sum(1) if verdict.survival is not None else torch.zeros_like(depth)
+        drafter_finite = torch.ones_like(scores.finite) if draft.finite is None else draft.finite
         # float64 holds every token id exactly.
-        meta = torch.stack([verdict.length, draft.count, depth, scores.finite, survival], 1).double()
-        host = torch.cat([meta, emitted.double()], 1).tolist()
+        meta = [verdict.length, draft.count, depth, scores.finite, drafter_finite, survival]
+        host = torch.cat([torch.stack(meta, 1).double(), emitted.double()], 1).tolist()
         return (
             [int(r[0]) for r in host],
-            [[int(token) for token in r[5:]] for r in host],
+            [[int(token) for token in r[6:]] for r in host],
             [int(r[1]) for r in host],
             [int(r[2]) for r in host],
             [bool(r[3]) for r in host],
-            [r[4] if known else None for r in host],
+            [bool(r[4]) for r in host],
+            [r[5] if known else None for r in host],
         )
 
     def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:
@@ -317,9 +270,9 @@ class Decoder:
             room = min(room, self.target.context_length - len(self.sequences.history[row]))
         self.sequences.limit[row] = max(room - 1, 0)
 
-    def _retire(self, row: int) -> None:
+    def _retire(self, row: int, finish: str | None = None) -> None:
         self.target.retire(row)
-        self.drafter.retire(row)
+        self.drafter.retire(row, finish)
         self.verifier.retire(row)
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
@@ -341,14 +294,16 @@ class Decoder:
                 "shorten the prompt or take a target with a longer context"
             )
 
-    def _check_numbers(self, finite: list[bool]) -> None:
+    def _check_numbers(self, target: list[bool], drafter: list[bool]) -> None:
         for row, slot in enumerate(self._slots):
-            if slot is not None and not finite[row]:
-                position = len(self.sequences.history[row])
-                raise NumericalError(
-                    f"the target produced NaN or infinite logits for {slot.name} at position {position}; "
-                    "try dtype float32, another attention implementation, or check the weights"
-                )
+            if slot is None or (target[row] and drafter[row]):
+                continue
+            who = self._drafter if target[row] else "the target"
+            position = len(self.sequences.history[row])
+            raise NumericalError(
+                f"{who} produced NaN or infinite logits for {slot.name} at position {position}; "
+                "try dtype float32, another attention implementation, or check the weights"
+            )
 
     def _check_depth(self, depths: list[int]) -> None:
         for row, (depth, limit) in enumerate(zip(depths, self.sequences.limit, strict=True)):

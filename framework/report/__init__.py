@@ -1,1 +1,1 @@
-"""What a run prints: tables, plots and one self-contained HTML page."""
+"""What a run shows: tables, charts, pages of results."""

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .tables import batch_size_series, group_title, verifier_title
+from ..runs.titles import group_title, verifier_title
+from .batch_sizes import batch_size_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ..bench.records import CellResult
-    from ..bench.run import Outcome
+    from ..runs.records import CellResult
+    from .summary import Summary
 
 ACCEPTANCE, THROUGHPUT = "block_efficiency.png", "throughput.png"
 #: M. Okabe and K. Ito, "Color Universal Design", 2008: told apart by colour-blind readers; yellow left out.
@@ -26,7 +27,7 @@ _MARKERS = "os^DvP*X<>"
 _PLAIN = {"color": "0.75", "linewidth": 5, "solid_capstyle": "round", "zorder": 1}
 
 
-def draw(outcome: Outcome) -> list[str]:
+def draw(summary: Summary) -> list[str]:
     """Draw what the run has to show, and return the names of the files.
 
     `ACCEPTANCE`: block efficiency against target rows per emitted token, a panel for each group, if there are
@@ -36,13 +37,13 @@ def draw(outcome: Outcome) -> list[str]:
     Raises:
         ImportError: matplotlib is not installed and there is something to draw.
     """
-    pairs = [r for r in outcome.results if r.metrics is not None and not r.config.is_baseline]
+    pairs = [r for r in summary.results if r.metrics is not None and not r.config.is_baseline]
     several = len({r.config.batch_size for r in pairs}) > 1
     if not pairs or not (several or len({r.config.verifier.title for r in pairs}) > 1):
         return []
-    figures = {ACCEPTANCE: _acceptance(outcome, pairs)} | ({THROUGHPUT: _throughput(outcome, pairs)} if several else {})
+    figures = {ACCEPTANCE: _acceptance(summary, pairs)} | ({THROUGHPUT: _throughput(summary, pairs)} if several else {})
     for name, figure in figures.items():
-        figure.savefig(outcome.directory / name, dpi=150)
+        figure.savefig(summary.directory / name, dpi=150)
     return list(figures)
 
 
@@ -61,9 +62,9 @@ def break_even(speed_ups: Mapping[int, float]) -> float | None:
     return found
 
 
-def _acceptance(outcome: Outcome, pairs: Sequence[CellResult]) -> Figure:
+def _acceptance(summary: Summary, pairs: Sequence[CellResult]) -> Figure:
     colours, markers = _styles(pairs)
-    cells = [r.config for r in outcome.results]
+    cells = [r.config for r in summary.results]
     groups: dict[str, list[CellResult]] = {}
     for result in pairs:
         groups.setdefault(group_title(result.config, cells), []).append(result)
@@ -85,9 +86,9 @@ def _acceptance(outcome: Outcome, pairs: Sequence[CellResult]) -> Figure:
     return figure
 
 
-def _throughput(outcome: Outcome, pairs: Sequence[CellResult]) -> Figure:
+def _throughput(summary: Summary, pairs: Sequence[CellResult]) -> Figure:
     colours, markers = _styles(pairs)
-    series = batch_size_series(outcome.results)
+    series = batch_size_series(summary.results)
     drawn = [
         (setting, drafter, [pair for pair in found.pairs if pair.drafter == drafter], found.baselines)
         for setting, found in series.items()

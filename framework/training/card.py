@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.prompts import Prompt, encode
-from ..generate import generate
-from ..models import LoadedModel, resolve
-from .texts import Text
-from .trainee import public
+from ..contracts.models import LoadedModel
+from ..contracts.training import Text, public
+from ..decoding.generate import generate
+from ..models.chat import encode
+from ..models.digests import weights_sha256
+from ..models.resolve import resolve
+from ..runs.prompts import Prompt
 from .trainer import Trainer
 
 
@@ -91,7 +93,7 @@ def write_card(
     given = f", the others come from {_names(questions)}" if questions else ""
     start = []
     if begun := trainer.recipe.start_from:
-        digest = resolve(begun, heads=True).sha256
+        digest = weights_sha256(resolve(begun, heads=True).path)
         start = [f"Starts from the weights of `{trainee.start_name}`, sha256 `{digest}`; what follows came after them"]
     facts = [
         f"Target weights: sha256 `{trainer.target.sha256}` ({source})",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from ..models import LoadedModel
-from .texts import Text, pad
-from .trainee import Batch
+from ..contracts.errors import UsageError
+from ..contracts.models import LoadedModel
+from ..contracts.training import Batch, Text
+from .texts import pad
 
 
 class Features:

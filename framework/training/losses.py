@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: What is minimised between the target's law p and the student's q: KL(p, q), KL(q, p) or 1 - sum min(p, q).
-#: Y. Zhou, K. Lyu, A. S. Rawat, A. K. Menon, A. Rostamizadeh, S. Kumar, J.-F. Kagy, R. Agarwal, "DistillSpec:
-#: Improving Speculative Decoding via Knowledge Distillation", 2024.
-Divergence = Literal["forward-kl", "reverse-kl", "tv"]
+from ..contracts.training import Divergence
 
 
 class _Distil(torch.autograd.Function):

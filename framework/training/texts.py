@@ -13,40 +13,24 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from ..decoding.lm import TransformersLM
-from ..decoding.loop import Decoder
-from ..decoding.sampling import Sampling
-from ..drafter import DraftContext, StrategyConfig
-from ..errors import UsageError
-from ..models import LoadedModel
-from ..plugins import get
-from ..rng import CounterRng
+from ..contracts.errors import UsageError
+from ..contracts.models import LoadedModel
+from ..contracts.rng import CounterRng
+from ..contracts.sampling import Sampling
+from ..contracts.training import Text
+from ..decoding.build import TargetContext, build_decoder, configured, make_slots
 
 #: Answers asked for at once, for each slot. Slots stand empty while the last ones are written, and a run that is
 #: interrupted writes these again.
 ANSWERS_A_SLOT = 6
 #: Stands where the user's words go when the chat template is cut open.
 _MARK = "\u2063MARK\u2063"
-
-
-@dataclass(frozen=True)
-class Text:
-    """One conversation: ``prompt`` and ``response`` token ids; only the response is trained on."""
-
-    prompt: list[int]
-    response: list[int]
-    source: str
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.response
 
 
 class Writer:
@@ -67,7 +51,7 @@ class Writer:
         self.target, self.seed = target, seed
         self.max_prompt, self.max_response = max_prompt, max_response
         room = max(max_prompt, 64) + max_response + 2
-        self._lm = TransformersLM(target.model, batch_size, room)
+        self._lm = make_slots(target, batch_size, room)
         self._length = room
 
     def conversation(self, question: str) -> list[int]:
@@ -92,19 +76,11 @@ class Writer:
 
     def _decode(self, prompts: Sequence[list[int]], temperature: float, most: int, seed: int) -> list[list[int]]:
         lm, sampling = self._lm, Sampling(temperature=temperature)
-        context = DraftContext(
-            sampling=sampling,
-            batch_size=lm.batch_size,
-            max_length=self._length,
-            vocab_size=lm.vocab_size,
-            device=lm.device,
-            load_lm=lambda name: lm,
-        )
-        decoder = Decoder(
-            lm,
-            get("drafters", "none")(StrategyConfig(), context),
-            get("verifiers", "token")(),
-            sampling=sampling,
+        context = TargetContext.of(self.target, lm, sampling, slot=self._length, sequence=self._length)
+        decoder = build_decoder(
+            context,
+            configured("drafters", "none"),
+            configured("verifiers", "token"),
             eos=self.target.eos_token_ids,
             max_new_tokens=most,
             rng=CounterRng(seed),

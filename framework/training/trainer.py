@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import NumericalError, UsageError
-from ..models import LoadedModel
+from ..contracts.errors import NumericalError, UsageError
+from ..contracts.models import LoadedModel
+from ..contracts.training import Text, TrainingConfig
 from .features import Features, check_head
-from .texts import Text
-from .trainee import Recipe
 
 
 class Trainer:
@@ -53,7 +52,7 @@ class Trainer:
     """
 
     def __init__(
-        self, target: LoadedModel, recipe: Recipe, out: Path, *, precision: str = "no", cache_gib: float = 4.0
+        self, target: LoadedModel, recipe: TrainingConfig, out: Path, *, precision: str = "no", cache_gib: float = 4.0
     ):
         self.target, self.out = target, out
         self.device = target.model.device

@@ -1,121 +1,35 @@
-"""Tiny models and recipes for the bench."""
+"""A recipe that the tests of the bench run, with or without the command line."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_runs import RECIPE
 
-from crossdraft.framework import plugins
-from crossdraft.framework.hookspecs import hookimpl
-
-VOCAB = {"<unk>": 0, "<s>": 1, "</s>": 2, "user": 3, "assistant": 4, **{f"w{i}": i for i in range(5, 64)}}
-CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.report import write
 
 
-def make_tokenizer(vocab: dict[str, int] = VOCAB, chat: bool = True) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    if chat:
-        fast.chat_template = CHAT
-    return fast
-
-
-def save_model(
-    directory: Path,
-    seed: int = 0,
-    width: int = 72,
-    context: int = 96,
-    vocab: dict[str, int] = VOCAB,
-    nan: bool = False,
-) -> str:
-    """A random Llama of two layers with logits `width` wide, and its tokenizer; the name to load it by."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=width, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
-            max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-    if nan:
-        model.lm_head.weight.data[7] = torch.nan
-    model.save_pretrained(directory)
-    make_tokenizer(vocab).save_pretrained(directory)
-    return str(directory)
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: Any) -> dict[str, str]:
-    """Directories of a target and of models that draft for it."""
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "target": save_model(root / "target"),
-        "same": save_model(root / "same"),  # says what the target says
-        "narrow": save_model(root / "narrow", seed=2, width=64),
-        "wide": save_model(root / "wide", seed=3, width=80),
-        "short": save_model(root / "short", seed=4, context=16),
-        "other": save_model(root / "other", seed=5, vocab=VOCAB | {"w5": 6, "w6": 5}),
-        "nan": save_model(root / "nan", nan=True),
-    }
-
-
-@pytest.fixture(scope="session")
-def write_prompts() -> Callable[..., str]:
-    """``write_prompts(path, n=6, length=5)``: n prompts of some words, every third one with a second turn."""
-    return _write_prompts
-
-
-def _write_prompts(path: Path, n: int = 6, length: int = 5) -> str:
-    rows = []
-    for i in range(n):
-        words = " ".join(f"w{5 + (7 * i + k) % 12}" for k in range(length))
-        turns = [words, "w9 w8"] if i % 3 == 0 else [words]
-        rows.append({"question_id": f"q{i}", "category": "abc"[i % 3], "turns": turns})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: Any) -> None:
+    """No cost curve that somebody measured on this machine, and no charts, which take seconds to draw."""
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(write, "draw", lambda summary: [])
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path) -> Callable[[str], str]:
-    """``recipe_file(text)`` writes ``recipe.yaml`` and returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "recipe.yaml"
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    return write
+def recipe(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> str:
+    return recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
 
 
 @pytest.fixture
-def install() -> Iterator[Callable[..., None]]:
-    """``install("drafters", ("name", object))`` registers names for the length of one test."""
-    added: list[Any] = []
+def bench(recipe: str, tmp_path: Path, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """``bench(*settings, flags=[...])`` runs the recipe: exit code, standard output, standard error."""
 
-    def add(kind: str, *names: tuple[str, Any]) -> None:
-        def hook(register: Any) -> None:
-            for name in names:
-                register(*name)
+    def go(*settings: str, flags: Any = ()) -> tuple[int, str, str]:
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        code = cli.main(["run", recipe, "--out", str(tmp_path / "runs"), *arguments, *flags])
+        return code, *capsys.readouterr()
 
-        plugin = SimpleNamespace(**{f"crossdraft_register_{kind}": hookimpl(hook)})
-        plugins.manager().register(plugin, f"test-{kind}-{len(added)}")
-        added.append(plugin)
-
-    yield add
-    for plugin in added:
-        plugins.manager().unregister(plugin)
-
-
-@pytest.fixture(scope="session")
-def tokenizers() -> tuple[Any, Any]:
-    """One with a chat template, one without."""
-    return make_tokenizer(), make_tokenizer(chat=False)
+    return go

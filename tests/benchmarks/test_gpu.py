@@ -1,6 +1,7 @@
 """``benchmarks/gpu.py`` runs as far as a CPU can take it: every part, on tiny models."""
 
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPT))
+def script() -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)  # where a script finds the module beside it
+        yield runpy.run_path(str(SCRIPT))
 
 
 def test_every_part_runs_on_tiny_models(script: dict[str, Any], capsys: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossdraft.drafters.none import NoDrafter
-from crossdraft.drafters.small_lm import SmallLM
+from crossdraft.drafters.small_lm.small_lm import SmallLM
 from crossdraft.verifiers.token import Token
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loop_overhead.py"

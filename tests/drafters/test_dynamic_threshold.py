@@ -9,15 +9,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from crossdraft.drafters.dynamic_threshold import DynamicThreshold
+from crossdraft.drafters.autoregressive.policies import ConfidenceLength, LengthPolicy
 from crossdraft.drafters.none import NoDrafter
+from crossdraft.drafters.small_lm.dynamic_threshold import DynamicThreshold
 from crossdraft.framework import plugins
-from crossdraft.framework.certify import TOLERANCE, certify
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.draft import Draft, Sequences
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.rng import CounterRng
-from crossdraft.framework.tablelm import TableLM, Toy
+from crossdraft.framework.certificate.certify import TOLERANCE, certify
+from crossdraft.framework.certificate.tablelm import Toy, ToyContext
+from crossdraft.framework.contracts.draft import Draft, Sequences
+from crossdraft.framework.contracts.drafter import DraftContext
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
 
 TOYS = ("T0", "G1", "G2", "G3", "G4")
 #: Less 1e-9, so that the rounding of a probability equal to the threshold does not decide.
@@ -73,13 +74,18 @@ def test_greedy_is_exact_after_an_early_stop(toys: dict[str, Toy], toy: str) -> 
     assert found.tv <= TOLERANCE
 
 
-class Discarding(DynamicThreshold):
+class DiscardingLength(ConfidenceLength):
     """Wrong on purpose: looks at the token it drew and throws it away for being improbable."""
 
     def goes_on(self, logits: torch.Tensor, q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        sure = q.gather(1, token[:, None]).squeeze(1) >= self.config.threshold
-        self._sure.append(sure)
-        return sure
+        return q.gather(1, token[:, None]).squeeze(1) >= self.threshold
+
+
+class Discarding(DynamicThreshold):
+    class Config(DynamicThreshold.Config):
+        def lengths(self, batch_size: int) -> LengthPolicy:
+            assert self.stop == "before" and self.threshold is not None
+            return DiscardingLength(self.gamma, batch_size, self.threshold, self.stop)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +116,7 @@ def propose(laws: list[list[float]], starts: list[list[int]], limit: int = 9, **
     """At most four tokens drafted by a table model, a row for each of ``starts``; 3 is the token before the first."""
     table = torch.tensor(laws, dtype=torch.float64)
     b = len(starts)
-    context = DraftContext(
-        sampling=Sampling(temperature=1),
-        batch_size=b,
-        max_length=32,
-        vocab_size=3,
-        device=torch.device("cpu"),
-        load_lm=lambda name: TableLM(table, b),
-    )
+    context = ToyContext(table, table, Sampling(temperature=1), batch_size=b, max_length=32)
     drafter = make(**options)(context, 4)
     tokens = torch.zeros(b, 32, dtype=torch.long)
     sequences = Sequences([[] for _ in starts], tokens, [limit] * b, list(range(b)))
@@ -178,9 +177,16 @@ def test_the_limit_of_a_row_holds() -> None:
 
 def test_the_default_threshold_is_that_of_the_policy() -> None:
     config = DynamicThreshold.Config
-    assert (config(model="m").stop, config(model="m").threshold) == ("after", 0.4)
-    assert config(model="m", stop="before").threshold == 0.6
-    assert config(model="m", stop="before", threshold=0.3).threshold == 0.3
+
+    def threshold(**options: Any) -> float:
+        policy = config(model="m", **options).lengths(batch_size=1)
+        assert isinstance(policy, ConfidenceLength)
+        return policy.threshold
+
+    assert (config(model="m").stop, threshold()) == ("after", 0.4)
+    assert threshold(stop="before") == 0.6
+    assert threshold(stop="before", threshold=0.3) == 0.3
+    assert threshold(stop="before", threshold=0) == 0
     with pytest.raises(ValidationError, match="after"):
         config.model_validate({"model": "m", "stop": "never"})
 

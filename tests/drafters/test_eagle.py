@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from given_context import GivenContext
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from crossdraft.drafters.eagle import Eagle
-from crossdraft.framework.checkpoint import Checkpoint
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.errors import ModelError
+from crossdraft.drafters.heads.eagle import Eagle
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 H, FF, HEADS, KV, D, V, EPS = 32, 40, 4, 2, 10, 97, 1e-5
 CONFIG: dict[str, Any] = dict(
@@ -136,12 +137,8 @@ def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> Eag
 
 
 def built(target: Any, heads: Any = None, model: str = "head") -> Eagle:
-    def no_model(name: str) -> Any:
-        raise AssertionError
-
     given = {} if heads is None else {"load_heads": heads}
-    cpu = torch.device("cpu")
-    context = DraftContext(Sampling(temperature=0), 2, 64, V, cpu, no_model, target_model=target, **given)
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
     return Eagle(Eagle.Config(model=model), context)
 
 

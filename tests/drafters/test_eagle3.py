@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from given_context import GivenContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crossdraft.drafters._eagle_weights import make_config
-from crossdraft.drafters.eagle3 import Eagle3, Eagle3Head
-from crossdraft.framework.checkpoint import Checkpoint
-from crossdraft.framework.decoding.lm import TransformersLM
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.errors import ModelError
+from crossdraft.drafters.heads.eagle3 import Eagle3, Eagle3Head
+from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 #: Sizes of the heads: none divides another by accident. The target's hidden size is 48, its vocabulary 97.
 H, FF, HEADS, KV, D, V, TARGET_H, EPS = 24, 40, 3, 1, 10, 97, 48, 1e-5
@@ -229,13 +229,8 @@ def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any], **opti
 
 
 def built(target: Any, heads: Any = None, model: str = "head", **options: Any) -> Eagle3:
-    def no_model(name: str) -> Any:
-        raise AssertionError
-
-    context = DraftContext(
-        sampling=Sampling(temperature=0), batch_size=2, max_length=64, vocab_size=V, device=torch.device("cpu"),
-        load_lm=no_model, target_model=target, **({} if heads is None else {"load_heads": heads}),
-    )  # fmt: skip
+    given = {} if heads is None else {"load_heads": heads}
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
     return Eagle3(Eagle3.Config(model=model, **{"layers": LAYERS, **options}), context)
 
 
@@ -296,7 +291,8 @@ def test_the_default_layers_are_the_authors(tiny_model: Callable, depth: int, ex
     """The inputs of layers 2, L // 2 and L - 3, in transformers' numbering of hidden states."""
     model = tiny_model("llama", num_hidden_layers=depth)
     traits = Eagle3.traits(Eagle3.Config(model="m"), Sampling())
-    lm = TransformersLM(model, 1, 32, traits.hidden_layers)
+    lm = TransformersLM(model, 1, 32)
+    lm.hidden_layers = traits.hidden_layers
     hidden = lm.begin(0, [3, 1, 4, 1])
     states = model(torch.tensor([[3, 1, 4]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(hidden, torch.stack([states[i][0] for i in expected], 1), atol=1e-4, rtol=1e-4)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from crossdraft.drafters.heuristic_schedule import HeuristicSchedule
 from crossdraft.drafters.none import NoDrafter
+from crossdraft.drafters.small_lm.heuristic_schedule import HeuristicSchedule
 from crossdraft.framework import plugins
-from crossdraft.framework.decoding.loop import Response
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.rng import CounterRng
-from crossdraft.framework.verifier import incompatible
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.rounds import Response
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import incompatible
 from crossdraft.verifiers.greedy import Greedy
 from crossdraft.verifiers.token import Token
 
@@ -87,7 +87,13 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
     traits = HeuristicSchedule.traits(HeuristicSchedule.Config(model="m"), sampling)
     assert traits.nodes == 20
     said = {
-        name: incompatible("heuristic-schedule", traits, name, plugins.get("verifiers", name).traits, sampling)
+        name: incompatible(
+            "heuristic-schedule",
+            traits,
+            name,
+            plugins.get("verifiers", name).traits(plugins.get("verifiers", name).Config()),
+            sampling,
+        )
         for name in ("greedy-block", "token", "block")
     }
     assert said["greedy-block"] is not None and "length fixed beforehand" in said["greedy-block"]

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from given_context import GivenContext
 from safetensors.torch import load_file
 from torch import Tensor
 
-from crossdraft.drafters.mtp import Mtp, MtpHead
-from crossdraft.framework.checkpoint import Checkpoint
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.drafter import DraftContext
-from crossdraft.framework.errors import ModelError
+from crossdraft.drafters.heads.mtp import Mtp, MtpHead
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 H, V, TARGET_LAYERS = 32, 97, 2
 #: Which family a target is of: with and without query and key norms.
@@ -96,16 +97,12 @@ def computed(target: Any, tokens: list[int], hidden: Tensor) -> tuple[Tensor, Te
 
 
 def built(target: Any, tensors: dict[str, Tensor] | None = None, model: str = "module") -> Mtp:
-    def no_model(name: str) -> Any:
-        raise AssertionError
-
     def heads(name: str) -> Checkpoint:
         assert tensors is not None
         return Checkpoint(name, Path("somewhere"), {}, dict(tensors), "somewhere", "")
 
     given = {} if tensors is None else {"load_heads": heads}
-    cpu = torch.device("cpu")
-    context = DraftContext(Sampling(temperature=0), 2, 64, V, cpu, no_model, target_model=target, **given)
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
     return Mtp(Mtp.Config(model=model), context)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdraft.drafters.prompt_lookup import NgramIndex
+from crossdraft.drafters.retrieval.prompt_lookup import NgramIndex
 
 
 def index(tokens, min_ngram=1, max_ngram=3):

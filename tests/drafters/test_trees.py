@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from crossdraft.drafters._growth import grow_dynamic
+from crossdraft.drafters.autoregressive.trees import grow_dynamic
 from crossdraft.framework import plugins
-from crossdraft.framework.draft import Draft
-from crossdraft.framework.rng import CounterRng
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.rng import CounterRng
 
 NEW = 10
 #: The shortest prompt has no committed token before its root; prompts of different lengths end in different rounds.
@@ -196,7 +196,7 @@ def test_every_law_is_what_a_fresh_model_says(decoder: Callable, tiny_model: Cal
     assert checked >= 3 * 4 * 3  # chains of three, and trees, of three rows in four rounds
     # One pass a level and, at most, one to catch up; an accepted node is not fed again.
     assert loop.drafter.passes <= 4 * 4
-    for held, history in zip(loop.drafter.lm.lengths, loop.sequences.history, strict=True):
+    for held, history in zip(loop.drafter.model.lm.lengths, loop.sequences.history, strict=True):
         assert len(history) - 2 <= held <= len(history) - 1
 
 
@@ -248,7 +248,7 @@ def test_samples_do_not_depend_on_the_batch_size(
         ("small-lm-iid", {"K": 0}, "greater than or equal to 1"),
         ("small-lm-iid", {"gamma": -1}, "greater than or equal to 0"),
         ("small-lm-tree", {"branching": [2, 0, 1]}, r"branching must hold positive numbers, got \[2, 0, 1\]"),
-        ("small-lm-tree", {"branching": [64, 64]}, "the tree has 4160 nodes; the most is 4096"),
+        ("small-lm-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
         ("small-lm-tree", {"choices": [[0], [1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
         ("small-lm-tree", {"choices": [[0], [0]]}, "choices must be distinct lists of ranks"),
         ("small-lm-tree", {"choices": [[]]}, "choices must be distinct lists of ranks, each of at least one rank"),

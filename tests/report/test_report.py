@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.bench.cost import CostCurve, Point, Prediction
-from crossdraft.framework.bench.metrics import CategoryMetrics, Chunk, Estimate, RoundRecord, measure
-from crossdraft.framework.bench.recipe import CellConfig, Recipe
-from crossdraft.framework.bench.records import CellResult
-from crossdraft.framework.bench.run import Outcome
+from crossdraft.framework.cost.curve import CostCurve, Point
+from crossdraft.framework.cost.prediction import Prediction
 from crossdraft.framework.report import charts
 from crossdraft.framework.report.charts import ACCEPTANCE, THROUGHPUT, break_even, draw
-from crossdraft.framework.report.tables import summary_csv, summary_markdown, terminal
+from crossdraft.framework.report.csv_rows import summary_csv
+from crossdraft.framework.report.summary import Summary
+from crossdraft.framework.report.tables import summary_markdown, terminal
+from crossdraft.framework.runs.metrics import CategoryMetrics, Chunk, Estimate, RoundRecord, measure
+from crossdraft.framework.runs.recipe import CellConfig, Recipe
+from crossdraft.framework.runs.records import CellResult
 
 #: Drafters by the verifier that the cells below pair them with.
 DRAFTERS = {"token": "small-lm", "block": "small-lm", "spectr": "small-lm-iid", "specinfer": "small-lm-iid"}
@@ -45,13 +47,13 @@ def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1
     return result
 
 
-def outcome(directory: Path, speed_ups: Mapping[int, Mapping[str, float]], **sampling: float) -> Outcome:
+def outcome(directory: Path, speed_ups: Mapping[int, Mapping[str, float]], **sampling: float) -> Summary:
     """Cells by batch size and verifier, each beside a baseline; labelled by the name of what they use."""
     recipe = Recipe.model_validate({"target": "toy", "drafters": ["small-lm"], "verifiers": ["token"]})
     results = []
     for b, pairs in speed_ups.items():
         results += [cell(b, "", 1.0, **sampling), *(cell(b, name, value, **sampling) for name, value in pairs.items())]
-    return Outcome(recipe, directory, results)
+    return Summary(recipe, directory, results)
 
 
 def words(text: str, *first: str) -> list[str]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework import cli
-from crossdraft.framework.bench.metrics import Chunk, RoundRecord, measure, speed_up
-from crossdraft.framework.bench.recipe import Recipe
-from crossdraft.framework.bench.records import CellResult, RunDirectory
-from crossdraft.framework.bench.run import Outcome
-from crossdraft.framework.report.tables import summary_csv, summary_markdown
+from crossdraft.framework.bench.matrix import plan
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.report.csv_rows import summary_csv
+from crossdraft.framework.report.summary import Summary
+from crossdraft.framework.report.tables import summary_markdown
+from crossdraft.framework.runs.metrics import Chunk, RoundRecord, measure, speed_up
+from crossdraft.framework.runs.recipe import Recipe
+from crossdraft.framework.runs.records import CellResult, RunDirectory
 
 #: Tokens that each rule emits in each of two rounds, and seconds that it takes for them.
 EMITTED = {"none": (1, 1), "greedy": (2, 2), "token": (2, 2), "block": (3, 2), "spectr": (3, 3)}
@@ -48,10 +50,11 @@ def made(tmp_path: Path) -> MADE:
             "verifiers": ["token", "block"],
         }
         recipe = Recipe.model_validate(data | options)
-        path = tmp_path / f"{name}-{recipe.hash}"
-        plan, run = recipe.plan(), RunDirectory(path)
-        outcome = Outcome(recipe, path, skipped=plan.skipped, notes=["a note"])
-        for config in plan.cells:
+        expanded = plan(recipe)
+        path = tmp_path / f"{name}-{expanded.hash}"
+        run = RunDirectory(path)
+        outcome = Summary(recipe, path, skipped=expanded.skipped, notes=["a note"])
+        for config in expanded.cells:
             failed = config.verifier.name == failing and not config.is_baseline
             outcome.results.append(CellResult(config, error="it broke") if failed else finished(config))
         run.write_json("recipe.json", recipe.model_dump(mode="json"))
@@ -174,7 +177,7 @@ def install_recipe(tmp_path: Path) -> Any:
     from types import SimpleNamespace
 
     from crossdraft.framework import plugins
-    from crossdraft.framework.hookspecs import hookimpl
+    from crossdraft.framework.contracts.hookspecs import hookimpl
 
     added = []
 

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
-from crossdraft.framework.certify import TOLERANCE, Certificate, certify
-from crossdraft.framework.certify_command import DRAFTS
-from crossdraft.framework.decoding.sampling import Sampling
-from crossdraft.framework.hookspecs import hookimpl
-from crossdraft.framework.tablelm import Toy
-from crossdraft.framework.verifier import incompatible
+from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import incompatible
 
 _TABLES = json.loads(Path(__file__).parents[1].joinpath("golden.json").read_text(encoding="utf-8"))
 #: Verifier -> draft label -> toy -> E[tau] of each round. Words after the verifier's name are its options.
@@ -37,14 +38,14 @@ def rule(line: str) -> tuple[Any, Callable[[], Any], float]:
     name, *options = line.split()
     found = plugins.get("verifiers", name)
     config = {key: json.loads(value) for key, value in (option.split("=") for option in options)}
-    return found, lambda: found(found.Config(**config)), 0.0 if found.traits.temperature_zero_only else 1.0
+    return found, lambda: found(found.Config(**config)), 0.0 if traits_of(found).temperature_zero_only else 1.0
 
 
 def accepts(name: str, label: str) -> bool:
     found, _, temperature = rule(name)
     kind, sampling = DRAFTS[label], Sampling(temperature=temperature)
     drafter, config = kind.config(2)
-    return incompatible(kind.drafter, drafter.traits(config, sampling), name, found.traits, sampling) is None
+    return incompatible(kind.drafter, drafter.traits(config, sampling), name, traits_of(found), sampling) is None
 
 
 def without_golden_numbers() -> list[str]:
@@ -70,7 +71,7 @@ PAIRS = [
     (line, label)
     for line in dict.fromkeys([*GOLDEN, *sorted(plugins.entries("verifiers"))])
     for label in DRAFTS
-    if rule(line)[0].traits.lossless and accepts(line.split()[0], label)
+    if traits_of(rule(line)[0]).lossless and accepts(line.split()[0], label)
 ]
 #: (line, draft label, toy) of every golden number.
 KNOWN = [(line, label, toy) for line in GOLDEN for label in GOLDEN[line] for toy in GOLDEN[line][label]]
@@ -144,7 +145,7 @@ def large(line: str, label: str, toy: str) -> bool:
 
 def repeated(line: str, label: str, toy: str) -> bool:
     """Only a rule with state meets in a later round what it did not meet in the first."""
-    return not rule(line)[0].traits.stateful or toy in ("G3", "G4")
+    return not traits_of(rule(line)[0]).stateful or toy in ("G3", "G4")
 
 
 @pytest.mark.parametrize("line, label, toy", cases(KNOWN, large))
@@ -194,7 +195,7 @@ def test_lossless_with_long_drafts_around_none(certified: Certified, line: str, 
 def test_lossy_rules_miss_the_law_by_as_much_as_they_should(
     certified: Certified, line: str, label: str, toy: str
 ) -> None:
-    assert not rule(line)[0].traits.lossless
+    assert not traits_of(rule(line)[0]).lossless
     assert certified(line, label, toy).tv == pytest.approx(float(Fraction(TV[line][label][toy])), abs=1e-9)
 
 

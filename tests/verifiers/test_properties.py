@@ -12,9 +12,9 @@ from random_drafts import random_chains
 from torch import Tensor
 
 from crossdraft.framework import plugins
-from crossdraft.framework.draft import Draft, Verdict
-from crossdraft.framework.rng import CounterRng
-from crossdraft.framework.tablelm import Toy
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.rng import CounterRng
 
 RULES = ("token", "block")
 SEEDS = st.integers(0, 2**31)

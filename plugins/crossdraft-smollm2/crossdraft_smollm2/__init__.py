@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct and three drafters for it, as models of crossdraft."""
 
-from crossdraft.framework.hookspecs import Register, hookimpl
+from crossdraft import Register, hookimpl
 
 
 @hookimpl

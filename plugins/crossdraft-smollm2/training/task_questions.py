@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from crossdraft.framework.models import load_model
+from crossdraft import load_model
 
 LANGUAGES = ["German", "French", "Spanish", "Italian", "Portuguese", "Dutch"]
 SUBJECTS = """the French Revolution, the Great Wall of China, photosynthesis, the Roman Empire, the Moon landing,

@@ -1,0 +1,69 @@
+"""Growing a chain with any autoregressive drafter, under a length policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Sequences, on_device
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from .policies import LengthPolicy
+
+
+def law_after(policy: LengthPolicy, sequences: Sequences, final_law: bool, sampled: bool) -> bool:
+    """Does the verifier want the law after the last token of some row, whose draft is cut short (`DraftContext`)?"""
+    rows = zip(sequences.history, sequences.limit, strict=True)
+    return final_law and sampled and any(history and limit < policy.gamma for history, limit in rows)
+
+
+def grow_chain(
+    root: Tensor,
+    expand: Callable[[Tensor], Tensor],
+    wanted: Sequence[int],
+    policy: LengthPolicy,
+    sampling: Sampling,
+    rng: RoundRng,
+    *,
+    one_more: bool = False,
+) -> Draft:
+    """A chain for every row, drawn token after token; at temperature 0 the argmax, and a point mass.
+
+    Args:
+        root: ``[B, V]`` logits after the last committed token.
+        expand: feeds ``tokens [B, 1]`` behind what was fed before; logits ``[B, 1, V]`` after them.
+        wanted: per row, most tokens; of `LengthPolicy.wanted`.
+        sampling: warps logits into the law that tokens are drawn from.
+        one_more: add the law after the last token, see `law_after`.
+    """
+    steps, sampled = max(wanted), sampling.temperature > 0
+    length = on_device(list(wanted), root.device)
+    going, finite = torch.ones_like(length, dtype=torch.bool), torch.ones_like(length, dtype=torch.bool)
+    logits, drafted, laws = root, [], []
+    for i in range(steps + one_more):
+        q, fine = sampling.checked_law(logits)
+        finite = finite & fine
+        laws.append(q)
+        if i == steps:
+            break
+        token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
+        drafted.append(token)
+        if policy.asks:
+            # At temperature 0 q is one-hot; what the model believes is its own softmax.
+            going = going & policy.goes_on(logits, q if sampled else logits.float().softmax(-1), token)
+            # A token that was looked at must stay. One that nobody looked at, drawn from a law at which the row had
+            # stopped already, is as good as not drawn.
+            length = torch.where(going, length, length.clamp(max=i + policy.keeps_last))
+            if not bool(going.any()):
+                break
+        if i + 1 < steps + one_more:
+            logits = expand(token[:, None])[:, 0]
+    width = len(drafted)
+    length = length.clamp(max=width)
+    if policy.asks and not policy.keeps_last and width:
+        width = int(length.max())  # one more look at the device: fewer target rows
+    tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
+    q = torch.stack(laws, 1)[:, : width + one_more] if sampled else None
+    return Draft.chain(tokens, length, q, finite=finite)

@@ -1,0 +1,100 @@
+"""A language model while it drafts: it catches up with what was committed, grows nodes, and keeps what was accepted.
+
+Drafters hold one (`crossdraft.DraftModel`) rather than inherit: a chain, K sequences and trees differ in what they
+grow, not in how their model follows the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device
+from ...framework.contracts.lm import LM
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from .chains import grow_chain
+from .policies import LengthPolicy
+
+
+class DraftModel:
+    """B slots of an autoregressive model that follow the loop's sequences.
+
+    Per slot `begin`, then per round `root`, `grow` as often as wanted, and `keep`; then `retire`.
+
+    Args:
+        lm: of `DraftContext.load_lm`, or a fork of the target.
+    """
+
+    def __init__(self, lm: LM):
+        self.lm = lm
+        #: Nodes fed since the root, of every row; those of `grow` count from 0 in the order they are fed.
+        self.fed = 0
+
+    @property
+    def passes(self) -> int:
+        """Forward passes made so far, prefill not counted."""
+        return self.lm.passes
+
+    def begin(self, row: int, prompt: Sequence[int]) -> None:
+        self.lm.begin(row, prompt)
+
+    def retire(self, row: int) -> None:
+        self.lm.retire(row)
+
+    def root(self, sequences: Sequences) -> Tensor:
+        """Feed and keep what was committed since this model last looked; logits ``[B, V]`` after the last token.
+
+        The logits of a free slot mean nothing.
+        """
+        missing = [h[held:] for h, held in zip(sequences.history, self.lm.lengths, strict=True)]
+        counts = [len(tokens) for tokens in missing]  # 0 for a free slot
+        width = max(counts)
+        padded = on_device([tokens + [0] * (width - len(tokens)) for tokens in missing], sequences.device)
+        logits, _ = self.lm.grow(padded)
+        self.lm.keep(counts)
+        self.fed = 0
+        if width == min(counts):
+            return logits[:, -1]
+        last = on_device(counts, sequences.device) - 1
+        return logits[torch.arange(len(missing), device=sequences.device), last]
+
+    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Feed nodes ``[B, W]``, see `LM.grow`; logits ``[B, W, V]`` after each of them."""
+        self.fed += tokens.shape[1]
+        return self.lm.grow(tokens, parents)[0]
+
+    def chain(self, sequences: Sequences, gamma: int, sampling: Sampling, rng: RoundRng) -> Draft:
+        """The whole of ``propose`` for a drafter of plain chains: gamma tokens for every row that has room for them.
+
+        Drawn from the law that ``sampling`` makes of this model's logits; at temperature 0 the argmax, a point mass.
+        """
+        policy = LengthPolicy(gamma, sequences.batch_size)
+        wanted = policy.wanted(sequences.limit)
+        if not max(wanted):
+            return Draft.empty(sequences.batch_size, sequences.device)
+        return grow_chain(self.root(sequences), self.grow, wanted, policy, sampling, rng)
+
+    def keep(
+        self, verdict: Verdict, accepted: Sequence[int], place: Tensor | None = None, depth: int | None = None
+    ) -> None:
+        """Keep the accepted nodes that were fed, and drop the others.
+
+        Args:
+            accepted: tau of every row, on the host.
+            place: ``[B, N]`` of a tree, in which order each node of the draft was fed, -1 = never; ``None`` = a chain,
+                whose nodes were fed in their own order.
+            depth: levels of a tree that were fed for certain; a chain's are counted.
+        """
+        if not self.fed:
+            return
+        counts = [min(tau, self.fed if depth is None else depth) for tau in accepted]
+        if place is None or verdict.path is None:
+            self.lm.keep(counts)
+            return
+        path = place.gather(1, verdict.path.clamp(min=0))
+        wanted = on_device(counts, path.device)[:, None]
+        order = torch.arange(path.shape[1], device=path.device)
+        self.lm.keep(counts, torch.where(order < wanted, path, -1)[:, : max(counts)])

@@ -1,0 +1,280 @@
+"""Growing a token tree with any autoregressive drafter: fixed shapes, and the dynamic growth of EAGLE-2.
+
+A drafter hands over the logits after the root and ``expand(tokens, parents)``, which feeds new nodes to its model;
+what comes back is the draft and, for every node of it, the place at which that model has seen it (-1 = never).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Drawn, on_device
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+
+#: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
+Expand = Callable[[Tensor, Tensor], Tensor]
+#: Nodes as lists of the sibling ranks that lead to them.
+Choices = tuple[tuple[int, ...], ...]
+#: Most nodes of a tree that is drafted.
+MOST_NODES = 4096
+#: How the children of one node are chosen.
+Siblings = Literal["without-replacement", "top-k", "greedy"]
+DRAWN: dict[str, Drawn] = {
+    "without-replacement": "without_replacement",
+    "top-k": "deterministic",
+    "greedy": "greedy_draft",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A fixed tree: per level, the parent of each node (its index in the level above) and its rank among siblings."""
+
+    parents: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def nodes(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def is_path(self) -> bool:
+        return all(len(level) == 1 for level in self.ranks)
+
+    def cut(self, levels: int) -> Shape:
+        """Its first levels."""
+        return Shape(self.parents[:levels], self.ranks[:levels])
+
+    @classmethod
+    def branching(cls, children: Sequence[int]) -> Shape:
+        """Every node of level i has ``children[i]`` children: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
+
+        Raises:
+            ValueError: a number below 1, or more nodes than `MOST_NODES`.
+        """
+        if any(count < 1 for count in children):
+            raise ValueError(f"branching must hold positive numbers, got {list(children)}")
+        check_size(sum(accumulate(children, mul)))  # before anything is built
+        parents, ranks, width = [], [], 1
+        for count in children:
+            parents.append(tuple(parent for parent in range(width) for _ in range(count)))
+            ranks.append(tuple(range(count)) * width)
+            width *= count
+        return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def choices(cls, paths: Sequence[Sequence[int]], contiguous: bool = False) -> Shape:
+        """Medusa's choice lists (T. Cai et al. 2024): a node is the list of ranks that lead to it.
+
+        Raises:
+            ValueError: a list is empty or given twice, its parent is missing, or (``contiguous``) a rank is; or there
+                are more than `MOST_NODES`.
+        """
+        check_size(len(paths))
+        wanted = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        if len(wanted) != len(paths) or any(not path or min(path) < 0 for path in wanted):
+            raise ValueError("choices must be distinct lists of ranks, each of at least one rank, counted from 0")
+        known = set(wanted)
+        parents, ranks = [], []
+        above: list[tuple[int, ...]] = [()]
+        for depth in range(1, len(wanted[-1]) + 1 if wanted else 1):
+            level = [path for path in wanted if len(path) == depth]
+            for path in level:
+                if depth > 1 and path[:-1] not in known:
+                    raise ValueError(f"choices hold {list(path)} but not its parent {list(path[:-1])}")
+                if contiguous and path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                    raise ValueError(
+                        f"choices hold {list(path)} but no elder sibling of rank {path[-1] - 1}; only siblings "
+                        "'top-k' may leave out ranks"
+                    )
+            parents.append(tuple(above.index(path[:-1]) for path in level))
+            ranks.append(tuple(path[-1] for path in level))
+            above = level
+        return cls(tuple(parents), tuple(ranks))
+
+
+def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, contiguous: bool = False) -> Shape:
+    """The tree that a config describes: by ``choices`` if there are any, else by its ``branching``.
+
+    Raises:
+        ValueError: they describe none, see `Shape`.
+    """
+    if choices is not None:
+        return Shape.choices(choices, contiguous=contiguous)
+    assert branching is not None
+    return Shape.branching(branching)
+
+
+def check_size(nodes: int) -> None:
+    """Raise ValueError for a draft that is too large to be meant."""
+    if nodes > MOST_NODES:
+        raise ValueError(f"the draft has {nodes} nodes; the most is {MOST_NODES}")
+
+
+def check_candidates(depth: int, top_k: int, nodes: int) -> None:
+    """Raise ValueError for a dynamic tree that keeps more nodes than it looks at, or too many."""
+    candidates = top_k + (depth - 1) * top_k**2
+    if nodes > candidates:
+        raise ValueError(f"depth {depth} and top_k {top_k} give {candidates} nodes, not {nodes}")
+    check_size(nodes)
+
+
+def dynamic_room(depth: int, top_k: int, nodes: int) -> int:
+    """Tokens that the slots of a dynamic tree's model need beyond the ``nodes`` of its draft."""
+    return max((depth - 1) * top_k - nodes, 0)
+
+
+def grow_fixed(
+    shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: RoundRng
+) -> tuple[Draft, Tensor]:
+    """A tree of a fixed shape, level by level; all nodes but the last level are fed.
+
+    Args:
+        root: ``[B, V]`` logits after the last committed token.
+        sampling: warps the logits into the law that siblings are drawn from (top-k siblings rank the logits).
+        limit: ``[B]`` most levels of each row.
+
+    Returns:
+        the draft, and ``[B, N]`` the index at which each node was fed, -1 for the last level.
+    """
+    levels = len(shape.ranks)
+    logits, above, drawn = root[:, None], torch.full_like(limit, -1)[:, None], 0
+    above_valid = torch.ones_like(above, dtype=torch.bool)
+    tokens, parents, valid, laws = [], [], [], []
+    finite = torch.ones_like(above_valid[:, 0])
+    for level, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
+        children = [[r for p, r in zip(parent, rank, strict=True) if p == node] for node in range(above.shape[1])]
+        chosen = []
+        for node, ranks in enumerate(children):
+            if ranks:
+                *found, fine = _siblings(logits[:, node], ranks, siblings, sampling, rng, drawn)
+                chosen.append(found)
+                finite = finite & fine
+                drawn += len(ranks)
+        token = torch.cat([t for t, _, _ in chosen], 1)
+        of = on_device(parent, token.device)
+        ok = torch.cat([v for _, v, _ in chosen], 1) & above_valid[:, of] & (level < limit[:, None])
+        tokens.append(token)
+        parents.append(above[:, of])
+        valid.append(ok)
+        laws += [q for _, _, rows in chosen for q in rows]
+        first = sum(t.shape[1] for t in tokens[:-1])
+        above = torch.arange(first, first + token.shape[1], device=token.device).expand_as(token)
+        above_valid = ok
+        if level + 1 < levels:
+            logits = expand(token, parents[-1])
+    token = torch.cat(tokens, 1)
+    order = torch.arange(token.shape[1], device=token.device).expand_as(token)
+    draft = Draft(
+        tokens=token,
+        parents=torch.cat(parents, 1),
+        valid=torch.cat(valid, 1),
+        q=torch.stack(laws, 1) if laws else None,
+        drawn="chain" if shape.is_path else DRAWN[siblings],
+        levels=levels,
+        finite=finite,
+    )
+    return draft, torch.where(order < token.shape[1] - len(shape.ranks[-1]), order, -1)
+
+
+def _siblings(
+    logits: Tensor, ranks: Sequence[int], siblings: Siblings, sampling: Sampling, rng: RoundRng, index: int
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """Children of one node per row: tokens and whether there is one, both ``[B, k]``, their k laws ``[B, V]``, and
+    whether the logits were free of NaN ``[B]``."""
+    if siblings == "top-k":
+        ranked = ordered(logits, max(ranks) + 1)
+        best = ranked[:, list(ranks)]
+        # A NaN is ranked first.
+        return best, logits.gather(1, best) > -torch.inf, [], ~logits.gather(1, ranked[:, :1]).squeeze(1).isnan()
+    left, finite = sampling.checked_law(logits)
+    tokens, valid, laws = [], [], []
+    for j in range(len(ranks)):
+        mass = left.sum(1, keepdim=True)
+        left = torch.where(mass > 0, left / torch.where(mass > 0, mass, 1), left) if j else left
+        some = mass.squeeze(1) > 0
+        if siblings == "greedy" and j + 1 < len(ranks):
+            token = left.argmax(1)
+            law = torch.zeros_like(left).scatter_(1, token[:, None], 1.0)
+        else:
+            law = left
+            # No mass left: nothing to draw. The number is used up all the same, which keeps the others in place.
+            token = rng.draw(torch.where(some[:, None], law, torch.ones_like(law)), "draft", index + j)
+        tokens.append(token)
+        valid.append(some)
+        laws.append(law)
+        left = left.scatter(1, token[:, None], 0.0)
+    return torch.stack(tokens, 1), torch.stack(valid, 1), laws, finite
+
+
+def ordered(scores: Tensor, k: int) -> Tensor:
+    """``[B, k]``: indices of the k largest ``scores [B, V]``, largest first, ties by lowest id (topk promises none)."""
+    best = []
+    for _ in range(k):
+        best.append(scores.argmax(1))
+        scores = scores.scatter(1, best[-1][:, None], -torch.inf)
+    return torch.stack(best, 1)
+
+
+def grow_dynamic(
+    depth: int, top_k: int, nodes: int, root: Tensor, expand: Expand, limit: Tensor
+) -> tuple[Draft, Tensor]:
+    """The dynamic draft tree of EAGLE-2 (Y. Li, F. Wei, C. Zhang, H. Zhang, EMNLP 2024, section 4).
+
+    Expansion: of each level's candidates the ``top_k`` with the largest joint probability are fed, each gets its
+    ``top_k`` most probable children. Re-ranking: of all candidates the ``nodes`` with the largest joint
+    probability are kept; a parent is never less probable than its child, so they form a tree. Point masses.
+
+    Args:
+        root: ``[B, V]`` logits after the last committed token.
+        limit: ``[B]`` most levels of each row.
+    """
+    b, device = root.shape[0], root.device
+    rows = torch.arange(b, device=device)[:, None]
+    score, token = root.float().log_softmax(-1).topk(top_k)
+    finite = ~score.isnan().any(1)
+    tokens, scores, parents, fed, levels = [token], [score], [torch.full_like(token, -1)], [], [1]
+    first = 0  # index of the current level's first candidate
+    for level in range(1, depth):
+        frontier = scores[-1].topk(top_k).indices
+        candidate = first + frontier
+        place = torch.full((b, tokens[-1].shape[1]), -1, dtype=torch.long, device=device)
+        place.scatter_(1, frontier, torch.arange(top_k, device=device).expand_as(frontier) + (level - 1) * top_k)
+        fed.append(place)
+        above = parents[-1].gather(1, frontier)
+        # The parent's own place among the fed nodes: parents are indices of candidates.
+        at = torch.cat(fed, 1).gather(1, above.clamp(min=0)) if level > 1 else above
+        logits = expand(tokens[-1].gather(1, frontier), torch.where(above >= 0, at, -1))
+        logp, child = logits.float().log_softmax(-1).topk(top_k, -1)
+        finite = finite & ~logp.isnan().flatten(1).any(1)
+        first += tokens[-1].shape[1]
+        joint = (scores[-1].gather(1, frontier)[..., None] + logp).view(b, -1)
+        scores.append(joint)
+        tokens.append(child.reshape(b, -1))
+        parents.append(candidate[..., None].expand(-1, -1, top_k).reshape(b, -1))
+        levels.append(level + 1)
+    fed.append(torch.full_like(tokens[-1], -1))
+    token, parent, place = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(fed, 1)
+    generation = torch.cat([torch.full_like(t, level) for t, level in zip(tokens, levels, strict=True)], 1)
+    joint = torch.cat(scores, 1).masked_fill(generation > limit[:, None], -torch.inf)
+    # Stable, so that of equals the parent comes first; then back into topological order.
+    best = joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
+    new = torch.full_like(token, -1).scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best))
+    old_parent = parent.gather(1, best)
+    draft = Draft(
+        tokens=token.gather(1, best),
+        parents=torch.where(old_parent >= 0, new.gather(1, old_parent.clamp(min=0)), -1),
+        valid=joint[rows, best] > -torch.inf,
+        drawn="deterministic",
+        levels=depth,
+        finite=finite,
+    )
+    return draft, place.gather(1, best)

@@ -1,0 +1,244 @@
+"""What drafting heads that read the target's features share: EAGLE-1, -2 and -3, multi-token prediction.
+
+Such a head is a decoder layer over *pairs*: the token at t + 1 and the feature at t, the target's own hidden state
+where the token before it is committed, the head's own output where it is drafted. A pair of committed tokens is always
+fed with the target's feature, from the very pass that verified it; what was computed from the head's own is dropped
+after the draft. So the head's keys and values depend on the committed tokens alone, whatever was drafted on the way.
+
+A sequence of one token has no pair yet: such a row drafts nothing in its first round, because heads were
+never trained on a token without a feature.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.errors import ContractError, ModelError
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from ..autoregressive.chains import grow_chain
+from ..autoregressive.policies import Policy, Static
+from ..autoregressive.trees import (
+    DRAWN,
+    Choices,
+    Shape,
+    Siblings,
+    check_candidates,
+    check_size,
+    dynamic_room,
+    grow_dynamic,
+    grow_fixed,
+    tree_shape,
+)
+from .feature_head import FeatureHead, FeatureLM
+
+
+class HeadConfig(StrategyConfig):
+    """Options of the drafters with such heads: a chain, a fixed tree or a dynamic tree."""
+
+    model: str = Field(description="name, directory or Hub id of the heads' checkpoint")
+    tree: Literal["static", "dynamic"] | None = Field(
+        None, description="static: of branching or choices; dynamic: EAGLE-2's; default: a chain"
+    )
+    gamma: int = Field(default=5, ge=0, description="a chain's draft length")
+    policy: Policy = Field(
+        default=Static(),
+        description="a chain's length policy: static, heuristic or confidence, e.g. {name: confidence}",
+    )
+    branching: tuple[int, ...] = Field((2, 2, 1), description="static tree: children of every node of level 1, 2, ..")
+    choices: Choices | None = Field(
+        None, description="static tree, instead of branching: nodes as lists of sibling ranks, e.g. [[0], [1], [0, 0]]"
+    )
+    siblings: Siblings = Field("top-k", description="static tree: top-k (point masses), without-replacement or greedy")
+    depth: int = Field(default=4, ge=1, description="dynamic tree: levels, one pass of the head each")
+    top_k: int = Field(default=4, ge=1, description="dynamic tree: nodes expanded per level, and children of each")
+    nodes: int = Field(default=12, ge=1, description="dynamic tree: nodes kept")
+    temperature: float | None = Field(
+        None, ge=0, description="drafting temperature of sampled drafts; default: the target's"
+    )
+
+    #: Which kind of draft a key belongs to.
+    _KEYS: ClassVar[dict[str, tuple[str | None, ...]]] = {
+        "gamma": (None,),
+        "policy": (None,),
+        "branching": ("static",),
+        "choices": ("static",),
+        "siblings": ("static",),
+        "depth": ("dynamic",),
+        "top_k": ("dynamic",),
+        "nodes": ("dynamic",),
+        "temperature": (None, "static"),
+    }
+
+    @model_validator(mode="after")
+    def _fits(self) -> Any:
+        kinds = {None: "a chain (leave out tree)", "static": "tree: static", "dynamic": "tree: dynamic"}
+        for key, meant in self._KEYS.items():
+            if self.tree not in meant and getattr(self, key) != type(self).model_fields[key].default:
+                owners = " or ".join(kinds[kind] for kind in meant)
+                raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}")
+        if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
+            raise ValueError("branching and choices both describe the tree; give one of them")
+        if self.tree is None:
+            check_size(self.gamma)
+            self.policy.start(self.gamma, 1)
+        elif self.tree == "dynamic":
+            check_candidates(self.depth, self.top_k, self.nodes)
+        else:
+            self.shape()
+        return self
+
+    def shape(self) -> Shape:
+        """Of a static tree."""
+        return tree_shape(self.branching, self.choices, contiguous=self.siblings != "top-k")
+
+    def chosen(self, target: Sampling) -> Siblings:
+        """How the children of a static tree's nodes are chosen."""
+        return "top-k" if target.at(self.temperature).temperature == 0 else self.siblings
+
+
+class FeatureDrafter(Drafter):
+    """Base of the drafters with such heads. A subclass says which layers it reads and loads its head."""
+
+    Config = HeadConfig
+    config: HeadConfig
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        if context.target_model is None:
+            raise ModelError(
+                f"drafter '{self.name}' reads the features of its target and shares its embedding, but this target is "
+                "no transformers model"
+            )
+        self.head = self.load().to(context.device).eval()
+        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places.
+        for weight in self.head.parameters():
+            weight.data = weight.data.to(context.target_model.dtype)
+        self.sampling = context.sampling.at(self.config.temperature)
+        own = self.config
+        room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
+        self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
+        self.policy = own.policy.start(own.gamma, context.batch_size)
+        self._wanted = [0] * context.batch_size
+        self._pending: list[list[Tensor]] = [[] for _ in range(context.batch_size)]  # features not yet fed
+
+    @abstractmethod
+    def load(self) -> FeatureHead:
+        """The head. Raises ModelError for a checkpoint that does not fit."""
+
+    @classmethod
+    def layers(cls, config: Any) -> tuple[float, ...]:
+        """The layers whose hidden states the head reads, see `DraftTraits.hidden_layers`."""
+        return (-1,)
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        # Never replayable: where a round started decides which features are the target's, and with it the laws.
+        layers = cls.layers(config)
+        if config.tree == "dynamic":
+            return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes, hidden_layers=layers)
+        if config.tree is None:
+            point_mass = sampling.at(config.temperature).temperature == 0
+            return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, hidden_layers=layers)
+        shape, siblings = config.shape(), config.chosen(sampling)
+        return DraftTraits(
+            drawn="chain" if shape.is_path else DRAWN[siblings],
+            point_mass=siblings == "top-k",
+            nodes=shape.nodes,
+            hidden_layers=layers,
+            branching=config.branching if config.choices is None else None,
+        )
+
+    @property
+    def passes(self) -> int:
+        return self.lm.passes
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self._pending[row] = []
+        self.policy.begin(row)
+        if len(prompt) == 1:
+            self.lm.begin(row, [], self._none())
+            return
+        if hidden is None:
+            raise ContractError(
+                f"drafter '{self.name}' needs the target's hidden states of layers {self.layers(self.config)}, but "
+                "the target returned none; build it with the drafter's traits.hidden_layers"
+            )
+        features = self.head.fuse(hidden)
+        # The last pair, the root's, is fed with the first draft.
+        self.lm.begin(row, list(prompt[1:]), features[:-1])
+        self._pending[row] = [features[-1:]]
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._pending[row] = []
+        self.lm.retire(row)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        has_pair = [len(history) > 1 for history in sequences.history]
+        limit = [most if some else 0 for most, some in zip(sequences.limit, has_pair, strict=True)]
+        self._wanted = self.policy.wanted(limit)
+        levels = self._levels(max(limit))
+        if levels == 0:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        root = self._catch_up(sequences)
+        draft = self._drafted(levels, root, on_device(limit, sequences.device), rng)
+        if draft.finite is not None:  # the logits of a row without a pair mean nothing
+            draft.finite = draft.finite | ~on_device(has_pair, sequences.device).bool()
+        self.lm.forget()
+        return draft
+
+    def _levels(self, most: int) -> int:
+        """How deep the deepest row may draft, if none may go deeper than ``most``."""
+        if self.config.tree is None:
+            return max(self._wanted)
+        return min(most, self.config.depth if self.config.tree == "dynamic" else len(self.config.shape().ranks))
+
+    def _drafted(self, levels: int, root: Tensor, limit: Tensor, rng: RoundRng) -> Draft:
+        own = self.config
+        if own.tree is None:
+            return grow_chain(root, self.lm.grow, self._wanted, self.policy, self.sampling, rng)
+        if own.tree == "dynamic":
+            top_k = min(own.top_k, root.shape[1])
+            return grow_dynamic(levels, top_k, own.nodes, root, self.lm.grow, limit)[0]
+        shape, siblings = own.shape().cut(levels), own.chosen(self.context.sampling)
+        # A chain's mask is simpler without parents.
+        expand = (lambda tokens, parents: self.lm.grow(tokens)) if shape.is_path else self.lm.grow
+        return grow_fixed(shape, siblings, root, expand, self.sampling, limit, rng)[0]
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        assert scores.hidden is not None
+        kept = max(accepted) + 1
+        rows = torch.arange(len(accepted), device=scores.hidden.device)[:, None]
+        path = torch.arange(kept, device=rows.device).expand(len(accepted), -1)  # node i of the draft is position i + 1
+        if verdict.path is not None:
+            path = torch.cat([torch.zeros_like(rows), verdict.path.clamp(min=0) + 1], 1)[:, :kept]
+        features = self.head.fuse(scores.hidden[rows, path])
+        for row, (history, tau) in enumerate(zip(sequences.history, accepted, strict=True)):
+            if history:
+                self._pending[row].append(features[row, : tau + 1])
+        self.policy.observe(accepted, self._wanted)
+
+    def _catch_up(self, sequences: Sequences) -> Tensor:
+        """Feed the pairs that were committed since, with the target's features; logits ``[B, V]`` after the root."""
+        features = [torch.cat(rows) if rows else self._none() for rows in self._pending]
+        self._pending = [[] for _ in features]
+        counts = [len(rows) for rows in features]
+        tokens = [history[held + 1 :] for history, held in zip(sequences.history, self.lm.lengths, strict=True)]
+        assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"
+        width = max(counts)
+        padded = on_device([t + [0] * (width - len(t)) for t in tokens], sequences.device)
+        return self.lm.commit(padded, pad_sequence(features, batch_first=True), counts)
+
+    def _none(self) -> Tensor:
+        return torch.empty(0, self.head.embed_tokens.embedding_dim, dtype=self.head.dtype, device=self.context.device)

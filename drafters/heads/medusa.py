@@ -1,0 +1,279 @@
+"""Medusa: heads on the target's last hidden state draft the next tokens all at once.
+
+T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads", ICML 2024. Head i (from 0) at position t predicts token t + 2 + i (section 2.1.1, equation 1);
+token t + 1 is the root, which the target has already chosen. The features of a round's last accepted token come out
+of the target's own pass, so drafting costs the heads alone. A first token without predecessor is not drafted after.
+
+Heads do not see each other's tokens: their laws are independent of one another given the text, and exactly that is
+what a sampled chain reports. Trees hold the most probable tokens of each head (section 2.1.2) and are point masses.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn import functional
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.errors import ContractError, ModelError, UsageError
+from ...framework.contracts.models import Checkpoint
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from ..autoregressive.trees import MOST_NODES, Choices, Shape, ordered, tree_shape
+from .medusa_weights import read_heads
+
+#: A chain is at most this long unless gamma says so.
+MOST_HEADS = 16
+#: Published trees: how many children, of ranks 0, 1, .., each inner node has.
+_TREES: dict[str, dict[tuple[int, ...], int]] = {
+    "mc_sim_7b_63": {
+        **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2},
+        **{(rank,): 1 for rank in range(4, 10)},
+        **{(0, 0): 10, (0, 1): 3, (0, 2): 2},
+        **{(0, rank): 1 for rank in range(3, 8)},
+        **{(1, 0): 2, (2, 0): 1, (0, 0, 0): 2},
+    }
+}
+#: The same trees as choice lists.
+TREES: dict[str, Choices] = {
+    name: tuple((*parent, rank) for parent, count in tree.items() for rank in range(count))
+    for name, tree in _TREES.items()
+}
+
+
+def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Choices:
+    """The ``nodes`` paths of ranks that are most probably right, if heads err independently (Medusa, section 2.3.3).
+
+    A path's probability is the product of its ranks' accuracies, never more than its parent's, so taking the best
+    one left, time and again, yields a tree. Of equals the shorter comes first, then the lower ranks.
+
+    Args:
+        accuracies: ``[heads][ranks]``, the probability that head i's token of rank k is right.
+        nodes: most nodes; there are fewer if no other path can be right.
+
+    Returns:
+        choice lists, parents first.
+    """
+    chosen: list[tuple[int, ...]] = []
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # the root, which is not counted
+    while waiting and len(chosen) <= nodes:
+        product, depth, path = heapq.heappop(waiting)
+        chosen.append(path)
+        for rank, accuracy in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
+            if accuracy > 0:
+                heapq.heappush(waiting, (product * accuracy, depth + 1, (*path, rank)))
+    return tuple(sorted(chosen[1:], key=lambda path: (len(path), path)))
+
+
+class Medusa(Drafter):
+    """A chain of gamma tokens, one a head; or a tree of the heads' most probable ones.
+
+    A chain is sampled, each token from its head's law warped like the target's; at temperature 0 it is the argmax
+    and a point mass. A tree is given as ``choices``, by its ``branching``, or found for a number of ``nodes`` from the
+    accuracies in the heads' config.
+    """
+
+    name = "medusa"
+
+    class Config(StrategyConfig):
+        model: str = Field(description="name, directory or Hub id of heads made for the target")
+        heads: int | None = Field(None, ge=1, description="use so many heads; needed if their config miscounts them")
+        gamma: int | None = Field(
+            None, ge=0, description=f"length of a chain; default: one token a head, {MOST_HEADS} at most"
+        )
+        choices: Choices | Literal["mc_sim_7b_63"] | None = Field(
+            None, description="a tree: nodes as lists of ranks, e.g. [[0], [1], [0, 0]], or the published mc_sim_7b_63"
+        )
+        branching: tuple[int, ...] | None = Field(None, description="a tree: children of every node of level 1, 2, ..")
+        nodes: int | None = Field(
+            None,
+            ge=1,
+            le=MOST_NODES,
+            description="the best tree of so many nodes, by medusa_accuracies in the heads' config",
+        )
+        temperature: float | None = Field(None, ge=0, description="temperature of a chain; default: the target's")
+
+        @model_validator(mode="after")
+        def _one_shape(self) -> Any:
+            given = [key for key in ("gamma", "choices", "branching", "nodes") if getattr(self, key) is not None]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are different shapes; give one of them")
+            if self.temperature is not None and given not in ([], ["gamma"]):
+                raise ValueError("temperature is for chains; a tree holds the most probable tokens at any temperature")
+            self.shape()
+            return self
+
+        def shape(self) -> Shape | None:
+            """The tree, if it is known before the heads are."""
+            if self.branching is None and self.choices is None:
+                return None
+            choices = TREES[self.choices] if isinstance(self.choices, str) else self.choices
+            return tree_shape(self.branching, choices)
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        target, name = context.target_model, self.config.model
+        if target is None:
+            raise ModelError(
+                "drafter 'medusa' reads the features of its target, but this target is no transformers model; use "
+                "another drafter"
+            )
+        checkpoint = context.load_heads(name)
+        self.heads, self._ids = read_heads(checkpoint, target, self.config.heads)
+        self._run = context.runner(self.heads)
+        self.sampling = context.sampling.at(self.config.temperature)
+        size = self.heads.hidden_size
+        self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
+        self._known = [False] * context.batch_size  # has the row a feature?
+        self._tree = self.config.shape()
+        if self.config.nodes is not None:
+            self._tree = Shape.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
+        if self._tree is not None:
+            self.depth = len(self._tree.ranks)
+            self._lay_out(self._tree)
+        elif self.config.gamma is None:
+            self.depth = min(len(self.heads), MOST_HEADS)
+        else:
+            self.depth = self.config.gamma
+        if self.depth > len(self.heads):
+            raise UsageError(
+                f"drafter 'medusa' is to draft {self.depth} tokens deep, but '{name}' has {len(self.heads)} heads, one "
+                "for each token; shorten gamma or the tree"
+            )
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        if config.nodes is not None:
+            return DraftTraits("deterministic", point_mass=True, nodes=config.nodes, hidden_layers=(-1,))
+        if (shape := config.shape()) is not None:
+            return DraftTraits(
+                drawn="chain" if shape.is_path else "deterministic",
+                point_mass=True,
+                nodes=shape.nodes,
+                hidden_layers=(-1,),
+                branching=config.branching,
+            )
+        return DraftTraits(
+            drawn="chain",
+            point_mass=sampling.at(config.temperature).temperature == 0,
+            nodes=MOST_HEADS if config.gamma is None else config.gamma,
+            hidden_layers=(-1,),
+        )
+
+    def _lay_out(self, tree: Shape) -> None:
+        """Per node of the tree, level by level: parent, level and rank, ``[N]`` each."""
+        parents, levels, ranks, above = [], [], [], 0
+        for level, (of, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+            start = len(parents)
+            parents += [above + parent if level else -1 for parent in of]
+            levels += [level] * len(rank)
+            ranks += rank
+            above = start
+        self._parents, self._levels, self._ranks = (
+            on_device(values, self.context.device) for values in (parents, levels, ranks)
+        )
+        if max(ranks, default=0) >= self.heads.vocab_size:
+            raise UsageError(
+                f"drafter 'medusa' is to draft rank {max(ranks)}, but the heads '{self.config.model}' know only "
+                f"{self.heads.vocab_size} tokens"
+            )
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self._known[row] = len(prompt) > 1
+        if self._known[row]:
+            if hidden is None:
+                raise ContractError(
+                    "drafter 'medusa' needs the target's last hidden state, but the target returned none; build it "
+                    "with the drafter's traits.hidden_layers"
+                )
+            self._features[row] = hidden[-1, 0]
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._known[row] = False
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        limits = [
+            min(limit, self.depth) if known else 0 for limit, known in zip(sequences.limit, self._known, strict=True)
+        ]
+        steps = max(limits)
+        if steps == 0:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        limit = on_device(limits, sequences.device)
+        (logits,) = self._run(self._score, {"features": self._features}, steps)
+        assert logits is not None
+        unknown = ~on_device(self._known, sequences.device).bool()  # what is said of such a row means nothing
+        if self._tree is not None:
+            return self._most_probable(self._tree, logits, limit, unknown)
+        if self.sampling.temperature == 0:
+            best = logits.argmax(-1)
+            finite = ~logits.gather(2, best[..., None]).isnan().flatten(1).any(1)
+            return Draft.chain(self._token(best), limit, finite=finite | unknown)
+        q, finite = self.sampling.checked_law(self._whole(logits))
+        tokens = torch.stack([rng.draw(q[:, i], "draft", i) for i in range(steps)], 1)
+        return Draft.chain(tokens, limit, q, finite=finite.all(1) | unknown)
+
+    def _score(self, steps: int, features: Tensor) -> tuple[Tensor]:
+        """``features [B, H]`` -> logits ``[B, steps, rows]`` of the first ``steps`` heads."""
+        return (self.heads(features, steps).transpose(0, 1),)
+
+    def _most_probable(self, tree: Shape, logits: Tensor, limit: Tensor, unknown: Tensor) -> Draft:
+        """The tree's levels that some row has room for, filled with each head's tokens by rank."""
+        b, steps, rows = logits.shape
+        nodes = sum(map(len, tree.ranks[:steps]))
+        level, rank = self._levels[:nodes], self._ranks[:nodes]
+        widest = 1 + max(map(max, tree.ranks[:steps]))
+        best = ordered(logits.reshape(-1, rows), widest).view(b, steps, widest)
+        return Draft(
+            tokens=self._token(best[:, level, rank]),
+            parents=self._parents[:nodes].expand(b, -1),
+            valid=level < limit[:, None],
+            drawn="chain" if tree.is_path and self.config.nodes is None else "deterministic",
+            levels=steps,
+            finite=~logits.gather(2, best[..., :1]).isnan().flatten(1).any(1) | unknown,
+        )
+
+    def _token(self, index: Tensor) -> Tensor:
+        """The target's ids of rows of the heads' logits."""
+        return index if self._ids is None else self._ids[index]
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """``[.., rows]`` -> ``[.., V]``: tokens that the heads do not know have logit -inf, so q says 0 of them."""
+        missing = self.context.vocab_size - logits.shape[-1]
+        if self._ids is None:
+            return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        whole = logits.new_full((*logits.shape[:-1], self.context.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self._ids, logits)
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        assert scores.hidden is not None
+        last = verdict.length  # index, in the scores, of the last accepted node; 0 is the root
+        if verdict.path is not None and draft.width:
+            node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
+            last = torch.where(last > 0, node + 1, 0)
+        self._features.copy_(scores.hidden[torch.arange(len(last), device=last.device), last, 0])
+        self._known = [bool(history) for history in sequences.history]
+
+
+def _accuracies(checkpoint: Checkpoint) -> list[list[float]]:
+    """``medusa_accuracies`` of the heads' config: per head, how often its token of rank 0, 1, .. is right."""
+    found = checkpoint.config.get("medusa_accuracies")
+    if found is None:
+        raise checkpoint.refused(
+            "nodes: N needs medusa_accuracies in their config (per head, how often its token of each rank is right), "
+            "and there are none; give choices or branching instead"
+        )
+    lists = isinstance(found, list) and all(isinstance(ranks, list) for ranks in found)
+    if not lists or not all(isinstance(a, int | float) and 0 <= a <= 1 for ranks in found for a in ranks):
+        raise checkpoint.refused("medusa_accuracies must be a list per head of numbers from 0 to 1, by rank")
+    return found

@@ -1,0 +1,141 @@
+"""Train Medusa heads for a frozen target.
+
+T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads", ICML 2024, section 2.2.1 (Medusa-1, equation 2: heads weighted by 0.8^k). The heads share the
+target's own head, so a block of H x H is all that is trained of each.
+
+Where the paper has cross-entropy with the text's token, the heads here learn the target's whole law of that token. On
+text that was sampled from the target at temperature 1 both have the same mean, and this one has less noise. It is the
+law given the tokens in between, which a head does not see: over many texts it learns their average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...framework.contracts.errors import UsageError
+from ...framework.contracts.models import LoadedModel
+from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy, option
+from ...framework.models.checkpoint import load_checkpoint
+from ...framework.training.losses import SampledHead, distil_many, overlap
+from .medusa_weights import MedusaHeads, read_heads, save_heads
+
+#: Ranks whose accuracy is measured, for trees.
+RANKS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaTraining(TrainingConfig):
+    """How to train Medusa heads."""
+
+    name = "medusa"
+
+    learning_rate: float = option(3e-3, "of AdamW at its peak")
+    heads: int = option(4, "tokens that can be drafted, a head each")
+    head_layers: int = option(1, "residual blocks of each head")
+    decay: float = option(0.8, "weight of a head's loss, relative to that of the head before it")
+    sampled_vocab: int = option(
+        2048, "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)"
+    )
+
+    def trainee(self, target: LoadedModel) -> Trainee:
+        return MedusaTrainee(target, self)
+
+
+class MedusaTrainee(Trainee):
+    """Heads that are the identity at first: each then says what the target's own head says."""
+
+    student: MedusaHeads
+
+    def __init__(self, target: LoadedModel, recipe: MedusaTraining):
+        super().__init__(target, recipe)
+        self.drafter = {"name": "medusa"}
+        if recipe.heads < 1 or recipe.head_layers < 1:
+            raise UsageError(
+                f"--heads and --head-layers must be at least 1, got {recipe.heads} and {recipe.head_layers}"
+            )
+        lm_head: Any = target.model.get_output_embeddings()
+        self.student = MedusaHeads(self.head.shape[1], recipe.heads, recipe.head_layers, lm_head=lm_head)
+        self.student.to(self.head.device, torch.float32)
+
+    def start_from(self, name: str) -> None:
+        target = self.target.model
+        heads, ids = read_heads(load_checkpoint(name), target)
+        if ids is not None or f"0.{heads.layers}.weight" in heads.state_dict():
+            raise UsageError(
+                f"the heads in {name} have projections of their own; what is trained here shares the target's"
+            )
+        mine, theirs = (len(self.student), self.student.layers), (len(heads), heads.layers)
+        if mine != theirs:
+            raise UsageError(
+                f"{name} has {theirs[0]} heads of {theirs[1]} blocks, not {mine[0]} of {mine[1]}; say --heads "
+                f"{theirs[0]} --head-layers {theirs[1]}"
+            )
+        self.student = heads.to(torch.float32).requires_grad_(True)
+
+    def prepare(self, texts: Sequence[Text]) -> None:
+        occurring = (token for text in texts for token in text.response)
+        self._rows = SampledHead(self.head, occurring, self.recipe.sampled_vocab, self.recipe.seed)
+
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        rows, bias = self._rows.at(step)
+        states, keep, target, _ = self._aligned(batch)
+        loss, same = distil_many(states, keep, target, rows, bias, self.recipe.divergence, decay=self.recipe.decay)
+        return loss, same[0]
+
+    def acceptance(self, batch: Batch) -> list[Tensor]:
+        states, keep, target, _ = self._aligned(batch)
+        found = overlap(states, target, self.head, self.head)
+        return [same[kept] for same, kept in zip(found, keep, strict=True)]
+
+    def _aligned(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What draft the same token, side by side, for the n response tokens.
+
+        Returns ``[heads, n, H]``, what each head hands to the projection, ``[heads, n]`` bool, whether that is a
+        draft that can come up, ``[n, H]``, the target's hidden states, and the ``[n]`` tokens.
+        """
+        hidden, predicts = batch.hidden[:, :, 0], batch.predicts
+        states, keep = [], []
+        for i, head in enumerate(self.student):
+            # The head reads what stands 1 + i places before the target's law of the token.
+            states.append(functional.pad(head(hidden)[:, : -1 - i], (0, 0, 1 + i, 0))[predicts])
+            keep.append(functional.pad(batch.drafts(i), (1 + i, 0))[predicts])
+        return torch.stack(states), torch.stack(keep), hidden[predicts], batch.ids.roll(-1, 1)[predicts]
+
+    def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
+        config = {"base_model_name_or_path": self.target.name, "medusa_accuracies": self.accuracies(held_out)}
+        save_heads(directory, bfloat16_copy(self.student), config)  # type: ignore[arg-type]
+
+    def accuracies(self, held_out: Iterable[Batch]) -> list[list[float]]:
+        """``[heads][ranks]``, how often head i's token of rank 0, 1, .. is the text's (Medusa, section 2.3.3)."""
+        ranks = min(RANKS, len(self.head))
+        right = torch.zeros(len(self.student), ranks, dtype=torch.float64)
+        count = torch.zeros(len(self.student), 1, dtype=torch.float64)
+        for batch in held_out:
+            states, keep, _, tokens = self._aligned(batch)
+            for i, (mine, kept) in enumerate(zip(states, keep, strict=True)):
+                for part, said in zip(mine[kept].split(128), tokens[kept].split(128), strict=True):
+                    best = (part.to(self.head.dtype) @ self.head.T).topk(ranks).indices
+                    right[i] += (best == said[:, None]).double().sum(0).cpu()
+                count[i] += kept.sum().cpu()
+        return [[round(a, 5) for a in head] for head in (right / count.clamp(min=1)).tolist()]
+
+    def describe(self) -> tuple[str, str, str]:
+        r, size = self.recipe, sum(weight.numel() for weight in self.trained.values())
+        blocks = f"{r.head_layers} residual block{'s' * (r.head_layers > 1)}"
+        return (
+            f"Medusa heads for {self.target_name}",
+            f"{r.heads} heads of {blocks} each ({size / 1e6:.1f} M parameters) that draft for `{self.target_name}`, "
+            'whose head they share (layout "version 2"). `medusa_accuracies` in the config were measured on the '
+            "held-out texts, so that the drafter's `nodes: N` finds a tree.",
+            f"{r.divergence} to the target's law of each head's token (Medusa-1), head k weighted by {r.decay:g}^k, "
+            f"over the tokens that occur in the texts and {r.sampled_vocab} random ones a step standing for the rest "
+            "(0: the full vocabulary)",
+        )

@@ -1,0 +1,1 @@
+"""Drafters that copy what was said before; no model."""

@@ -1,0 +1,102 @@
+"""Prompt lookup: copy what followed an earlier occurrence of the current suffix.
+
+A. Saxena, "Prompt Lookup Decoding", 2023. No model: the longest suffix of at most ``max_ngram`` tokens that
+occurred before is looked up, and the tokens that followed it are proposed, as a point mass. Like transformers
+and unlike the original, a continuation shorter than gamma is used as far as it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+
+
+class NgramIndex:
+    """Where each n-gram of a growing sequence was followed by what: first and latest occurrence, O(1) a token."""
+
+    def __init__(self, min_ngram: int, max_ngram: int):
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+        self.tokens: list[int] = []
+        # n-gram -> (start of the first continuation, start of the latest one)
+        self.continuations: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def extend(self, new: Sequence[int]) -> None:
+        for token in new:
+            # Only now do the n-grams that ended at the previous token have a continuation: the current suffix
+            # itself is never in the index, so it cannot match itself.
+            end = len(self.tokens)
+            for n in self.sizes:
+                if n <= end:
+                    gram = tuple(self.tokens[end - n :])
+                    first, _ = self.continuations.get(gram, (end, end))
+                    self.continuations[gram] = (first, end)
+            self.tokens.append(token)
+
+    def lookup(self, match: str, length: int) -> list[int]:
+        """At most ``length`` tokens that followed the longest known suffix."""
+        for n in self.sizes:
+            if n <= len(self.tokens) and (found := self.continuations.get(tuple(self.tokens[-n:]))):
+                start = found[0] if match == "first" else found[1]
+                return self.tokens[start : start + length]
+        return []
+
+
+class PromptLookup(Drafter):
+    """N-gram copying from the prompt and the output so far."""
+
+    name = "prompt-lookup"
+
+    class Config(StrategyConfig):
+        gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")
+        max_ngram: int = Field(default=3, ge=1, description="longest suffix looked up, in tokens")
+        min_ngram: int = Field(default=1, ge=1, description="shortest suffix looked up, in tokens")
+        match: Literal["first", "latest"] = Field("latest", description="which earlier occurrence to continue from")
+
+        @model_validator(mode="after")
+        def _ordered(self):
+            if self.min_ngram > self.max_ngram:
+                raise ValueError(f"min_ngram ({self.min_ngram}) must not exceed max_ngram ({self.max_ngram})")
+            return self
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self._index: list[NgramIndex | None] = [None] * context.batch_size
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index.extend(prompt)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        found = [
+            index.lookup(self.config.match, min(self.config.gamma, limit)) if index is not None else []
+            for index, limit in zip(self._index, sequences.limit, strict=True)
+        ]
+        lengths = [len(tokens) for tokens in found]
+        width = max(lengths)
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
+        tokens = on_device(padded, sequences.device).view(len(found), width)
+        return Draft.chain(tokens, on_device(lengths, sequences.device))
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        for index, history in zip(self._index, sequences.history, strict=True):
+            if index is not None:
+                index.extend(history[len(index.tokens) :])
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._index[row] = None

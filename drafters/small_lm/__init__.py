@@ -1,0 +1,1 @@
+"""Drafters with a smaller language model that shares the target's tokenizer."""

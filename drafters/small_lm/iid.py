@@ -1,0 +1,75 @@
+"""A small language model draws K sequences, independently.
+
+Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023; X. Miao et al.,
+"SpecInfer", ASPLOS 2024. Prefixes on which sequences agree are one node each, so the target evaluates them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftTraits
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from .small_lm import ChainConfig, SmallLM
+
+
+class SmallLMIid(SmallLM):
+    """K sequences of gamma tokens from gamma passes over K rows each. At temperature 0, or K = 1: one chain."""
+
+    name = "small-lm-iid"
+
+    class Config(ChainConfig):
+        K: int = Field(default=2, ge=1, description="number of draft sequences")
+
+    #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels were; None for a chain.
+    _place: Tensor | None = None
+    _levels: int | None = None
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        chain = super().traits(config, sampling)
+        if config.K == 1 or chain.point_mass:
+            return chain
+        return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        self._place = self._levels = None
+        config: Any = self.config
+        steps, k = min(config.gamma, max(sequences.limit)), config.K
+        if k == 1 or self.sampling.temperature == 0 or steps == 0:
+            return super().propose(sequences, rng)
+        q, finite = self.sampling.checked_law(self.model.root(sequences))
+        laws = [q[:, None]]
+        tokens = [torch.stack([rng.draw(q, "draft", j) for j in range(k)], 1)]
+        fed = torch.full_like(tokens[0], -1)
+        for i in range(1, steps):
+            q, fine = self.sampling.checked_law(self.model.grow(tokens[-1], fed))
+            finite = finite & fine.all(1)
+            fed = torch.arange((i - 1) * k, i * k, device=fed.device).expand_as(fed)
+            laws.append(q)
+            tokens.append(torch.stack([rng.draw(q[:, j], "draft", i * k + j) for j in range(k)], 1))
+        length = on_device(sequences.limit, sequences.device).clamp(max=steps)
+        draft = Draft.iid(torch.stack(tokens, 2), length, torch.cat(laws, 1))
+        draft.finite = finite
+        # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
+        assert draft.sequences is not None
+        b = draft.batch_size
+        order = torch.arange(steps, device=fed.device) * k + torch.arange(k, device=fed.device)[:, None]
+        order = torch.where(torch.arange(steps, device=fed.device) < steps - 1, order, -1).expand(b, k, steps)
+        slot = torch.where(draft.sequences >= 0, draft.sequences, draft.width)
+        place = torch.full((b, draft.width + 1), -1, dtype=torch.long, device=fed.device)
+        self._place = place.scatter_(1, slot.reshape(b, -1), order.reshape(b, -1))[:, : draft.width]
+        self._levels = steps - 1
+        return draft
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        self.model.keep(verdict, accepted, self._place, self._levels)

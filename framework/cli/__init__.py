@@ -1,0 +1,1 @@
+"""The ``crossdraft`` command, a file for each subcommand."""

@@ -1,0 +1,302 @@
+"""``crossdraft certify --model``: the law of the first token on a real model, see `certificate.first_token_law`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..certificate.first_token_law import REJECTED, PromptLaws, Result, choose, judge, sample
+from ..contracts.errors import NumericalError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..contracts.sampling import Sampling
+
+
+#: Tokens shown in a histogram, the target's most probable ones.
+SHOWN = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; those that ``parser`` has already (``--verifier``, say) stay as they are."""
+    group = parser.add_argument_group("the law on a real model")
+
+    def option(*names: str, **spec: Any) -> None:
+        with suppress(argparse.ArgumentError):
+            group.add_argument(*names, **spec)
+
+    option("--model", metavar="NAME", help="the target: a name, a directory or a Hub id")
+    option("--drafter", metavar="NAME", help="the model that drafts; one with the target's tokenizer")
+    option("--verifier", action="append", metavar="NAME", help="repeatable (default: all that are declared lossless)")
+    option("--draft", action="append", metavar="LABEL", help="repeatable (default: one that the verifier accepts)")
+    option("--prompt", action="append", metavar="TEXT", help="repeatable")
+    option("--raw", action="store_true", help="leave the chat template out")
+    option("--samples", type=int, default=1_000_000, metavar="N", help="per prompt and verifier (default: 1000000)")
+    option("--gamma", type=int, metavar="N", help="draft length (default: 1, where block and token rules agree)")
+    option("--temperature", type=float, default=1.0, metavar="T", help="of both models (default: 1)")
+    option("--top-k", type=int, default=0, metavar="K", help="of both models (default: 0, off)")
+    option("--top-p", type=float, default=1.0, metavar="P", help="of both models (default: 1, off)")
+    option("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: 0)")
+    option("--batch", type=int, metavar="N", help="samples drawn at once (default: by the vocabulary's size)")
+    option("--dtype", default="auto", help="of the models (default: auto)")
+    option("--device", default="auto", help="of the models and the rules (default: auto)")
+    option("--out", type=Path, metavar="DIR", help="write histograms (PNG, needs crossdraft[plots]) and JSON here")
+    option("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the test; 1 if a verifier that is declared lossless loses the law (p < 1e-6), or a control is not rejected.
+
+    Raises:
+        UsageError: an option, name or pair that cannot be meant; before any model is loaded where possible.
+        ModelError: a model that cannot be loaded, or a drafter with another tokenizer.
+        NumericalError: a model that says NaN.
+        ContractError: a strategy that drafts or emits what its contract forbids.
+    """
+    sampling = _checked(args)
+    drafter = args.drafter
+    if drafter is None:
+        raise UsageError(f"--drafter is missing: name a model that shares the tokenizer of {args.model}")
+    cases, skipped = choose(args.verifier, args.draft, drafter, args.gamma or 1)
+    for sentence in skipped:
+        print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+    if not cases:
+        raise UsageError("no pair is left to test: every one was skipped")
+
+    prompts, decode = _prompts(args, drafter, sampling)
+    from tqdm import tqdm
+
+    from ..contracts.rng import CounterRng
+
+    found, seconds = [], []
+    total = len(prompts) * len(cases) * args.samples
+    with tqdm(total=total, unit=" samples", unit_scale=True, disable=None, leave=False) as bar:
+        for number, prompt in enumerate(prompts):
+            bar.set_description(f"prompt {number + 1} of {len(prompts)}")
+            start = time.perf_counter()
+            counts = sample(
+                prompt.p,
+                prompt.q,
+                cases,
+                args.samples,
+                rng=CounterRng(args.seed),
+                batch=args.batch,
+                position=prompt.length,
+                first_stream=number * args.samples,
+                progress=bar.update,
+            )
+            seconds.append(time.perf_counter() - start)
+            found.append([judge(case, of_case, prompt) for case, of_case in zip(cases, counts, strict=True)])
+
+    records = {
+        "model": args.model,
+        "drafter": drafter,
+        "gamma": args.gamma or 1,
+        "samples": args.samples,
+        "seed": args.seed,
+        "sampling": sampling.model_dump(),
+        "rejected_below": REJECTED,
+        "prompts": [
+            _record(prompt, results, decode) | {"samples_per_second": len(cases) * args.samples / max(spent, 1e-9)}
+            for prompt, results, spent in zip(prompts, found, seconds, strict=True)
+        ],
+    }
+    if args.out:
+        (args.out / "model_law.json").write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+        for number, (prompt, results) in enumerate(zip(prompts, found, strict=True), 1):
+            _draw(args.out / f"prompt-{number}.png", prompt, results, decode, args.model, drafter)
+    if args.json:
+        print(json.dumps(records, indent=2))
+    else:
+        for prompt, results, record in zip(prompts, found, records["prompts"], strict=True):
+            _print_table(prompt, results, record, args.samples)
+    return 1 if any(result.bad for results in found for result in results) else 0
+
+
+def _checked(args: argparse.Namespace) -> Sampling:
+    """The sampling parameters of the command line, once everything that needs no model is known to be usable."""
+    from pydantic import ValidationError
+
+    from ..contracts.sampling import Sampling
+
+    if not args.model:
+        raise UsageError("--model is missing: name the target whose law is to be tested")
+    if not args.prompt or not all(args.prompt):
+        raise UsageError("--prompt is missing or empty: give at least one text")
+    for option, default in (("toy", None), ("rounds", 1), ("bounds", False)):
+        if getattr(args, option, default) != default:
+            raise UsageError(f"--{option} is for the exact models; leave it out with --model")
+    for option in ("samples", "gamma", "batch"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} must be at least 1, got {value}")
+    if args.temperature <= 0:
+        raise UsageError(f"--temperature must be above 0 for a law that can be tested, got {args.temperature:g}")
+    if args.out:
+        _need_matplotlib()
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {args.out} cannot be made a directory: {error.strerror}") from None
+    try:
+        return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+
+
+def _prompts(
+    args: argparse.Namespace, drafter: str, sampling: Sampling
+) -> tuple[list[PromptLaws], Callable[[int], str]]:
+    """What both models say after every prompt, and how a token reads."""
+    from ..decoding.build import TargetContext, make_slots
+    from ..models.chat import encode
+    from ..models.load import load_model
+
+    target = load_model(args.model, dtype=args.dtype, device=args.device)
+    tokenizer: Any = target.tokenizer
+    encoded = []
+    for text in args.prompt:
+        tokens = list(tokenizer(text)["input_ids"]) if args.raw else encode(tokenizer, [text])
+        if not tokens:
+            raise UsageError(f"the prompt {text!r} has no tokens; a prompt needs at least one")
+        if target.context_length is not None and len(tokens) > target.context_length:
+            raise UsageError(
+                f"the prompt {text[:40]!r} has {len(tokens)} tokens, but {target.name} has a context of "
+                f"{target.context_length}; shorten it"
+            )
+        encoded.append(tokens)
+    longest = max(map(len, encoded)) + 1
+    lm = make_slots(target, 1, longest)
+    small = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1).load_lm(drafter)
+    prompts = [
+        PromptLaws(
+            text,
+            len(tokens),
+            _law_after(lm, tokens, sampling, f"target '{args.model}'"),
+            _law_after(small, tokens, sampling, f"drafter '{drafter}'"),
+        )
+        for text, tokens in zip(args.prompt, encoded, strict=True)
+    ]
+    return prompts, lambda token: str(tokenizer.decode([token]))
+
+
+def _law_after(lm: Any, tokens: Sequence[int], sampling: Sampling, who: str) -> Tensor:
+    import torch
+
+    lm.begin(0, tokens)
+    logits, _ = lm.grow(torch.tensor([[tokens[-1]]], device=lm.device))
+    lm.keep([0])
+    law, finite = sampling.checked_law(logits[0, -1])
+    if not finite:
+        raise NumericalError(f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights")
+    return law
+
+
+def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:
+    return {
+        "prompt": prompt.text,
+        "prompt_tokens": prompt.length,
+        "vocab_size": len(prompt.p),
+        "possible_tokens": int(((prompt.p > 0) | (prompt.q > 0)).sum()),
+        "tv_of_drafter_and_target": float((prompt.p.double() - prompt.q.double()).abs().sum() / 2),
+        "pairs": [result.as_json() for result in results],
+        "shown": [
+            {
+                "id": token,
+                "text": decode(token),
+                "target": float(prompt.p[token]),
+                "drafter": float(prompt.q[token]),
+                "counts": [int(result.counts[token]) for result in results],
+            }
+            for token in _most_probable(prompt)
+        ],
+    }
+
+
+def _most_probable(prompt: PromptLaws) -> list[int]:
+    return prompt.p.topk(min(SHOWN, int((prompt.p > 0).sum()))).indices.tolist()
+
+
+def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
+    from tabulate import tabulate
+
+    print(
+        f"{prompt.text!r}: {samples:,} first tokens of {record['possible_tokens']:,} possible ones; "
+        f"drafter and target are {record['tv_of_drafter_and_target']:.3f} apart (TV); "
+        f"{record['samples_per_second']:,.0f} samples/s"
+    )
+    rows = [
+        {
+            "verifier": result.case.verifier.name,
+            "draft": result.case.draft,
+            "sd": f"{result.target.sd:.2e}",
+            "(expected)": f"{result.target.expected_sd:.2e}",
+            "chi-square": f"{result.target.chi_square:,.1f}",
+            "df": str(result.target.degrees),
+            "p": f"{result.target.p_value:.3g}",
+            "control chi-square": f"{result.control.chi_square:,.1f}",
+            "control p": f"{result.control.p_value:.3g}",
+            "law kept": result.verdict,
+        }
+        for result in results
+    ]
+    print(tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
+    print()
+
+
+def _need_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "--out draws histograms with matplotlib, which is not installed: pip install 'crossdraft[plots]', "
+            "or leave --out away and use --json"
+        )
+
+
+def _draw(
+    file: Path, prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str], model: str, drafter: str
+) -> None:
+    """Three histograms per case over the target's most probable tokens: samples, target, drafter."""
+    import warnings
+
+    from matplotlib.figure import Figure
+
+    tokens = _most_probable(prompt)
+    places = range(len(tokens))
+    figure = Figure(figsize=(12, 1.6 + 2.6 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, result in zip(panels, results, strict=True):
+        share = result.counts.double() / result.counts.sum()
+        for shift, values, label, colour in (
+            (-0.28, prompt.p, f"target {model}", "#4477aa"),
+            (0.0, share, f"{int(result.counts.sum()):,} samples", "#228833"),
+            (0.28, prompt.q, f"drafter {drafter}", "#ccbb44"),
+        ):
+            heights = [float(values[token]) for token in tokens]
+            panel.bar([x + shift for x in places], heights, width=0.28, label=label, color=colour)
+        panel.set_yscale("log")
+        panel.set_ylabel("probability")
+        panel.set_title(
+            f"{result.case.verifier.name}, draft {result.case.draft}: p = {result.target.p_value:.3g} against the "
+            f"target, {result.control.p_value:.3g} against the drafter",
+            fontsize="medium",
+        )
+        panel.margins(x=0.01)
+    panels[0].legend(fontsize="small")
+    panels[-1].set_xticks(list(places), [repr(decode(token)) for token in tokens], rotation=60, ha="right")
+    for label in panels[-1].get_xticklabels():
+        label.set_parse_math(False)  # a dollar sign is a token like others
+    figure.suptitle(textwrap.shorten(prompt.text, 100), parse_math=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a token in a script that the font lacks
+        figure.savefig(file, dpi=120)

@@ -1,0 +1,112 @@
+"""``crossdraft list``, ``plugins`` and ``env``: what is installed, and where."""
+
+import argparse
+import json
+from typing import Any
+
+from .. import plugins
+from ..contracts.errors import UnknownNameError
+
+
+def list_names(args: argparse.Namespace) -> int:
+    if args.name:
+        return _describe(args.kind, args.name, args.json)
+    kinds = [args.kind] if args.kind else plugins.KINDS
+    found = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
+    if args.json:
+        _print_json(
+            {
+                kind: [{"name": e.name, "summary": e.summary, "provider": e.provider} for e in entries]
+                for kind, entries in found.items()
+            }
+        )
+        return 0
+    for kind, entries in found.items():
+        _print_table([kind, "", "from"], [[e.name, e.summary, e.provider] for e in entries])
+    return 0
+
+
+def _describe(kind: str, name: str, as_json: bool) -> int:
+    """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
+    known = plugins.entries(kind)
+    if name not in known:
+        raise UnknownNameError.among(kind.removesuffix("s"), name, known)
+    entry = known[name]
+    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes") else None
+    facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
+    lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
+    if kind == "recipes":
+        facts |= {"path": str(value)}
+        lines += [f"file: {value}", "", value.read_text(encoding="utf-8").rstrip()]
+    elif value is not None:
+        for key, field in value.Config.model_fields.items():
+            default = "(required)" if field.is_required() else json.dumps(field.default, default=_plain)
+            options.append({"option": key, "default": default, "meaning": field.description or ""})
+        facts |= {"options": options}
+        if kind == "verifiers":
+            traits = value.traits(value.Config())
+            facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
+            judged = ", ".join(sorted(traits.drawn))
+            lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {judged}")
+    if as_json:
+        _print_json(facts)
+        return 0
+    print("\n".join(lines), end="\n\n")
+    if options:
+        _print_table(["option", "default", "meaning"], [list(option.values()) for option in options])
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """A default that JSON does not know: a mapping of options, as recipes write it, or its text."""
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+
+
+def list_plugins(args: argparse.Namespace) -> int:
+    names = [(e.provider, kind, e.name) for kind in plugins.KINDS for e in plugins.entries(kind).values()]
+    providers: dict[str, dict[str, list[str]]] = {}
+    for provider, kind, name in names:
+        providers.setdefault(provider, {}).setdefault(kind, []).append(name)
+    broken = [{"provider": b.provider, "error": b.error} for b in plugins.broken()]
+    if args.json:
+        _print_json({"plugins": providers, "broken": broken})
+        return 0
+    rows = [[p, kind, ", ".join(names)] for p, kinds in providers.items() for kind, names in kinds.items()]
+    _print_table(["plug-in", "kind", "names"], rows)
+    if broken:
+        _print_table(["skipped", "because"], [list(b.values()) for b in broken])
+    return 0
+
+
+def show_environment(args: argparse.Namespace) -> int:
+    from ..models.environment import describe
+
+    found = describe()
+    if args.json:
+        _print_json(found)
+    else:
+        _print_table(["", ""], [[key, value] for key, value in _flat(found)])
+    return 0
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key} ")
+        elif isinstance(value, list):
+            rows.append((prefix + key, ", ".join(map(str, value)) or "none"))
+        else:
+            rows.append((prefix + key, "none" if value is None else str(value)))
+    return rows
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    from tabulate import tabulate
+
+    print(tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True))
+    print()
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

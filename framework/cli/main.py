@@ -1,0 +1,98 @@
+"""The ``crossdraft`` command.
+
+The larger subcommands are modules of their own with ``add_arguments(parser)`` and ``main(args) -> int``,
+imported only when they were asked for, so that ``--help`` and ``list`` answer at once. Errors made for people
+(`CrossdraftError`) become one line on standard error and the error's exit code: 2 for a wrong request, 1 for
+one that failed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from ..contracts.errors import CrossdraftError
+from .listing import list_names, list_plugins, show_environment
+
+COMMANDS = {
+    "run": "run a recipe: every cell of its matrix, and a report",
+    "report": "write one page of results from the records of finished runs",
+    "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
+    "train": "train a drafter for a target",
+    "cost": "measure what a pass costs, and predict speed-ups from it",
+}
+"""Subcommands that live in modules of their own, by name, with a line of help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser(argv[0] if argv else "").parse_args(argv)
+        code = args.main(args)
+        sys.stdout.flush()
+        return code
+    except CrossdraftError as error:
+        print(f"crossdraft: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("crossdraft: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has left, as in `crossdraft list | head`; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """The parser; of `COMMANDS`, only the `chosen` one declares its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="crossdraft",
+        description="Compare speculative-decoding drafters and verifiers, and certify them lossless.",
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=_sentence(summary))
+        if name == chosen:
+            implementation = import_module(f".{name}", __package__)
+            implementation.add_arguments(command)
+            command.set_defaults(main=implementation.main)
+
+    summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
+    command = commands.add_parser("list", help=summary, description=_sentence(summary))
+    kinds = ("drafters", "verifiers", "models", "backends", "prompts", "recipes", "trainers")
+    command.add_argument("kind", nargs="?", choices=kinds, help="only this kind")
+    command.add_argument("name", nargs="?", help="of a drafter or verifier: its options; of a recipe: its file")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(main=list_names)
+
+    summary = "show who provides what, and which plug-ins were skipped and why"
+    command = commands.add_parser("plugins", help=summary, description=_sentence(summary))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(main=list_plugins)
+
+    summary = "show versions, the machine and the choices crossdraft makes on it"
+    command = commands.add_parser("env", help=summary, description=_sentence(summary))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(main=show_environment)
+    return parser
+
+
+class _Version(argparse.Action):
+    """``--version``; argparse's own wants the version before anybody asked."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str):
+        super().__init__(option_strings, dest, nargs=0, help="show the version and leave")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print("crossdraft", version("crossdraft"))
+        parser.exit()
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

@@ -1,0 +1,310 @@
+"""The tensors that travel between drafter, target and verifier. Ground floor: imports nothing of ours.
+
+Shapes use B = rows of the batch (slots), N = drafted nodes of the widest row, D = depth of the deepest
+node, V = the target's vocabulary. Every tensor of one round lives on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+#: How the siblings of a draft are related, which is what a verifier has to know about it.
+#: ``chain``: no node has two children.
+#: ``iid``: K sequences drawn independently from one law; equal prefixes are one node, see `Draft.sequences`.
+#: ``without_replacement``: siblings drawn one after the other, each from its own row of ``q``: what is left of
+#: the law once its elder siblings are taken out (or the law of another drafter).
+#: ``greedy_draft``: like that, but all siblings except the youngest are the most probable tokens, taken without
+#: randomness (their rows of ``q`` are one-hot); the youngest is drawn from the rest (Hu et al. 2025).
+#: ``deterministic``: no randomness was used, every node is a point mass.
+Drawn = Literal["chain", "iid", "without_replacement", "greedy_draft", "deterministic"]
+
+
+@dataclass
+class Draft:
+    """The proposed tokens of one round: one token tree per row; a chain is a tree without branches.
+
+    Attributes:
+        tokens: ``[B, N]`` int64, parents before children, siblings in the order they were drawn.
+        parents: ``[B, N]`` int64, index of each node's parent, -1 = the root (the last committed token).
+        valid: ``[B, N]`` bool. Rows may be ragged, 0 nodes allowed. In a chain, invalid nodes come last in their row;
+            in a tree they may stand anywhere, and what hangs below one is invalid too.
+        q: ``[B, M, V]`` float32 (float64 on exact models), the laws the tokens were *actually* drawn from,
+            after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass.
+            A chain may have one row more than nodes: the law after its last token (`DraftContext.final_law`).
+        law: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
+        drawn: how siblings are related, see :data:`Drawn`.
+        sequences: ``[B, K, L]`` int64 for ``iid``: the node that token i of sequence k is, -1 = past its end;
+            all sequences of a row are equally long. ``None`` for other drafts.
+        levels: depth of the deepest node there can be, if the drafter knows it (rules that walk down level by
+            level save time); ``None`` = N.
+        probes: so many of the last nodes are scored, but are no candidates: the verifier never sees them, and the
+            drafter finds what the target says after them in ``Scores`` (lookahead's window). A probe's parent may be a
+            candidate or a probe; probes do not count towards ``sequences.limit``.
+        finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: the loop ends with a sentence
+            that names the drafter; ``None`` = the drafter does not say.
+
+    The q contract: ``q`` must be the law of the draw, and a token that was looked at (to decide whether to go
+    on, say) must be kept in the draft. Breaking either changes what the target says; ``crossdraft certify``
+    shows it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    valid: Tensor
+    q: Tensor | None = None
+    law: Tensor | None = None
+    drawn: Drawn = "chain"
+    sequences: Tensor | None = None
+    levels: int | None = None
+    probes: int = 0
+    finite: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Tensor, length: Tensor, q: Tensor | None = None, *, finite: Tensor | None = None) -> Draft:
+        """A chain per row: ``tokens [B, N]``, of which the first ``length [B]`` count; ``q [B, N, V]`` or None."""
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=(order - 1).expand_as(tokens),
+            valid=order < length[:, None],
+            q=q,
+            drawn="chain",
+            finite=finite,
+        )
+
+    @classmethod
+    def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:
+        """K sequences per row, drawn independently, merged into a tree whose nodes the target evaluates once.
+
+        Args:
+            tokens: ``[B, K, L]``, of which the first ``length [B]`` count.
+            q: ``[B, 1 + (L - 1) K, V]``: row 0 is the law of every first token, row ``1 + (i - 1) K + k`` that of
+                token i of sequence k (i = 1, 2, ..).
+        """
+        b, k, depth = tokens.shape
+        inside = (torch.arange(depth, device=tokens.device) < length[:, None])[:, None].expand(b, k, depth)
+        same = (tokens[:, :, None] == tokens[:, None]).long().cumprod(-1)  # [B, k, k', i]: equal up to token i
+        first = same.argmax(2)  # the first sequence that shares sequence k's prefix of i + 1 tokens
+        new = (first == torch.arange(k, device=tokens.device)[:, None]) & inside
+        flat = new.transpose(1, 2).reshape(b, -1)  # level by level
+        index = (flat.long().cumsum(1) - 1).view(b, depth, k).transpose(1, 2)
+        sequences = torch.where(inside, index.gather(1, first), -1)
+        width = int(flat.sum(1).max()) if flat.shape[1] else 0  # the one look at the device: fewer target rows
+        if not width:
+            return cls.empty(b, tokens.device)
+        parents = torch.cat([sequences.new_full((b, k, 1), -1), sequences[:, :, :-1]], 2)
+        row = torch.arange(k, device=tokens.device)[:, None] + 1 + k * (torch.arange(depth, device=tokens.device) - 1)
+        # Siblings name the same row, that of the first sequence through their parent.
+        through = torch.cat([first[:, :, :1], first[:, :, :-1]], 2)
+        law = row.clamp(min=0).expand(b, k, depth).gather(1, through)
+        law[:, :, 0] = 0
+        slot = torch.where(new, sequences, width)  # copies land in a spare column
+
+        def compact(values: Tensor, fill: int) -> Tensor:
+            out = values.new_full((b, width + 1), fill)
+            return out.scatter_(1, slot.reshape(b, -1), values.reshape(b, -1))[:, :width]
+
+        order = torch.arange(width, device=tokens.device)
+        return cls(
+            tokens=compact(tokens, 0),
+            parents=compact(parents, -1),
+            valid=order < flat.sum(1, keepdim=True),
+            q=q,
+            law=compact(law, 0),
+            drawn="iid",
+            sequences=sequences,
+            levels=depth,
+        )
+
+    @classmethod
+    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> Draft:
+        """No proposal for any row: the target decodes one token by itself."""
+        nothing = torch.empty(batch_size, 0, dtype=torch.long, device=device)
+        return cls(tokens=nothing, parents=nothing, valid=nothing.bool())
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, nodes of the widest row (padding included)."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Is every node the child of the one before it?"""
+        return self.drawn == "chain" and not self.probes
+
+    @property
+    def candidates(self) -> Draft:
+        """The draft without its probes: what a verifier judges."""
+        if not self.probes:
+            return self
+        n = self.width - self.probes
+        nodes = {"tokens": self.tokens[:, :n], "parents": self.parents[:, :n], "valid": self.valid[:, :n]}
+        law = None if self.law is None else self.law[:, :n]
+        return replace(self, **nodes, law=law, probes=0)
+
+    @property
+    def point_mass(self) -> bool:
+        return self.q is None
+
+    def law_of(self, node: Tensor, like: Tensor) -> Tensor:
+        """``[B, V]``: the law ``node [B]`` of each row was drawn from; ``like [B, V]`` shapes a point mass."""
+        node = node[:, None]
+        if self.q is None:
+            return torch.zeros_like(like).scatter_(1, self.tokens.gather(1, node), 1.0)
+        return take(self.q, (node if self.law is None else self.law.gather(1, node)).squeeze(1))
+
+    def as_sequences(self) -> Tensor:
+        """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence.
+
+        A tree that branches at the root alone, level after level, is as many chains as the root has children.
+        """
+        if self.sequences is not None:
+            return self.sequences
+        if not self.width:
+            return self.tokens[:, None]
+        order = torch.arange(self.width, device=self.tokens.device)
+        depth = self.width if self.is_chain or not self.levels else self.levels
+        return torch.where(self.valid, order, -1).view(self.batch_size, depth, -1).transpose(1, 2)
+
+    @cached_property
+    def count(self) -> Tensor:
+        """``[B]`` int64, valid nodes per row (a chain's draft length gamma)."""
+        return self.valid.sum(1)
+
+    @cached_property
+    def lineage(self) -> Tensor:
+        """``[B, N, N]`` bool, ``[b, i, j]``: node j is node i or one of its ancestors."""
+        n = self.width
+        if self.is_chain:
+            order = torch.arange(n, device=self.tokens.device)
+            return (order[:, None] >= order).expand(self.batch_size, n, n)
+        if not n:
+            return self.valid[..., None].expand(self.batch_size, 0, 0)
+        reach = torch.eye(n, device=self.tokens.device).expand(self.batch_size, n, n).clone()
+        has_parent = (self.parents >= 0).float()[..., None]
+        reach.scatter_add_(2, self.parents.clamp(min=0)[..., None], has_parent)
+        for _ in range(max(n - 1, 1).bit_length()):  # each squaring doubles the generations reached
+            reach = (reach @ reach > 0).float()
+        return reach > 0
+
+    @cached_property
+    def elder(self) -> Tensor:
+        """``[B, N, N]`` bool, ``[b, i, j]``: node j is an elder sibling of node i (drawn before it)."""
+        order = torch.arange(self.width, device=self.tokens.device)
+        return (self.parents[..., None] == self.parents[:, None]) & (order[:, None] > order) & self.valid[:, None]
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """``[B, N]`` int64, 1 for a child of the root."""
+        return self.lineage.sum(-1)
+
+    def path_to(self, node: Tensor) -> Tensor:
+        """``[B, N]`` int64: nodes from the root's child down to ``node [B]``, padded with -1 (node -1: all padding)."""
+        if self.width == 0:
+            return self.tokens.clone()
+        index = node.clamp(min=0)
+        on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
+        order = torch.arange(self.width, device=node.device).expand_as(self.tokens)
+        padded = torch.full((self.batch_size, self.width + 1), -1, dtype=torch.long, device=node.device)
+        slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
+        padded.scatter_(1, slot, torch.where(on_path, order, -1))
+        return padded[:, : self.width]
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """``[B, V]`` (``[B, L, V]``): a copy of the rows ``index [B]`` (``[B, L]``) of ``rows [B, M, V]``."""
+    b, m, v = rows.shape
+    if b == 1:
+        return rows[0].index_select(0, index.flatten()).view(*index.shape, v)
+    order = torch.arange(b, device=index.device).view(-1, *(1,) * (index.dim() - 1))
+    if rows.is_contiguous():  # on a CPU several times faster than indexing
+        return rows.view(b * m, v).index_select(0, (order * m + index).flatten()).view(*index.shape, v)
+    return rows[order, index]
+
+
+def on_device(values: Any, device: torch.device) -> Tensor:
+    """Nested lists of integers as an int64 tensor on ``device``, without waiting for the device.
+
+    Copying from ordinary memory waits; pinned memory is handed out again only once its copy is made.
+    """
+    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+@dataclass
+class Scores:
+    """What one forward pass of the target says about a draft.
+
+    Attributes:
+        p: ``[B, N+1, V]`` the target's law after the root (index 0) and after node i (index i+1), warped by
+            the sampling parameters, float32 (float64 on exact models). Verifiers never write into it.
+        logits: ``[B, N+1, V]`` what the model said, in its own precision and before any warping: what to rank tokens by
+            at temperature 0, where p is one-hot.
+        hidden: ``[B, N+1, L, H]`` hidden states of the layers the drafter asked for, else ``None``.
+        finite: ``[B]`` bool, False where a logit was NaN.
+    """
+
+    p: Tensor
+    finite: Tensor
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """Which drafted tokens survive, and the token that follows them.
+
+    Attributes:
+        length: ``[B]`` int64, tau, the accepted draft tokens of each row.
+        token: ``[B]`` int64, the correction (or bonus) token drawn after them.
+        path: ``[B, D]`` int64, indices of the accepted nodes, padded with -1; ``None`` = the first tau nodes,
+            which is what accepting a prefix of a chain means.
+        survival: optional ``[B, D]`` float64, Pr(tau >= i | this draft), which single-draft rules know in
+            closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
+    """
+
+    length: Tensor
+    token: Tensor
+    path: Tensor | None = None
+    survival: Tensor | None = None
+
+
+@dataclass
+class Sequences:
+    """The committed tokens of every slot, on the host and on the device: what a drafter may look at.
+
+    Attributes:
+        history: per slot, the committed tokens (prompt and output) as a list; empty for a free slot.
+        tokens: ``[B, max_length]`` int64 on the device, the same tokens.
+        limit: per slot, how many tokens a draft may be deep this round (tokens still wanted minus the one
+            the verifier always adds); 0 for a free slot.
+        stream: per slot, the number of the random stream (the prompt's index in the run).
+    """
+
+    history: list[list[int]]
+    tokens: Tensor
+    limit: list[int] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.history)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def append(self, row: int, new: Sequence[int]) -> None:
+        """Commit ``new`` tokens to slot ``row``."""
+        start = len(self.history[row])
+        self.history[row].extend(new)
+        self.tokens[row, start : start + len(new)] = on_device(new, self.device)

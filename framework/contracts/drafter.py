@@ -1,0 +1,194 @@
+"""The contract of a drafter: whatever proposes tokens for the target to check.
+
+A drafter is one class: a registered ``name``, a pydantic ``Config`` (unknown keys are errors), its ``traits``
+(decided before any model is loaded), and ``propose``. It sees committed tokens (:class:`Sequences`) and
+returns a :class:`Draft`; it does not know which verifier follows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from .draft import Draft, Drawn, Scores, Sequences, Verdict
+from .errors import ModelError
+from .lm import LM
+from .models import Checkpoint, LoadedModel
+from .rng import RoundRng
+from .sampling import Sampling
+
+#: ``run(function, tensors, *constants)`` returns ``function(*constants, **tensors)``, see `DraftContext.runner`.
+Runner = Callable[..., tuple[Tensor | None, ...]]
+
+
+class StrategyConfig(BaseModel):
+    """Base of every drafter's and verifier's ``Config``: a misspelt key is an error, not a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class DraftTraits:
+    """What a drafter with a given config makes.
+
+    Attributes:
+        drawn: the shape of its drafts; ``None`` = it never drafts (the autoregressive baseline).
+        point_mass: True if its drafts carry no ``q`` (deterministic proposals).
+        nodes: the most nodes a draft can have in a row, probes included; buffers are made for as many.
+        hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
+            negative indices count from the end, a float is a share of the depth rounded down: 0.5 is the middle of
+            any target), in the order it wants them in ``Scores.hidden``.
+        branching: for a tree in which all nodes of a level have as many children: how many, level by level.
+        replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
+            before the first token is drawn, and which carry the law after their last token where
+            `DraftContext.final_law` asks for it. A rule that modifies later targets needs all three.
+        temperature_zero_only: its drafts make sense only where the target is decoded greedily; other cells of a matrix
+            leave it out.
+    """
+
+    drawn: Drawn | None
+    point_mass: bool
+    nodes: int
+    hidden_layers: tuple[float, ...] = ()
+    branching: tuple[int, ...] | None = None
+    replayable: bool = False
+    temperature_zero_only: bool = False
+
+
+@dataclass
+class DraftContext:
+    """What a drafter is given to build itself: facts of the run, and what it may ask for.
+
+    Every method may be refused with a `ModelError`, a sentence for people: the target of the certificate is no
+    transformers model, say, and has no heads.
+
+    Attributes:
+        sampling: the target's sampling parameters; a drafter that samples uses the same warpers.
+        batch_size: number of slots B.
+        max_length: longest sequence (prompt, output and draft) any slot will hold, in tokens.
+        vocab_size: V, the width of every ``q`` row.
+        device: where the drafts must live.
+        target: the target's own slots. ``target.fork(layers)`` runs some of its layers over what it has computed;
+            nothing else of it is a drafter's to call.
+        target_model: the target's module where it is a transformers model (heads share its embedding and head), else
+            ``None``.
+        target_name: what the user calls the target.
+        tokenizer: the target's, ``None`` where there is none.
+        final_law: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
+            own gamma: the law of the token that would have come next (row ``count[b]``).
+    """
+
+    sampling: Sampling
+    batch_size: int
+    max_length: int
+    vocab_size: int
+    device: torch.device
+    target: LM | None = None
+    target_model: Any = None
+    target_name: str = ""
+    tokenizer: Any = None
+    final_law: bool = False
+
+    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+        """B slots of the model called ``name``, which speaks the target's token ids.
+
+        Args:
+            room: tokens that a slot has to hold beyond ``max_length`` and its draft (nodes that are fed and not kept).
+            ids: ``[V]`` int64, the model's own id of every id of the target, -1 where it has none: logits are
+                -inf there. Without it the model has to have the target's tokenizer.
+            unknown: with ``ids``, the model's id that stands for committed tokens that it has none for.
+
+        Raises:
+            ModelError: no such model, another tokenizer (without ``ids``), or a context that is too short.
+        """
+        raise self._refused("load a model of its own")
+
+    def load_model(self, name: str) -> LoadedModel:
+        """The model called ``name`` and its tokenizer, unchecked: on the target's device, in its dtype.
+
+        For drafters that make something of it before `load_lm`, a map of ids, say.
+        """
+        raise self._refused("load a model of its own")
+
+    def load_heads(self, name: str) -> Checkpoint:
+        """The tensors and the config of heads made for the target. Raises ModelError if there are none, or damaged."""
+        raise self._refused("load heads")
+
+    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
+        """B slots of a module of the drafter's own, which is called as transformers calls a causal LM.
+
+        ``module(input_ids, attention_mask, position_ids, past_key_values, **inputs)`` gives ``logits`` and
+        ``hidden_states``; it has ``config``, ``device``, ``dtype`` and ``get_output_embeddings``. Keys and values,
+        masks and positions are kept for it; ``begin`` and ``grow`` hand further ``inputs`` to it by name. ``room``: as
+        in `load_lm`.
+        """
+        raise self._refused("run a head over a cache")
+
+    def runner(self, module: nn.Module) -> Runner:
+        """Make calls of ``module`` fast, and return how: ``run(function, tensors, *constants)``.
+
+        That returns ``function(*constants, **tensors)``, a tuple of tensors. ``function`` may read its arguments and
+        the module's weights alone, because on CUDA what it launches is recorded once for each shape and replayed. On a
+        CPU the module's own linear layers are given a faster product for few rows.
+        """
+        return lambda function, tensors, *constants: function(*constants, **tensors)
+
+    def _refused(self, wish: str) -> ModelError:
+        target = f"target '{self.target_name}'" if self.target_name else "this target"
+        return ModelError(f"the drafter wants to {wish}, which {target} does not offer here; use another drafter")
+
+
+class Drafter(ABC):
+    """Base class of all drafters.
+
+    Life of a slot: ``begin`` with a prompt, then per round ``propose`` and ``observe``, then ``retire``.
+    All of it happens under `torch.inference_mode`.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        self.config, self.context = config, context
+
+    @classmethod
+    @abstractmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        """What a drafter with this ``config`` makes for a target sampled with ``sampling``; loads nothing."""
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        """Slot ``row`` starts a sequence with ``prompt`` (its last token is the first root).
+
+        ``hidden``: ``[len(prompt) - 1, L, H]``, the target's features of all prompt tokens but the last, if
+        ``traits.hidden_layers`` asks for any.
+        """
+
+    @abstractmethod
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        """Draft for every slot; no node of row b deeper than ``sequences.limit[b]``, none for free slots."""
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        """The round is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        """Slot ``row`` is free again. ``finish``: how its sequence ended (``eos``, ``length``, ``context``); ``None`` =
+        it was given up half way."""
+
+    def reset(self) -> None:
+        """Forget what earlier sequences taught: called between the warm-up and the first measured prompt.
+
+        A drafter whose memory outlives a sequence has to define it; what belongs to a slot is begun anew anyway.
+        """
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a drafting model made so far (0 for drafters without one)."""
+        return 0

@@ -1,0 +1,75 @@
+"""The hooks a plug-in may implement (pluggy, project and entry-point group ``crossdraft``).
+
+A plug-in is a module, named by an entry point of the group ``crossdraft``, whose functions are marked with
+``@hookimpl``; it implements the hooks it needs and no others::
+
+    from crossdraft import hookimpl
+
+    @hookimpl
+    def crossdraft_register_drafters(register):
+        register("my-drafter", "my_package.my_drafter:MyDrafter", summary="one line for `crossdraft list`")
+
+``register(name, reference, summary="")`` takes the object, or better ``"package.module:object"``, which is
+imported only when somebody asks for that name. Keep the plug-in module itself free of heavy imports:
+``crossdraft list`` imports every plug-in. The hooks work at the edges; the decoding round is plain method
+calls on the registered classes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import pluggy
+
+hookspec = pluggy.HookspecMarker("crossdraft")
+hookimpl = pluggy.HookimplMarker("crossdraft")
+
+
+class Register(Protocol):
+    """What a plug-in calls, once for each name it provides."""
+
+    def __call__(self, name: str, reference: Any, summary: str = "") -> None: ...
+
+
+@hookspec
+def crossdraft_register_drafters(register: Register) -> None:
+    """Register subclasses of `crossdraft.Drafter`, each under its own ``name``."""
+
+
+@hookspec
+def crossdraft_register_verifiers(register: Register) -> None:
+    """Register subclasses of `crossdraft.Verifier`, each under its own ``name``."""
+
+
+@hookspec
+def crossdraft_register_trainers(register: Register) -> None:
+    """Register what ``crossdraft train`` can train: subclasses of `crossdraft.TrainingConfig`."""
+
+
+@hookspec
+def crossdraft_register_models(register: Register) -> None:
+    """Register models: a `ModelSource`, the `Path` of a model, or a function without arguments giving one."""
+
+
+@hookspec
+def crossdraft_register_backends(register: Register) -> None:
+    """Register subclasses of `crossdraft.Backend`, each under its own ``name``: kinds of model that can be run."""
+
+
+@hookspec
+def crossdraft_register_prompts(register: Register) -> None:
+    """Register prompt sources (see `crossdraft.framework.runs.prompts`)."""
+
+
+@hookspec
+def crossdraft_register_recipes(register: Register) -> None:
+    """Register recipes: the `Path` of a YAML file."""
+
+
+@hookspec
+def crossdraft_run_started(run: Mapping[str, Any]) -> None:
+    """A run begins. `run` holds at least ``name``, ``directory`` (a string) and ``cells`` (their number)."""
+
+
+@hookspec
+def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
+    """A cell of `run` is on disk. `cell` holds at least ``id``, ``config`` and ``metrics``."""

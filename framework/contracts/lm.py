@@ -1,0 +1,76 @@
+"""The protocol of a causal language model that grows and prunes token trees, one per slot.
+
+The target, the small-LM drafter and the exact toy models of the certificate all stand behind it; the decode
+loop and the drafters know nothing else about a model.
+
+A slot holds *committed* tokens, whose keys and values are kept, and *speculative* nodes grown since. The last
+token of a sequence is never in the model yet: it is the root that the next ``grow`` feeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LM(Protocol):
+    """A causal LM with ``batch_size`` slots."""
+
+    batch_size: int
+    vocab_size: int
+    device: torch.device
+    #: Per slot, committed tokens held (keys and values), not counting speculative nodes.
+    lengths: list[int]
+    #: Longest sequence the model can attend over, or ``None`` if unbounded.
+    context_length: int | None
+    #: Forward passes made so far, prefill not counted.
+    passes: int
+    #: Layers whose hidden states ``begin`` and ``grow`` return, see `DraftTraits.hidden_layers`; may be set any time.
+    hidden_layers: tuple[float, ...]
+
+    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        """Slot ``row`` starts over with all of ``prompt`` but its last token.
+
+        Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers asked for, if any were.
+        """
+        ...
+
+    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Add speculative nodes and score them in one forward pass.
+
+        Args:
+            tokens: ``[B, W]`` int64.
+            parents: ``[B, W]`` int64, index of each node's parent among the speculative nodes grown since
+                the last ``keep`` (-1 = the last committed token); ``None`` = a chain that continues from the
+                last speculative node. One tree may be grown in several calls.
+
+        Returns:
+            ``logits [B, W, V]`` of the token after each node, and their hidden states ``[B, W, L, H]`` or None.
+        """
+        ...
+
+    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        """Commit ``counts[b]`` speculative nodes of each row and drop the others.
+
+        ``path [B, D]`` names them, root side first; ``None`` = the first ones in the order grown.
+        """
+        ...
+
+    def retire(self, row: int) -> None:
+        """Forget slot ``row``."""
+        ...
+
+    def fork(self, layers: Sequence[int]) -> LM:
+        """The same slots of a model that runs only these ``layers``, in this order, and then the model's own head.
+
+        For drafters that are part of their target: weights are shared, and so are keys and values. A fork attends over
+        what the model itself computed for committed tokens in those layers; it never changes them, and forgets its own
+        nodes when the model keeps its. ``begin`` and ``keep`` of a fork compute nothing.
+
+        Raises:
+            ModelError: a layer that there is not, or a model that cannot run some of its layers.
+        """
+        ...

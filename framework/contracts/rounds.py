@@ -1,0 +1,68 @@
+"""What a round did to a row, what a finished sequence is, and what a watcher of rounds is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .draft import Draft, Scores, Verdict
+
+
+@dataclass
+class Round:
+    """What happened to one row in one round.
+
+    Attributes:
+        tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
+        emitted: tokens committed, correction or bonus included.
+        nodes: drafted tokens the target evaluated for this row.
+        width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
+        survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
+    """
+
+    tau: int
+    emitted: int
+    nodes: int
+    width: int
+    survival: float | None = None
+
+
+@dataclass
+class Response:
+    """One finished sequence.
+
+    Attributes:
+        index: which prompt it answers (its position in the run).
+        tokens: the generated tokens, a final end-of-sequence token included.
+        finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
+        rounds: its rounds, in order.
+        text: the decoded tokens, filled in by :func:`crossdraft.generate`.
+    """
+
+    index: int
+    tokens: list[int]
+    finish: str
+    rounds: list[Round]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """A round that is over, as ``Decoder(on_round=...)`` tells it: for traces, progress, studies of acceptance.
+
+    The tensors are the round's own and are not copied: keep what you need, write into nothing.
+
+    Attributes:
+        draft: what was drafted, probes included.
+        scores: the target's laws after the root and every node.
+        verdict: what the verifier decided.
+        prompts: per slot, the index of the prompt that it decodes; ``None`` for a free slot.
+        accepted: per slot, tau.
+        emitted: per slot, the tokens committed; empty for a free slot.
+    """
+
+    draft: Draft
+    scores: Scores
+    verdict: Verdict
+    prompts: list[int | None]
+    accepted: list[int]
+    emitted: list[list[int]]

@@ -1,0 +1,205 @@
+"""The contract of what can be trained: a config, which a plug-in registers, and the trainee that it makes.
+
+A kind of training is one file: a :class:`TrainingConfig` with the options of that kind (each is an option of the
+command line, and of the checkpoint, which refuses to go on with others), and a :class:`Trainee` that knows the
+student, its loss and the layout it is written in. Texts, the target's features, steps, checkpoints and the model card
+are the trainer's.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UsageError
+from .models import LoadedModel
+
+
+@dataclass(frozen=True)
+class Text:
+    """One conversation: ``prompt`` and ``response`` token ids; only the response is trained on."""
+
+    prompt: list[int]
+    response: list[int]
+    source: str
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.response
+
+
+#: What is minimised between the target's law p and the student's q: KL(p, q), KL(q, p) or 1 - sum min(p, q).
+#: Y. Zhou, K. Lyu, A. S. Rawat, A. K. Menon, A. Rostamizadeh, S. Kumar, J.-F. Kagy, R. Agarwal, "DistillSpec:
+#: Improving Speculative Decoding via Knowledge Distillation", 2024.
+Divergence = Literal["forward-kl", "reverse-kl", "tv"]
+
+
+def option(default: Any, help: str, **argparse: Any) -> Any:
+    """A field of a `TrainingConfig` that is an option of the command line too; ``argparse``: type and choices."""
+    return field(default=default, metadata={"help": help, **argparse})
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """``"0,1,29"`` -> (0, 1, 29)."""
+    return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(ABC):
+    """How to train. A subclass is one kind of training; it may add options and give these other defaults.
+
+    The learning rate is warmed up linearly and then falls along a cosine to 5 % of its peak.
+    """
+
+    #: The registered name.
+    name: ClassVar[str]
+
+    divergence: str = option(
+        "forward-kl", "what is minimised between the target's law and the student's", choices=get_args(Divergence)
+    )
+    epochs: int = option(3, "passes over the training texts")
+    minutes: float = option(0.0, "training time, in minutes, after which to stop; 0: all epochs")
+    batch_tokens: int = option(2048, "padded tokens a step")
+    learning_rate: float = option(6e-4, "of AdamW at its peak")
+    warm_up: int = option(30, "steps until the learning rate is at its peak")
+    weight_decay: float = option(0.01, "of AdamW")
+    save_minutes: float = option(10.0, "minutes of training between checkpoints")
+    start_from: str = option(
+        "", "a drafter of this kind (registered name, directory or Hub id) whose weights training starts from"
+    )
+    seed: int = option(0, "of the order of texts, of initial weights and of sampled tokens")
+
+    @abstractmethod
+    def trainee(self, target: LoadedModel) -> Trainee:
+        """What is trained. Raises UsageError for options that do not fit the target."""
+
+    def fitted(self, target: LoadedModel) -> Self:
+        """The same with defaults that depend on the target filled in."""
+        return self
+
+    @classmethod
+    def options(cls) -> Iterable[tuple[str, Any, dict[str, Any]]]:
+        """Name, default, and keyword arguments for ``add_argument`` of every option."""
+        for name, entry in cls.__dataclass_fields__.items():
+            if entry.metadata:
+                assert entry.default is not MISSING
+                settings = dict(entry.metadata)
+                settings.setdefault("type", type(entry.default))
+                yield name, entry.default, settings
+
+
+@dataclass
+class Batch:
+    """Texts, padded on the right, and what the target says about them.
+
+    Attributes:
+        ids: ``[n, L]`` int64 tokens.
+        mask: ``[n, L]`` 1 where there is a token.
+        predicts: ``[n, L]`` bool, the token after this one belongs to a response.
+        hidden: ``[n, L, layers, H]`` the target's hidden states of the layers that the trainee asked for, float32.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    predicts: Tensor
+    hidden: Tensor
+
+    def drafts(self, position: int) -> Tensor:
+        """``[n, L - 1 - position]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
+
+        Drafted are response tokens; the first root is the prompt's last token. The target's law of the drafted token
+        stands at t + 1 + ``position``.
+        """
+        return self.predicts[:, 1 : self.ids.shape[1] - position] & self.predicts[:, 1 + position :]
+
+
+class Trainee(ABC):
+    """A student, its loss, and the layout that it is written in.
+
+    Attributes:
+        student: the module; what of it requires a gradient is trained and kept in checkpoints. May be made in
+            `prepare`.
+        hidden_layers: hidden states of the target that it reads, as in `DraftTraits.hidden_layers` but resolved:
+            0 = embeddings, i = output of layer i, -1 = after the final norm.
+        drafter: config of a drafter that uses the result, without ``model``.
+    """
+
+    student: nn.Module
+    hidden_layers: tuple[int, ...] = (-1,)
+    drafter: dict[str, Any]
+
+    def __init__(self, target: LoadedModel, recipe: Any):
+        self.target, self.recipe = target, recipe
+
+    def prepare(self, texts: Sequence[Text]) -> None:
+        """Make what depends on the training texts; called once, before anything else."""
+
+    def start_from(self, name: str) -> None:
+        """Take over the weights of a drafter; called before `prepare`.
+
+        Raises:
+            UsageError: it does not fit the recipe, or cannot be trained further.
+            ModelError: it cannot be read.
+        """
+        raise UsageError(f"this kind of drafter cannot start from another one; leave out --start-from {name}")
+
+    @property
+    def head(self) -> Tensor:
+        """``[V, H]``, the target's."""
+        module: Any = self.target.model.get_output_embeddings()
+        return module.weight
+
+    @property
+    def target_name(self) -> str:
+        """Of the target, for people: of a directory the last part, as a card is read on other machines."""
+        return public(self.target.name)
+
+    @property
+    def start_name(self) -> str:
+        """Of the drafter that training starts from, likewise."""
+        return public(self.recipe.start_from)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What the optimiser changes, by name."""
+        return {name: weight for name, weight in self.student.named_parameters() if weight.requires_grad}
+
+    @abstractmethod
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """The loss, and an estimate of sum_x min(p, q) for the first drafted token (a mean; for the progress bar)."""
+
+    @abstractmethod
+    def acceptance(self, batch: Batch) -> list[Tensor]:
+        """Per position of a draft, ``[tokens]``: sum_x min(p, q) at temperature 1, given the text before it.
+
+        One entry if the position makes no difference. Called without gradients.
+        """
+
+    @abstractmethod
+    def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
+        """Write the result in the layout that its drafter loads."""
+
+    @abstractmethod
+    def describe(self) -> tuple[str, str, str]:
+        """For the model card: its title, a paragraph, and what was minimised; without line breaks."""
+
+
+def bfloat16_copy(module: nn.Module) -> nn.Module:
+    """A copy to write to disk, its parameters rounded to bfloat16."""
+    twin = copy.deepcopy(module)
+    for weight in twin.parameters():
+        weight.data = weight.data.to(torch.bfloat16)
+    return twin
+
+
+def public(name: str) -> str:
+    """A path cut to its last part, anything else as it is: a card names files, not the machine they were on."""
+    path = Path(name)
+    return path.name if path.is_absolute() else name

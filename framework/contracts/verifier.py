@@ -1,0 +1,122 @@
+"""The contract of a verifier: the rule that turns (draft, q, p) into an accepted path and one more token.
+
+A verifier is one class in one file: a registered ``name``, a pydantic ``Config``, its ``traits``, and
+``verify``. It never sees a model; it sees laws. A lossless verifier keeps the target's distribution for every
+draft whose ``q`` is honest, which ``crossdraft certify`` proves by enumeration.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .draft import Draft, Drawn, Verdict
+from .drafter import DraftTraits, StrategyConfig
+from .rng import RoundRng
+from .sampling import Sampling
+
+
+@dataclass(frozen=True)
+class VerifierTraits:
+    """What a verifier accepts and promises.
+
+    Attributes:
+        drawn: the shapes of draft it can judge.
+        pairs_only: of drafts without replacement it can judge only two children of the root with a chain below each.
+        lossless: whether the output keeps the target's distribution exactly.
+        temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
+        stateful: it carries per-row state from one round to the next.
+        modifies_target: its state is a modification of the target by the drafter's law, so sampled drafts must be
+            replayable (see `DraftTraits`).
+    """
+
+    drawn: frozenset[Drawn]
+    pairs_only: bool = False
+    lossless: bool = True
+    temperature_zero_only: bool = False
+    stateful: bool = False
+    modifies_target: bool = False
+
+
+class Verifier(ABC):
+    """Base class of all verifiers. Stateless rules implement ``verify`` alone."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    def __init__(self, config: StrategyConfig | None = None):
+        self.config = config if config is not None else self.Config()
+
+    @classmethod
+    @abstractmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        """What a verifier with this ``config`` accepts and promises; decided before any model is loaded."""
+
+    def begin(self, row: int) -> None:
+        """Slot ``row`` starts a new sequence: forget what was kept for it."""
+
+    @abstractmethod
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
+
+    def held(self, draft: Draft) -> tuple[Tensor, ...]:
+        """What `judge` reads of the state, as tensors on the device; see there."""
+        return ()
+
+    def judge(self, draft: Draft, p: Tensor, rng: RoundRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
+        """``verify`` as a function of tensors alone, which can be compiled; returns what `hold` is to be given, too.
+
+        A rule without state need not define it. One with state can be compiled if it does, with `held` and `hold`.
+        """
+        return (self.verify(draft, p, rng),)
+
+    def hold(self, *new: Tensor) -> None:
+        """Keep what `judge` returned after its verdict, until `observe`."""
+
+    def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
+        """The round is over: per slot, tau and the number of drafted nodes, now known on the host."""
+
+    def retire(self, row: int) -> None:
+        """Slot ``row`` is free."""
+
+    def snapshot(self, row: int) -> Hashable:
+        """The state kept for ``row``, hashable, ``None`` if there is none; the certificate merges equal states."""
+        return None
+
+    def restore(self, row: int, snapshot: Hashable) -> None:
+        """Put back what :meth:`snapshot` returned."""
+
+
+def incompatible(
+    drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits, sampling: Sampling
+) -> str | None:
+    """Why this pair cannot run, as a sentence, or ``None`` if it can. Decided before any model is loaded."""
+    if traits.temperature_zero_only and sampling.temperature > 0:
+        return (
+            f"verifier '{verifier}' compares with the target's argmax and needs temperature 0, but the temperature is "
+            f"{sampling.temperature:g}; use 'token' or 'block' for sampling"
+        )
+    if draft.temperature_zero_only and sampling.temperature > 0:
+        return f"drafter '{drafter}' needs temperature 0, but the temperature is {sampling.temperature:g}"
+    if draft.drawn is None:
+        return None
+    if draft.drawn in traits.drawn:
+        if traits.modifies_target and not (draft.point_mass or draft.replayable):
+            return (
+                f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs drafts of a length "
+                "fixed beforehand whose laws depend on the committed tokens alone, which drafter "
+                f"'{drafter}' does not promise; use 'block'"
+            )
+        pair = draft.branching is not None and draft.branching[:1] == (2,) and set(draft.branching[1:]) <= {1}
+        if traits.pairs_only and draft.drawn == "without_replacement" and not pair:
+            return (
+                f"verifier '{verifier}' judges a tree without replacement only with branching [2, 1, 1, ...], which "
+                f"drafter '{drafter}' does not draw; use 'traversal' or 'specinfer'"
+            )
+        return None
+    accepted = ", ".join(sorted(traits.drawn))
+    return f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"

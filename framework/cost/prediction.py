@@ -1,0 +1,163 @@
+"""From acceptance and cost curves to tokens/s and speed-up, at any batch size.
+
+Acceptance does not depend on the machine or the batch size, time does; so a pair's acceptance (`CellStatistics`) and
+the curves of its models give its speed elsewhere (`predict`):
+
+    seconds a round = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + the rest
+    tokens/s        = rows in use x tokens a round / seconds a round
+
+and plain decoding has one row, no draft and one token a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..contracts.errors import UsageError
+from .curve import Curve
+
+
+@dataclass(frozen=True)
+class CellStatistics:
+    """What the speed of a pair depends on beside the curves of its models.
+
+    Attributes:
+        batch_size: rows that every pass computes.
+        occupied: mean number of them that hold a sequence: less than all once prompts run out.
+        tokens_per_round: tokens a row emits in a round: the block efficiency.
+        widths: share of the rounds by nodes of the widest row; the target evaluates one position more.
+        context: mean length of the longest row, in tokens.
+        passes: forward passes of the drafting model in a round; draft_width: tokens of a row in each of them.
+        draft_seconds: of a round's drafting, for drafters whose passes have no curve.
+        other_seconds: of a round's verification and bookkeeping.
+        acceptance: Pr(tau >= i) for i = 1, 2, ...
+    """
+
+    batch_size: int
+    occupied: float
+    tokens_per_round: float
+    widths: Mapping[int, float]
+    context: float
+    passes: float = 0.0
+    draft_width: float = 1.0
+    draft_seconds: float = 0.0
+    other_seconds: float = 0.0
+    acceptance: tuple[float, ...] = ()
+
+    @classmethod
+    def chain(cls, batch_size: int, gamma: int, acceptance: float, context: float) -> CellStatistics:
+        """Token verification of chains of ``gamma`` tokens, each accepted with the same probability if all before
+        it were: E[tau] + 1 = (1 - a^(gamma+1)) / (1 - a) (Leviathan, Kalman and Matias, "Fast inference from
+        transformers via speculative decoding", 2023, eq. 1). A pass of the drafting model for each token."""
+        survival = tuple(acceptance**i for i in range(1, gamma + 1))
+        return cls(batch_size, batch_size, 1 + sum(survival), {gamma: 1.0}, context, gamma, acceptance=survival)
+
+    def plain(self) -> CellStatistics:
+        """Plain decoding of the same rows, with the same bookkeeping."""
+        return replace(self, tokens_per_round=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=())
+
+    def at(self, batch_size: int) -> CellStatistics:
+        """The same pair with ``batch_size`` rows, all in use. Times without a curve are taken to grow with the rows."""
+        ratio = batch_size / self.batch_size
+        return replace(
+            self,
+            batch_size=batch_size,
+            occupied=batch_size,
+            draft_seconds=self.draft_seconds * ratio,
+            other_seconds=self.other_seconds * ratio,
+        )
+
+    def cut(self, gamma: int) -> CellStatistics:
+        """Chains cut to ``gamma`` tokens. Exact for token verification of chains that all were that long;
+        a rule that looks ahead (block verification) does slightly worse with less to look at.
+
+        Raises:
+            UsageError: ``gamma`` is longer than what was measured, or the drafts were trees.
+        """
+        if max(self.widths) > len(self.acceptance):
+            raise UsageError(
+                f"drafts of {max(self.widths)} nodes that go {len(self.acceptance)} deep are trees; "
+                "only chains can be cut to another gamma"
+            )
+        if gamma > len(self.acceptance):
+            raise UsageError(
+                f"acceptance was measured for drafts of up to {len(self.acceptance)} tokens, not {gamma}; "
+                f"run a cell with gamma {gamma}"
+            )
+        widths: dict[int, float] = {}
+        for nodes, share in self.widths.items():
+            widths[min(nodes, gamma)] = widths.get(min(nodes, gamma), 0.0) + share
+        longest = max(self.widths)
+        ratio = gamma / longest if longest > gamma else 1.0
+        return replace(
+            self,
+            tokens_per_round=self.tokens_per_round - sum(self.acceptance[gamma:]),
+            widths=widths,
+            passes=self.passes * ratio,
+            draft_seconds=self.draft_seconds * ratio,
+            acceptance=self.acceptance[:gamma],
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A pair's predicted round.
+
+    Attributes:
+        target, draft, other: seconds of a round's parts.
+        tokens_per_second: of all rows together.
+        speed_up: over plain decoding, predicted the same way.
+    """
+
+    target: float
+    draft: float
+    other: float
+    tokens_per_second: float
+    speed_up: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a round."""
+        return self.target + self.draft + self.other
+
+
+def predict(
+    cell: CellStatistics, target: Curve, drafter: Curve | None = None, baseline: CellStatistics | None = None
+) -> Prediction:
+    """Seconds a round, tokens/s and speed-up of a pair.
+
+    Args:
+        target, drafter: curves of the two models; without the drafter's, ``cell.draft_seconds`` counts.
+        baseline: statistics of plain decoding; `CellStatistics.plain` by default.
+    """
+    mine = _round(cell, target, drafter)
+    plain = _round(baseline or cell.plain(), target, None)
+    return replace(mine, speed_up=mine.tokens_per_second / plain.tokens_per_second)
+
+
+def _round(cell: CellStatistics, target: Curve, drafter: Curve | None) -> Prediction:
+    b, context = cell.batch_size, cell.context
+    scoring = sum(share * target.seconds(b, nodes + 1, context) for nodes, share in cell.widths.items())
+    if drafter is None:
+        drafting = cell.draft_seconds
+    else:
+        drafting = cell.passes * drafter.seconds(b, cell.draft_width, context)
+    total = scoring + drafting + cell.other_seconds
+    return Prediction(scoring, drafting, cell.other_seconds, cell.occupied * cell.tokens_per_round / total)
+
+
+def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int | None:
+    """The least batch size from which on every speed-up is below 1; None if the last one is not."""
+    below = None
+    for b, speed_up in sorted(zip(batch_sizes, speed_ups, strict=True), reverse=True):
+        if speed_up >= 1:
+            break
+        below = b
+    return below
+
+
+def pays_until(speed_ups: Mapping[int, float]) -> int:
+    """The greatest batch size before `stops_paying`; 0 if it is the least one that stops."""
+    stop = stops_paying(list(speed_ups), list(speed_ups.values()))
+    return max((b for b in speed_ups if stop is None or b < stop), default=0)

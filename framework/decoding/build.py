@@ -1,0 +1,198 @@
+"""The one place that builds a decoder, for `generate`, the bench, training, the certificate and studies alike.
+
+A `DraftContext` says what the drafter may ask for; `TargetContext` is that of a loaded target. `build_decoder` puts the
+drafter that is made with it, the target's slots and the verifier together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from ..contracts.drafter import DraftContext, Drafter, Runner
+from ..contracts.errors import ModelError, UsageError
+from ..contracts.lm import LM
+from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
+from ..contracts.rng import CounterRng, RngSource
+from ..contracts.rounds import RoundEvent
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import Verifier, incompatible
+from ..models.checkpoint import load_checkpoint
+from ..models.load import load_model, same_tokenizer
+from ..models.shared_embedding import shares_embedding
+from ..plugins import get
+from .cpu import speed_up_small_batches
+from .fitted import fitted
+from .fused import Fused
+from .graphs import runner_for
+from .loop import Decoder
+from .stopwatch import Stopwatch
+from .transformers_lm import TransformersLM
+
+#: A drafter or verifier: its name, or a mapping with ``name`` and the keys of its Config.
+StrategyLike = str | Mapping[str, Any]
+#: The class of a drafter or verifier and its validated config.
+Configured = tuple[type[Any], Any]
+
+
+def configured(kind: str, strategy: StrategyLike) -> Configured:
+    """The class and validated config of a drafter (``kind`` "drafters") or verifier ("verifiers").
+
+    Raises UnknownNameError, or UsageError naming the key that does not fit.
+    """
+    options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise UsageError(f"a {kind[:-1]} needs a 'name', got {strategy!r}")
+    cls = get(kind, name)
+    try:
+        return cls, cls.Config(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{kind[:-1]} '{name}', key '{key}': {first['msg']}; "
+            f"its keys are {', '.join(cls.Config.model_fields) or 'none'}"
+        ) from None
+
+
+def make_verifier(strategy: StrategyLike) -> Verifier:
+    """A verifier by name, or by a mapping with ``name`` and its options; for rules that wrap another one, too."""
+    cls, config = configured("verifiers", strategy)
+    return cls(config)
+
+
+def check_pair(drafter: Configured, verifier: Configured, sampling: Sampling) -> None:
+    """Raise UsageError, a sentence, for a drafter and a verifier that cannot run together at these parameters."""
+    (drafting, config), (rule, options) = drafter, verifier
+    traits = drafting.traits(config, sampling), rule.traits(options)
+    if reason := incompatible(drafting.name, traits[0], rule.name, traits[1], sampling):
+        raise UsageError(reason)
+
+
+def slot_length(sequence: int, drafters: Iterable[Configured], sampling: Sampling) -> int:
+    """Tokens that a slot has to hold: the longest ``sequence``, a root, and the widest draft of any of ``drafters``."""
+    return sequence + 1 + max(drafting.traits(config, sampling).nodes for drafting, config in drafters)
+
+
+def make_slots(loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
+    """Slots of a loaded model, made by its backend."""
+    return get("backends", loaded.backend)().slots(loaded, batch_size, max_length)
+
+
+def load_drafting_model(name: str, target: LoadedModel) -> LoadedModel:
+    """A model that is to draft for ``target``: on its device, in its dtype, with its embedding if that is left out."""
+    same = {"dtype": target.model.dtype, "device": target.model.device} if target.backend == TRANSFORMERS else {}
+    share_with = target if target.backend == TRANSFORMERS and shares_embedding(name, target) else None
+    return load_model(name, share_with=share_with, **same)
+
+
+@dataclass
+class TargetContext(DraftContext):
+    """What a drafter may ask for where the target is a loaded model.
+
+    Attributes:
+        loaded: the target.
+        sequence: longest sequence of prompt and output, in tokens; a drafting model must reach as far.
+        load: how drafting models are loaded, `load_drafting_model` by default; the bench keeps them.
+        used: every model that the drafter asked for: digest, source, and whether it is heads, by name.
+    """
+
+    loaded: LoadedModel = field(kw_only=True)
+    sequence: int = field(kw_only=True)
+    load: Callable[[str, LoadedModel], LoadedModel] = field(kw_only=True, default=load_drafting_model)
+    used: dict[str, dict[str, Any]] = field(kw_only=True, default_factory=dict)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, lm: LM, sampling: Sampling, *, slot: int, **more: Any) -> TargetContext:
+        """That of a loaded target and its slots, each ``slot`` tokens long."""
+        return cls(
+            sampling=sampling,
+            batch_size=lm.batch_size,
+            max_length=slot,
+            vocab_size=lm.vocab_size,
+            device=lm.device,
+            target=lm,
+            target_model=loaded.model if loaded.backend == TRANSFORMERS else None,
+            target_name=loaded.name,
+            tokenizer=loaded.tokenizer,
+            loaded=loaded,
+            **more,
+        )
+
+    def load_model(self, name: str) -> LoadedModel:
+        found = self.load(name, self.loaded)
+        self.used[name] = {"sha256": found.sha256, "source": found.source}
+        return found
+
+    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+        found = self.load_model(name)
+        if ids is None:
+            difference = "its tokenizer is not known" if self.tokenizer is None else None
+            difference = difference or same_tokenizer(self.tokenizer, found.tokenizer)
+            if difference:
+                raise ModelError(f"'{name}' cannot draft for '{self.target_name}': {difference}")
+        if found.context_length is not None and found.context_length < self.sequence:
+            raise ModelError(
+                f"'{name}' has a context of {found.context_length} tokens, but sequences reach {self.sequence} here; "
+                "shorten the prompts or max_new_tokens, or take another drafting model"
+            )
+        return fitted(make_slots(found, self.batch_size, self.max_length + room), self.vocab_size, ids, unknown)
+
+    def load_heads(self, name: str) -> Checkpoint:
+        found = load_checkpoint(name)
+        self.used[name] = {"sha256": found.sha256, "source": found.source, "heads": True}
+        return found
+
+    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
+        return TransformersLM(module, self.batch_size, self.max_length + room)
+
+    def runner(self, module: nn.Module) -> Runner:
+        speed_up_small_batches(module)
+        return runner_for(module)
+
+
+def build_decoder(
+    context: DraftContext,
+    drafter: Configured | Callable[[DraftContext], Drafter],
+    verifier: Configured | Verifier,
+    *,
+    eos: Iterable[int] = (),
+    max_new_tokens: int = 128,
+    rng: RngSource | None = None,
+    stopwatch: Stopwatch | None = None,
+    on_round: Callable[[RoundEvent], None] | None = None,
+    compile_verifier: bool = False,
+) -> Decoder:
+    """A decoder for a pair, over the slots of ``context.target``.
+
+    Args:
+        drafter: its class and config, or what makes it.
+        verifier: its class and config, or the verifier itself.
+        compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
+        eos, max_new_tokens, rng, stopwatch, on_round: see `Decoder`.
+
+    Raises:
+        UsageError: a pair that is incompatible (says why); only classes and configs are checked.
+        ModelError: a model or heads that the drafter asks for and cannot have.
+    """
+    if not callable(drafter) and not isinstance(verifier, Verifier):
+        check_pair(drafter, verifier, context.sampling)
+    rule = verifier if isinstance(verifier, Verifier) else verifier[0](verifier[1])
+    assert context.target is not None
+    context.final_law = rule.traits(rule.config).modifies_target
+    return Decoder(
+        context.target,
+        drafter(context) if callable(drafter) else drafter[0](drafter[1], context),
+        Fused(rule) if compile_verifier and Fused.takes(rule) else rule,
+        sampling=context.sampling,
+        eos=eos,
+        max_new_tokens=max_new_tokens,
+        rng=rng if rng is not None else CounterRng(0),
+        stopwatch=stopwatch,
+        on_round=on_round,
+    )

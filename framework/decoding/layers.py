@@ -1,0 +1,42 @@
+"""A model with some of its layers: everything is shared, nothing is copied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..contracts.errors import ModelError
+
+
+def with_layers(model: Any, layers: Sequence[int]) -> Any:
+    """A causal LM that shares everything with ``model`` but runs only these of its decoder's layers, in this order."""
+    count, decoder = model.config.get_text_config().num_hidden_layers, model.get_decoder()
+    stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(stacks) != 1:
+        raise ModelError(
+            f"{type(model).__name__} has no one list of {count} layers, so some of them cannot be run alone"
+        )
+    if not layers or any(not 0 <= layer < count for layer in layers) or list(layers) != sorted(set(layers)):
+        raise ModelError(
+            f"{type(model).__name__} has layers 0 to {count - 1}; name some of them, ascending, not {layers}"
+        )
+    config = copy.copy(decoder.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    place = next(name for name, module in model.named_modules() if module is decoder)
+    twin = at = _shallow(model)
+    for part in place.split("."):  # copies of what holds the layers, and of nothing else
+        at._modules[part] = at = _shallow(at._modules[part])
+    at.config = config
+    at._modules[stacks[0]] = nn.ModuleList(at._modules[stacks[0]][layer] for layer in layers)
+    return twin
+
+
+def _shallow(module: nn.Module) -> Any:
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

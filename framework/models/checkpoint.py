@@ -1,0 +1,77 @@
+"""Checkpoints of heads: a config and tensors by name, in whatever layout they were published.
+
+Drafting heads are no models of their own: they read the target's features and come as bare tensors in a dozen
+layouts, many of them as PyTorch files. This module reads the tensors; which layout they are in, the drafter that
+knows it tells from the keys. PyTorch files are read with ``weights_only=True``: what is more than tensors, and could
+run code, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..contracts.errors import ModelError
+from ..contracts.models import Checkpoint
+from .digests import weight_files, weights_sha256
+from .resolve import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load_checkpoint(name: str) -> Checkpoint:
+    """The heads called ``name``: a registered name, a directory or a Hub id, as :func:`resolve` reads it.
+
+    Safetensors are preferred where both forms lie side by side.
+
+    Raises:
+        UsageError, UnknownNameError: a name that cannot be any of these.
+        ModelError: no such heads, or files that are damaged, incomplete or more than tensors.
+    """
+    found = resolve(name, heads=True)
+    path = found.path
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path / 'config.json'} must hold an object, not a {type(config).__name__}")
+    files = weight_files(path)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        here = _safetensors(file) if file.suffix == ".safetensors" else _pytorch(file)
+        if twice := sorted(here.keys() & tensors.keys()):
+            raise ModelError(f"{path} holds {twice[0]} in more than one file ({file.name} is one of them)")
+        tensors |= here
+    return Checkpoint(name, path, config, tensors, found.source, weights_sha256(path))
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, struct.error, OSError) as error:
+        raise ModelError(f"{file} is damaged or no safetensors file: {str(error).splitlines()[0]}") from None
+
+
+def _pytorch(file: Path) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ModelError(
+            f"{file} is a pickle of more than tensors, which could run code when it is read; convert it to safetensors "
+            "where you trust it"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ModelError(f"{file} is damaged or no PyTorch file: {(str(error).splitlines() or ['empty'])[0]}") from None
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise ModelError(f"{file} does not hold tensors by name; heads are a dictionary of tensors")
+    return {str(key): tensor for key, tensor in found.items()}

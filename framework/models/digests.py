@@ -1,0 +1,52 @@
+"""Digests: which weights a result was made with."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: PyTorch's own files, which heads are also published as.
+PYTORCH_FILES = ("*.bin", "*.pt", "*.pth")
+
+
+def embedding_sha256(weight: torch.Tensor) -> str:
+    """The SHA-256 of a weight rounded to bfloat16, row by row, little-endian.
+
+    Rounded, so that a model has one digest whether it is loaded in float32 or in bfloat16.
+    """
+    import torch
+
+    bits = weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy()
+    return hashlib.sha256(bits.astype("<i2", copy=False).tobytes()).hexdigest()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with weights of a model directory: safetensors where there are any, else PyTorch's."""
+    return sorted(directory.glob("*.safetensors")) or sorted(f for p in PYTORCH_FILES for f in directory.glob(p))
+
+
+def weights_sha256(path: Path) -> str:
+    """The SHA-256 of a file; of a directory's safetensors file, or of ``sha256sum *.safetensors`` if there are several.
+
+    Heads that have none: of their PyTorch files. A directory of another backend: of all its files.
+    """
+    files = [path] if path.is_file() else weight_files(path)
+    files = files or sorted(file for file in path.iterdir() if file.is_file())
+    digests = [_file_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    if len(digests) == 1:
+        return digests[0]
+    listing = "".join(f"{digest}  {file.name}\n" for digest, file in zip(digests, files, strict=True))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
+    """The digest of a file; its size and time are in the key, so that a changed file is read again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

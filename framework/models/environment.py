@@ -1,0 +1,91 @@
+"""What a result must say about the machine and the software that produced it.
+
+`describe` is what ``crossdraft env`` prints and what every run stores beside its numbers. Only `describe`
+imports PyTorch.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .device import cache_dir, cpu_features, lines_of, pick_device, pick_dtype
+
+PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")
+PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")
+
+
+def describe() -> dict[str, Any]:
+    """Versions, machine, devices and the choices crossdraft makes from them; plain values, ready for JSON."""
+    import torch
+
+    device = pick_device("auto")
+    return {
+        "versions": {package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "features": sorted(cpu_features()),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "memory_gib": _memory_gib(),
+        "cuda": torch.version.cuda,
+        "gpus": [_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())],
+        "device": str(device),
+        "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
+        "attention": "sdpa",  # what transformers chooses unless a model or a recipe says otherwise
+        "flash_attn": _version("flash-attn"),
+        "cache_dir": str(cache_dir()),
+        "git_commit": git_commit(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this runs from, ``+changes`` if files differ; None outside a checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(root, "status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    for line in lines_of("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    """Physical memory; None where the system does not say (Windows)."""
+    if sys.platform == "win32":
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _gpu(properties: Any) -> dict[str, Any]:
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+    }

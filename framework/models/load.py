@@ -1,0 +1,182 @@
+"""Loading a model: by its backend, which for directories of transformers is `load_transformers`.
+
+Weights are read from safetensors only: pickles can run code when they are read, so they are refused. Nothing here knows
+about drafting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import plugins
+from ..contracts.errors import ModelError
+from ..contracts.models import LoadedModel, ResolvedModel
+from .device import pick_device, pick_dtype
+from .digests import weights_sha256
+from .resolve import first_line, listed, resolve
+from .shared_embedding import adopt_embedding, shared_embedding_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    share_with: LoadedModel | None = None,
+) -> LoadedModel:
+    """Load the causal language model called `name` (see `resolve`) for inference.
+
+    Args:
+        dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
+        device: a torch device or its name; for ``"auto"`` see `pick_device`.
+        trust_remote_code: let the model run Python code from its own directory.
+        attn_implementation: passed to transformers, which chooses if it is None.
+        share_with: for a model that leaves out its embedding, the loaded model to take it from: the very
+            same tensor is used. Without it, the model that ``crossdraft.json`` names is loaded for it.
+            An ``"auto"`` dtype or device is then that of this model.
+
+    Raises:
+        UsageError: an unknown name, dtype or device.
+        ModelError: a model that is incomplete, damaged, pickled, or has weights missing: never run with
+            weights that were made up.
+    """
+    found = resolve(name)
+    backend = plugins.get("backends", found.backend)()
+    return backend.load(
+        found,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        share_with=share_with,
+    )
+
+
+def load_transformers(
+    found: ResolvedModel,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    share_with: LoadedModel | None = None,
+) -> LoadedModel:
+    """`load_model` of a directory as transformers writes it."""
+    name = found.name
+    shares = share_with.model if share_with else None
+    place: torch.device = shares.device if device == "auto" and shares is not None else pick_device(device)
+    precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
+    shared = shared_embedding_of(found.path)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    # Quiet, because transformers warns at length about the embedding that we are about to add.
+    with _explained(name), _quiet(shared is not None):
+        from transformers import AutoModelForCausalLM
+
+        model: Any
+        loading: Any
+        model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            found.path,
+            dtype=precision,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+        model = model.to(place).eval()
+    missing, unexpected = set(loading["missing_keys"]), set(loading["unexpected_keys"])
+    owner = None
+    if shared is not None:
+        owner = share_with or load_model(
+            shared["model"], dtype=precision, device=place, trust_remote_code=trust_remote_code
+        )
+        missing -= adopt_embedding(name, model, owner, shared)
+    elif unexpected:
+        logger.warning("crossdraft: %s: weights that its model does not use: %s", name, listed(unexpected))
+        unexpected = set()
+    if missing or unexpected:
+        raise ModelError(
+            f"the weights of {name} do not fit its config.json: missing {listed(missing)}; "
+            f"unexpected {listed(unexpected)}"
+        )
+    tokenizer = _tokenizer(name, found.path, owner, options)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        source=found.source,
+        sha256=weights_sha256(found.path),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
+    """None if both give every token the same id, else a sentence that says where they differ."""
+    left, right = a.get_vocab(), b.get_vocab()
+    if left == right:
+        return None
+    if len(left) != len(right):
+        return f"the tokenizers differ: one has {len(left)} tokens, the other {len(right)}"
+    token = min((t for t in left if left[t] != right.get(t)), key=left.__getitem__)
+    other = f"id {right[token]}" if token in right else "no id"
+    return f"the tokenizers differ: {token!r} has id {left[token]} in one and {other} in the other"
+
+
+def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    if any((path / file).is_file() for file in _TOKENIZER_FILES):
+        with _explained(name):
+            return AutoTokenizer.from_pretrained(path, **options)
+    if owner is None:
+        raise ModelError(f"{name} has no tokenizer: {path} has none of {listed(_TOKENIZER_FILES)}")
+    return owner.tokenizer
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what transformers and safetensors raise about a bad directory into one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = first_line(error)
+        if "trust_remote_code" in str(error):
+            reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
+        raise ModelError(f"{name} could not be loaded: {reason}") from error
+
+
+@contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    if quiet:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

@@ -1,0 +1,135 @@
+"""Finding a model by name: a registered name, a directory or another backend's file, or a Hub id.
+
+`resolve` turns a name into a path on this machine, fetching it if it must.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import plugins
+from ..contracts.errors import ModelError, UnknownNameError, UsageError
+from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
+from .digests import PYTORCH_FILES
+
+_HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
+    """Find the model called `name`, fetching it if necessary.
+
+    `name` is, in this order: a registered name, an existing path, a Hub id ``org/name`` (or ``org/name@revision``).
+    `heads`: what is wanted is not a model of its own but heads for another one, which are published as PyTorch files
+    too (see :mod:`crossdraft.framework.models.checkpoint`).
+
+    Raises:
+        UsageError: a name that cannot be any of these.
+        ModelError: a model that is not whole, not safetensors, or cannot be fetched.
+    """
+    registered = plugins.entries("models")
+    path = Path(name).expanduser()
+    if name in registered:
+        return _from_registered(name, plugins.get("models", name), heads)
+    if path.is_dir() or path.is_file():
+        return from_path(name, path, heads=heads)
+    if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
+        raise UsageError(f"there is no model directory {name}; check the path (it is relative to {Path.cwd()})")
+    if _HUB_ID.fullmatch(name):
+        return from_hub(name, name, heads=heads)
+    raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
+
+
+def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
+    """The model at `path`: of the backend that takes it, else a directory of transformers, see `from_directory`."""
+    if not heads and not (path / "config.json").is_file():
+        for backend in plugins.entries("backends"):
+            if backend != TRANSFORMERS and plugins.get("backends", backend)().takes(path):
+                what = "directory" if path.is_dir() else "file"
+                return ResolvedModel(name, path, source or f"{what} {path.resolve()}", backend=backend)
+    if path.is_file():
+        raise UsageError(
+            f"{name} is a file that no installed backend takes; a model is a directory with config.json and "
+            "safetensors weights"
+        )
+    return from_directory(name, path, source, heads=heads)
+
+
+def from_directory(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
+    """The model in the directory `path`. Raises `ModelError` if it is not whole, or not safetensors."""
+    if not path.is_dir():
+        raise ModelError(f"the directory of {name}, {path}, does not exist")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} is no model directory: it has no config.json")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if absent := [shard for shard in shards if not (path / shard).is_file()]:
+            raise ModelError(f"{path} is not whole: it lacks {listed(absent)}")
+    elif not any(path.glob("*.safetensors")) and not (heads and any(any(path.glob(p)) for p in PYTORCH_FILES)):
+        raise ModelError(
+            f"{path} has no safetensors weights. Pickled weights (.bin, .pt) can run code, so they are not "
+            "loaded; where you trust them, convert them once: "
+            "AutoModelForCausalLM.from_pretrained(OLD, use_safetensors=False).save_pretrained(NEW)"
+        )
+    return ResolvedModel(name, path, source or f"directory {path.resolve()}")
+
+
+def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
+    """The Hub model ``org/name`` or ``org/name@revision``, downloaded if the Hub's cache lacks it."""
+    from huggingface_hub import errors, snapshot_download
+
+    parts = _HUB_ID.fullmatch(hub_id)
+    if parts is None:
+        raise UsageError(f"{hub_id!r} is not a Hub id; write org/name or org/name@revision")
+    try:
+        path = snapshot_download(
+            parts["id"],
+            revision=parts["revision"],
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", *PYTORCH_FILES * heads],
+            ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+        )
+    except errors.GatedRepoError:
+        reason = "its owner asks you to accept a licence: do so on its page, then run `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        reason = "the Hub has no such public model; check the spelling, or run `hf auth login` if it is private"
+    except errors.RevisionNotFoundError:
+        reason = f"it has no revision {parts['revision']!r}"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        reason = (
+            "it is not in the local cache and the Hub cannot be reached; connect (and unset HF_HUB_OFFLINE), "
+            "or give a directory"
+        )
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        reason = first_line(error)
+    else:
+        return ResolvedModel(
+            name,
+            from_directory(name, Path(path), heads=heads).path,
+            f"Hub {parts['id']} at {Path(path).name}",
+            parts["id"],
+        )
+    raise ModelError(f"the model {hub_id} could not be fetched: {reason}")
+
+
+def _from_registered(name: str, found: Any, heads: bool) -> ResolvedModel:
+    if callable(found):
+        found = found()
+    if isinstance(found, ModelSource):
+        return found.fetch(name)
+    provider = plugins.entries("models")[name].provider
+    return from_path(name, Path(found), f"plug-in {provider}", heads=heads)
+
+
+def first_line(error: Exception) -> str:
+    """The class of an error and what its first line says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """At most eight names, for a sentence."""
+    shown = sorted(names)
+    return (", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")) or "none"

@@ -1,0 +1,96 @@
+"""Batch size as an axis: the cells of a run that differ in drafter, verifier and batch size alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .. import plugins
+from ..cost.finished_cells import last_paying, speed_ups_of
+from ..cost.prediction import pays_until
+from ..runs.titles import group_title, verifier_title
+from .layout import tabulated
+
+if TYPE_CHECKING:
+    from ..runs.records import CellResult
+    from .summary import Summary
+
+
+@dataclass
+class Pair:
+    """A drafter and a verifier: their cells by batch size, and the speed-ups of those that have one."""
+
+    drafter: str
+    verifier: str
+    results: dict[int, CellResult] = field(default_factory=dict)
+
+    @property
+    def speed_ups(self) -> dict[int, float]:
+        return speed_ups_of(self.results)
+
+    @property
+    def single_draft(self) -> bool:
+        """Does it draft chains?"""
+        config = next(iter(self.results.values())).config
+        drafter = plugins.get("drafters", config.drafter.name)
+        return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).drawn == "chain"
+
+
+@dataclass
+class Series:
+    """The finished cells of a run that differ in drafter, verifier and batch size alone."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    baselines: dict[int, CellResult] = field(default_factory=dict)
+
+
+def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
+    """The series of a run by what their cells share; those with one batch size are left out."""
+    cells = [result.config for result in results]
+    series: dict[str, tuple[Series, dict[str, Pair]]] = {}
+    for result in results:
+        config = result.config
+        if result.metrics is None:
+            continue
+        title = group_title(config, cells, but="batch_size")
+        found, pairs = series.setdefault(title, (Series(), {}))
+        if config.is_baseline:
+            found.baselines[config.batch_size] = result
+            continue
+        key = config.model_copy(update={"batch_size": 1}).hash
+        if key not in pairs:
+            pairs[key] = Pair(config.drafter.title, verifier_title(config))
+            found.pairs.append(pairs[key])
+        pairs[key].results[config.batch_size] = result
+    return {title: found for title, (found, _) in series.items() if len(found.baselines) > 1}
+
+
+def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
+    """Title and table of the speed-ups of each series; where extra rows of several draft sequences pay, below them."""
+    tables = []
+    for title, series in batch_size_series(summary.results).items():
+        batch_sizes = sorted(series.baselines)
+        columns = {"drafter": "left", "verifier": "left", "BE": "right", "rows/tok": "right"}
+        columns |= {f"B = {b}": "right" for b in batch_sizes} | {"pays up to": "right"}
+        rows, single, multi = [], {}, {}
+        for pair in series.pairs:
+            metrics = pair.results[min(pair.results)].metrics
+            assert metrics is not None
+            numbers = f"{metrics.block_efficiency.value:.2f}", f"{metrics.target_rows_per_token:.2f}"
+            last = last_paying(pair.results, series.baselines, summary.curves)
+            rows.append([pair.drafter, pair.verifier, *numbers, *_ratios(pair.speed_ups, batch_sizes, last)])
+            best = single if pair.single_draft else multi
+            best |= {b: max(speed_up, best.get(b, 0.0)) for b, speed_up in pair.speed_ups.items()}
+        if single and multi:
+            gain = {b: multi[b] / single[b] for b in batch_sizes if b in single and b in multi}
+            rows.append(["best multi-draft", "÷ best single", "", "", *_ratios(gain, batch_sizes, pays_until(gain))])
+        tables.append((f"speed-up by batch size, {title}", tabulated(columns, rows, style)))
+    return tables
+
+
+def _ratios(ratios: Mapping[int, float], batch_sizes: Sequence[int], last: int) -> list[str]:
+    """Cells of a row: a ratio for each batch size, and the last that pays (0: none)."""
+    about = "≥" if last == max(ratios, default=0) else "=" if last in ratios else "~"
+    up_to = f"B {about} {last}" if last else "none"
+    return [*(f"{ratios[b]:.2f}" if b in ratios else "" for b in batch_sizes), up_to]

@@ -1,0 +1,65 @@
+"""Every number of every cell, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..runs.titles import is_lossless
+
+if TYPE_CHECKING:
+    from ..cost.prediction import Prediction
+    from ..runs.records import CellResult
+    from .summary import Summary
+
+
+def summary_csv(summary: Summary) -> str:
+    """Every number of every cell, a line each; a failed cell has its error."""
+    rows = [_flat(result, summary.predicted.get(result.config.hash)) for result in summary.results]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
+    config = result.config.model_dump(mode="json")
+    row: dict[str, Any] = {"cell": result.config.hash}
+    for kind in ("drafter", "verifier"):
+        strategy = config.pop(kind)
+        name, label = strategy.pop("name"), strategy.pop("label", "")
+        row |= {kind: name, f"{kind}_label": label or name, f"{kind}_config": json.dumps(strategy)}
+    row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
+    row["lossless"] = is_lossless(result.config)
+    row["error"] = result.error or ""
+    if result.metrics is None:
+        return row
+    metrics = result.metrics.to_json()
+    for key, value in metrics.items():
+        if key in ("block_efficiency", "speed_up"):
+            row |= _spread(key, metrics)
+        elif key == "acceptance":
+            row |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
+        elif key == "shares":
+            row |= {f"{phase}_share": share for phase, share in value.items()}
+        elif key == "by_category":
+            for category, found in value.items():
+                row[f"prompts_{category}"] = found["prompts"]
+                row |= _spread("block_efficiency", found, f"_{category}") | _spread("speed_up", found, f"_{category}")
+        else:
+            row[key] = value
+    if predicted:
+        row |= {"predicted_tokens_per_second": predicted.tokens_per_second, "predicted_speed_up": predicted.speed_up}
+    return row
+
+
+def _spread(key: str, numbers: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
+    """An estimate in three columns."""
+    found = numbers[key] or {"value": None, "low": None, "high": None}
+    names = (f"{key}{suffix}", f"{key}{suffix}_low", f"{key}{suffix}_high")
+    return dict(zip(names, (found["value"], found["low"], found["high"]), strict=True))

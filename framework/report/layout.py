@@ -1,0 +1,36 @@
+"""What tables and remarks are laid out with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from ..runs.titles import group_title
+
+if TYPE_CHECKING:
+    from ..runs.metrics import Estimate
+    from ..runs.records import CellResult
+    from .summary import Summary
+
+
+def groups_of(summary: Summary) -> list[tuple[str, list[CellResult]]]:
+    """The results that were measured together, with the title of what they share."""
+    cells = [result.config for result in summary.results]
+    groups: dict[str, list[CellResult]] = {}
+    for result in summary.results:
+        groups.setdefault(result.config.group, []).append(result)
+    return [(group_title(results[0].config, cells), results) for results in groups.values()]
+
+
+def tabulated(columns: Mapping[str, str], rows: Sequence[Sequence[str]], style: str) -> str:
+    """A table of texts; ``columns`` are headers and their alignment, ``style`` is tabulate's."""
+    align = tuple(columns.values())
+    return tabulate(rows, headers=list(columns), tablefmt=style, disable_numparse=True, colalign=align)
+
+
+def estimate_text(estimate: Estimate, sign: str = "") -> str:
+    """A value and its interval, to two digits."""
+    interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
+    return f"{estimate.value:{sign}.2f}{interval}"

@@ -1,0 +1,95 @@
+"""What stands below the tables: what agrees, differs, was skipped, failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..runs.metrics import paired_difference
+from ..runs.titles import is_lossless, verifier_title
+from .layout import estimate_text, groups_of
+
+if TYPE_CHECKING:
+    from ..runs.records import CellResult
+    from .summary import Summary
+
+
+def remarks_of(summary: Summary) -> list[list[str]]:
+    """What else stands below the tables: agreement, skipped, failed, notes; lines in paragraphs."""
+    remarks = [_prediction_error(summary), _agreement(summary.results)]
+    if any(result.metrics and not is_lossless(result.config) for result in summary.results):
+        remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
+    remarks.append([f"skipped: {sentence}" for sentence in summary.skipped])
+    remarks.append(_failures(summary.failed))
+    remarks.append([f"note: {note}" for note in summary.notes])
+    if summary.charts:
+        remarks.append([f"charts, beside the records: {', '.join(summary.charts)}"])
+    if summary.interrupted:
+        remarks.append(["interrupted: groups that were not finished are missing; run again to continue"])
+    return remarks
+
+
+def shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _DIFFERENCES
+    return lines if more <= 0 else [*lines[:_DIFFERENCES], f"and {more} more in summary.md"]
+
+
+def differences(summary: Summary) -> list[str]:
+    """Between verifiers of the same drafter: the same prompts and the same random numbers."""
+    lines = []
+    for title, results in groups_of(summary):
+        firsts: dict[str, CellResult] = {}
+        for result in results:
+            drafter = result.config.drafter
+            if result.metrics is None or result.config.is_baseline:
+                continue
+            first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
+            if first is not result:
+                difference = estimate_text(paired_difference(result.records, first.records), "+")
+                what = f"BE of {verifier_title(result.config)} − {verifier_title(first.config)}"
+                lines.append(f"{title}, {drafter.title}: {what}, on the same prompts: {difference}")
+    return lines
+
+
+def _prediction_error(summary: Summary) -> list[str]:
+    pairs = [(summary.predicted.get(r.config.hash), r.metrics) for r in summary.results]
+    off = [abs(p.tokens_per_second / m.tokens_per_second - 1) for p, m in pairs if p and m]
+    if not off:
+        return []
+    return [f"predicted: tok/s from the cost curve; median |error| {100 * median(off):.0f} % over {len(off)} cells"]
+
+
+def _agreement(results: Sequence[CellResult]) -> list[str]:
+    """At temperature 0 a lossless pair says exactly what the target says alone, up to rounding."""
+    checked = [
+        r
+        for r in results
+        if r.metrics and r.metrics.same_as_baseline is not None
+        if not r.config.is_baseline and is_lossless(r.config)
+    ]
+    if not checked:
+        return []
+    total = sum(r.metrics.sequences for r in checked if r.metrics)
+    same = sum(round(r.metrics.sequences * (r.metrics.same_as_baseline or 0)) for r in checked if r.metrics)
+    line = f"at temperature 0, {same} of {total} responses equal those of plain decoding, token for token"
+    return [line if same == total else line + "; the others come from ties that rounding decides, or a bug"]
+
+
+def _failures(failed: Sequence[CellResult]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in failed:
+        config = result.config
+        pair = f"{config.drafter.title} × {config.verifier.label or config.verifier.name}"
+        where = f"temperature {config.sampling.temperature:g}, batch size {config.batch_size}"
+        reasons.setdefault(str(result.error), []).append(f"{pair} ({where})")
+    lines = []
+    for reason, cells in reasons.items():
+        more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
+        lines.append(f"failed: {', '.join(cells[:3])}{more}: {reason}")
+    return lines
+
+
+#: As many paired differences are shown on the terminal; all are in the Markdown.
+_DIFFERENCES = 12

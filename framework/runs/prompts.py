@@ -1,0 +1,247 @@
+"""Prompts by name: a registered set, a JSONL file, a data set of the Hub or one in a local directory.
+
+A row is recognised by its keys:
+
+- ``turns`` (Spec-Bench: ``question_id``, ``category``, ``turns``, ``reference``),
+- ``question`` (GSM8K: ``question``, ``answer``),
+- ``prompt`` (HumanEval: ``task_id``, ``prompt``, ``canonical_solution``).
+
+A plug-in registers a prompt source with ``crossdraft_register_prompts``: the `Path` of a JSONL file, or a
+function without arguments that gives one, or that gives the rows themselves (dicts as above).
+
+This module is imported by ``crossdraft list``: it stays light, and knows nothing of models but a tokenizer's
+methods.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from .. import plugins
+from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.hookspecs import Register, hookimpl
+
+#: Most turns of one conversation: prompt i, turn k draws from the random stream ``MOST_TURNS * i + k``.
+MOST_TURNS = 16
+#: What makes a row a prompt; the first one it has counts.
+_TEXT_KEYS = ("turns", "question", "prompt")
+
+
+@hookimpl
+def crossdraft_register_prompts(register: Register) -> None:
+    register(
+        "builtin",
+        f"{__name__}:builtin",
+        summary="48 prompts of six categories: chat, translation, summaries, questions, mathematics, RAG",
+    )
+
+
+def builtin() -> Path:
+    """The file of the built-in prompts, interleaved by category: the first N are a stratified sample."""
+    return Path(__file__).parents[2] / "recipes" / "builtin.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be answered.
+
+    Attributes:
+        question_id: what records and errors call it.
+        category: what results are grouped by.
+        turns: what the user says; turn k is asked after the answer to turn k - 1.
+        reference: known answers, one a turn, where the source has them.
+        index: its position in its source, whatever was selected from it; numbers its random streams.
+    """
+
+    question_id: int | str
+    category: str
+    turns: tuple[str, ...]
+    reference: tuple[str, ...] | None = None
+    index: int = 0
+
+    def stream(self, turn: int) -> int:
+        """The random stream of a turn: the same at every batch size and under every limit."""
+        return MOST_TURNS * self.index + turn
+
+
+def load_prompts(
+    source: str,
+    *,
+    categories: Sequence[str] = (),
+    limit: int | None = None,
+    split: str | None = None,
+    column: str | None = None,
+) -> list[Prompt]:
+    """The prompts of `source`, in its order.
+
+    Args:
+        source: a registered name, a JSONL file, a directory that the library ``datasets`` can read, or
+            ``hf:org/name[:config]?split=test&column=question`` for a data set of the Hub.
+        categories: keep only these.
+        limit: keep the first so many.
+        split: of a data set that has several.
+        column: of a data set, the text to ask; otherwise rows are recognised by their keys.
+
+    Raises:
+        UsageError: no such source, or a row that is no prompt; says which and where.
+    """
+    chosen = _select(_numbered(_rows(source, split, column)), source, categories, limit)
+    if not chosen:
+        raise UsageError(f"{source} has no prompts")
+    return chosen
+
+
+def check_source(source: str, split: str | None = None) -> None:
+    """Raise UsageError if there is no such source; reads no prompts and asks no network."""
+    _kind(source)
+
+
+# -- where rows come from ------------------------------------------------------------------------------------
+
+Located = tuple[str, Any]  # where a row stands, for people; the row
+
+
+def _kind(source: str) -> str:
+    """``registered``, ``hub``, ``file`` or ``directory``."""
+    if source in plugins.entries("prompts"):
+        return "registered"
+    if source.startswith("hf:"):
+        return "hub"
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return "directory"
+    if path.is_file():
+        return "file"
+    if path.suffix or "/" in source or "\\" in source:
+        raise UsageError(f"there is no prompt file {source}; check the path (it is relative to {Path.cwd()})")
+    hint = "Or give a JSONL file, a directory, or hf:org/name."
+    raise UnknownNameError.among("prompt source", source, plugins.entries("prompts"), hint)
+
+
+def _rows(source: str, split: str | None, column: str | None) -> Iterator[Located]:
+    kind = _kind(source)
+    if kind in ("hub", "directory"):
+        yield from _dataset_rows(source, kind == "hub", split, column)
+        return
+    if split or column:
+        raise UsageError(f"{source} is no data set: it has no split and no column to choose")
+    found: Any = plugins.get("prompts", source) if kind == "registered" else Path(source).expanduser()
+    if callable(found):
+        found = found()
+    if isinstance(found, Path):
+        yield from _jsonl_rows(found)
+    else:
+        yield from ((f"{source}, row {i}", row) for i, row in enumerate(found, 1))
+
+
+def _jsonl_rows(path: Path) -> Iterator[Located]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {reason}") from None
+    if not text.strip():
+        raise UsageError(f"{path} is empty; it needs one JSON object a line")
+    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits inside JSON strings
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+
+
+def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None) -> Iterator[Located]:
+    import datasets
+
+    address, _, query = source.partition("?") if hub else (source, "", "")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if unknown := set(options) - {"split", "column"}:
+        raise UsageError(f"{source}: unknown option {min(unknown)!r}; it may have split and column")
+    split, column = split or options.get("split"), column or options.get("column")
+    path, _, config = address.removeprefix("hf:").partition(":") if hub else (address, "", "")
+    try:
+        if not hub and any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            data: Any = datasets.load_from_disk(path)
+        else:  # a local directory is streamed: nothing to gain from a copy in the cache
+            data = datasets.load_dataset(path, config or None, streaming=not hub)
+    except Exception as error:  # the library raises its own, the Hub's and the readers' errors
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"the data set {source} cannot be read: {type(error).__name__}: {reason}") from error
+    if isinstance(data, Mapping):
+        names = [str(name) for name in data]
+        split = split or (names[0] if len(names) == 1 else None)
+        if split not in names:
+            given = f"no split {split!r}" if split else "several splits"
+            raise UsageError(f"the data set {source} has {given}; its splits: {', '.join(names)}")
+        data = data[split]
+    for i, row in enumerate(data, 1):
+        where = f"{source}, row {i}"
+        if column is not None:
+            if column not in row:
+                raise UsageError(f"{where}: no column {column!r}; its columns: {', '.join(row)}")
+            text = row[column]
+            row = {"turns": text if isinstance(text, list) else [text], "category": row.get("category")}
+        yield where, row
+
+
+# -- from rows to prompts ------------------------------------------------------------------------------------
+
+
+def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
+    seen: dict[int | str, str] = {}
+    for index, (where, row) in enumerate(rows):
+        prompt = _prompt(where, row, index)
+        if prompt.question_id in seen:
+            first = seen[prompt.question_id]
+            raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {first}")
+        seen[prompt.question_id] = where
+        yield where, prompt
+
+
+def _prompt(where: str, row: Any, index: int) -> Prompt:
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{where}: a prompt is a JSON object, not {type(row).__name__}")
+    key = next((key for key in _TEXT_KEYS if row.get(key) is not None), None)
+    if key is None:
+        raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {', '.join(row)}")
+    turns = row[key] if key == "turns" else [row[key]]
+    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
+        what = "must be a list of texts" if key == "turns" else "must be a text"
+        raise UsageError(f"{where}: {key!r} {what}, and none of them empty")
+    if len(turns) > MOST_TURNS:
+        raise UsageError(f"{where}: {len(turns)} turns; a conversation may have at most {MOST_TURNS}")
+    reference = next((row[k] for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None)
+    if isinstance(reference, str):
+        reference = [reference]
+    question_id = row.get("question_id", row.get("task_id"))
+    return Prompt(
+        question_id=index + 1 if question_id is None else question_id,
+        category=str(row.get("category") or {"question": "question", "prompt": "completion"}.get(key, "all")),
+        turns=tuple(turns),
+        reference=tuple(map(str, reference)) if reference is not None else None,
+        index=index,
+    )
+
+
+def _select(
+    rows: Iterable[tuple[str, Prompt]], source: str, categories: Sequence[str], limit: int | None
+) -> list[Prompt]:
+    prompts = (prompt for _, prompt in rows)
+    if not categories:
+        return list(islice(prompts, limit))
+    every = list(prompts)
+    known = sorted({prompt.category for prompt in every})
+    for category in categories:
+        if category not in known:
+            nearest = difflib.get_close_matches(category, known, n=1, cutoff=0.5)
+            guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise UsageError(f"{source} has no category {category!r}; {guess}It has: {', '.join(known)}.")
+    return [prompt for prompt in every if prompt.category in categories][:limit]

@@ -1,0 +1,251 @@
+"""A recipe: one flat YAML file that says what to compare, and the cells that follow from it.
+
+    target: smollm2-135m-instruct
+    prompts: builtin
+    drafters: [prompt-lookup, {name: small-lm, model: smollm2-small-lm}]
+    verifiers: [token, block]
+    matrix: {temperature: [0.6, 1.0], batch_size: [1, 8], gamma: [4]}
+
+Every combination of the matrix, every drafter and every verifier is a *cell*. A matrix key is a sampling key,
+a run key (see `RUN_KEYS`) or a field of some drafter's or verifier's ``Config``, and then applies to all that
+have it; what the matrix says goes before what stands elsewhere. The cells that differ in drafter and verifier
+alone are a *group*: they are measured together, with the drafter ``none`` (the baseline) added.
+
+This module reads recipes and says what a cell is; `bench.matrix` expands them. Every error names the file and the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from .. import plugins
+from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.sampling import Sampling
+from .prompts import Prompt, load_prompts
+from .yaml_errors import Places, explain, override, read_yaml
+
+#: What may be in the matrix and belongs to neither the sampling nor a drafter or verifier.
+RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier")
+SAMPLING_KEYS = tuple(Sampling.model_fields)
+BASELINE = "none"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PromptSpec(_Strict):
+    """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``,
+    and no name for the built-in ones."""
+
+    name: str = ""
+    path: str = ""
+    categories: list[str] = []
+    limit: int | None = Field(default=None, ge=1)
+    split: str | None = None
+    column: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, dict) and not value.keys() & {"name", "path"}:
+            return {"name": "builtin", **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptSpec:
+        if bool(self.name) == bool(self.path):
+            raise ValueError("give the name of the prompts or the path of a file, one of them")
+        return self
+
+    @property
+    def source(self) -> str:
+        return self.name or self.path
+
+    def load(self) -> list[Prompt]:
+        options = {"limit": self.limit, "split": self.split, "column": self.column}
+        return load_prompts(self.source, categories=self.categories, **options)  # type: ignore[arg-type]
+
+
+class Strategy(_Strict):
+    """A drafter or verifier by name, with its config. A plain name stands for ``{name: ...}``.
+
+    In YAML and JSON the config stands beside the name: ``{name: small-lm, model: ..., gamma: 4}``.
+    """
+
+    name: str
+    label: str = Field(default="", description="what tables call it instead of the name")
+    config: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, dict):
+            return value
+        own = {key: value[key] for key in ("name", "label") if key in value}
+        return own | {"config": {key: v for key, v in value.items() if key not in own}}
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.label or self.name
+
+    @model_serializer
+    def _flat(self) -> dict[str, Any]:
+        return {"name": self.name, **({"label": self.label} if self.label else {}), **self.config}
+
+
+class CellConfig(_Strict):
+    """One cell, completely resolved. ``label`` apart, two cells with the same config are the same cell."""
+
+    target: str
+    dtype: str = "auto"
+    device: str = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    prompts: PromptSpec = PromptSpec(name="builtin")
+    max_new_tokens: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    seed: int = 0
+    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    sampling: Sampling = Sampling.model_validate({})
+    drafter: Strategy
+    verifier: Strategy
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.drafter.name == BASELINE
+
+    @property
+    def hash(self) -> str:
+        """12 hexadecimal digits, stable across machines and versions of Python."""
+        return digest(self._unlabelled())
+
+    @property
+    def group(self) -> str:
+        """The same for all cells that differ in drafter and verifier alone."""
+        shared = self._unlabelled()
+        del shared["drafter"], shared["verifier"]
+        return digest(shared)
+
+    def _unlabelled(self) -> dict[str, Any]:
+        config = self.model_dump(mode="json")
+        config["drafter"].pop("label", None)
+        config["verifier"].pop("label", None)
+        if not self.compile_verifier:  # younger than the hashes of runs that are kept
+            del config["compile_verifier"]
+        return config
+
+
+class Recipe(_Strict):
+    """What to compare; see the module's docstring. `crossdraft.load_recipe` reads one from a file."""
+
+    name: str = Field(default="recipe", pattern=r"^[\w.-]+$")
+    description: str = ""
+    question: str = Field(default="", description="the question that the recipe answers")
+    target: str
+    prompts: PromptSpec = PromptSpec(name="builtin")
+    limit: int | None = Field(default=None, ge=1, description="use the first so many prompts")
+    max_new_tokens: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    sampling: Sampling = Sampling.model_validate({})
+    drafters: list[Strategy] = Field(min_length=1)
+    verifiers: list[Strategy] = Field(min_length=1)
+    matrix: dict[str, list[Any]] = {}
+    exclude: list[dict[str, Any]] = Field(default=[], description="leave out what matches an entry")
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    @field_validator("matrix", mode="before")
+    @classmethod
+    def _lists(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: v if isinstance(v, list) else [v] for key, v in value.items()}
+        return value
+
+    @property
+    def selected_prompts(self) -> PromptSpec:
+        """The prompts with the recipe's own limit, which goes before theirs."""
+        limit = self.limit if self.limit is not None else self.prompts.limit
+        return self.prompts.model_copy(update={"limit": limit})
+
+    @property
+    def places(self) -> Places:
+        """Where each of its keys was written."""
+        return self._places
+
+
+def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
+    """Read a recipe whose names need not be installed here: its keys are checked, its cells are not."""
+    path = _find(str(name))
+    data, places = read_yaml(path)
+    override(data, places, overrides)
+    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
+    _beside(data, path)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        models: Any = {(): Recipe, ("sampling",): Sampling, ("prompts",): PromptSpec}
+        hints = dict.fromkeys(SAMPLING_KEYS, "; put it under sampling, or under matrix with a list of values")
+        raise explain(error, places, models=models, hints=hints) from None
+    recipe._places = places
+    return recipe
+
+
+def _find(name: str) -> Path:
+    path, known = Path(name).expanduser(), plugins.entries("recipes")
+    if path.is_file():
+        return path
+    if name in known:
+        return plugins.get("recipes", name)
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_dir():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        names = ", ".join(sorted(known)) or "none"
+        raise UsageError(f"the recipe file {name} {what}; recipes by name: {names}")
+    raise UnknownNameError.among("recipe", name, known, "Or give the path of a YAML file.")
+
+
+def _beside(data: dict[str, Any], recipe: Path) -> None:
+    """A relative prompt file that is not here may lie beside the recipe."""
+    prompts = data.get("prompts")
+    spec = {"name": prompts} if isinstance(prompts, str) else prompts
+    if not isinstance(spec, dict):
+        return
+    for key in ("name", "path"):
+        source = spec.get(key)
+        if not isinstance(source, str) or not source or source in plugins.entries("prompts"):
+            continue
+        if not Path(source).expanduser().exists() and (recipe.parent / source).exists():
+            data["prompts"] = spec | {key: str(recipe.parent / source)}
+
+
+def digest(value: Any) -> str:
+    """12 hexadecimal digits of the SHA-256 of a plain value as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

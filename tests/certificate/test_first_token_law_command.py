@@ -1,0 +1,168 @@
+"""``crossdraft certify --model``: its tables, JSON and histograms, and what it refuses."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+from wrong_rules import Inverted
+
+from crossdraft.framework import plugins
+from crossdraft.framework.cli import certify_model
+from crossdraft.framework.contracts.errors import (
+    CrossdraftError,
+    ModelError,
+    NumericalError,
+    UnknownNameError,
+    UsageError,
+)
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.contracts.sampling import Sampling
+
+WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
+
+
+def run(capsys: Any, options: str, *more: str) -> tuple[int, str]:
+    """Exit code and standard output of a command that has these options."""
+    parser = argparse.ArgumentParser()
+    certify_model.add_arguments(parser)
+    code = certify_model.main(parser.parse_args([*options.split(), *more]))
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture
+def pair(tmp_path: Path, tiny_model: Callable) -> list[str]:
+    """Options that name a target and a drafter on disk."""
+    tokenizer = Tokenizer(WordLevel(WORDS, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    for name, noise in (("target", 0.0), ("drafter", 0.3)):
+        tiny_model("llama", vocab_size=len(WORDS), noise=noise).save_pretrained(tmp_path / name)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+        fast.save_pretrained(tmp_path / name)
+    return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
+
+
+def test_the_law_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
+    code, out = run(capsys, "--samples 5000 --temperature 3 --json", *pair, "--prompt", "w5 w6 w7", "--prompt", "w9")
+    found = json.loads(out)
+    assert code == 0
+    assert [record["prompt"] for record in found["prompts"]] == ["w5 w6 w7", "w9"]
+    with torch.no_grad():
+        law = (tiny_model("llama", vocab_size=len(WORDS))(torch.tensor([[5, 6, 7]])).logits[0, -1] / 3).softmax(0)
+    record = found["prompts"][0]
+    assert (record["prompt_tokens"], record["vocab_size"], record["possible_tokens"]) == (3, 40, 40)
+    shown = record["shown"]
+    assert [token["id"] for token in shown] == law.topk(30).indices.tolist()
+    assert [token["target"] for token in shown] == pytest.approx(law.topk(30).values.tolist(), abs=1e-5)
+    assert all(token["text"] == f"w{token['id']}" for token in shown if token["id"] > 2)
+    for one in record["pairs"]:
+        assert one["declared_lossless"] and one["target_kept"]
+        assert one["target"]["p_value"] > 1e-4 and one["control"]["p_value"] < 1e-12
+    assert {"token", "block", "spectr", "traversal"} <= {one["verifier"] for one in record["pairs"]}
+
+
+def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
+    code, out = run(capsys, "--samples 5000 --top-k 4 --temperature 3 --prompt w5 --verifier token", *pair)
+    assert code == 0
+    assert "5,000 first tokens" in out
+    assert 4 <= int(out.split(" possible ones")[0].split()[-1]) <= 8
+    assert out.splitlines()[-2].split()[:2] == ["token", "chain"] and out.splitlines()[-2].endswith("yes")
+
+
+def test_a_wrong_rule_fails_the_command(capsys: Any, pair: list[str]) -> None:
+    plugin = SimpleNamespace(crossdraft_register_verifiers=hookimpl(lambda register: register("inverted", Inverted)))
+    plugins.manager().register(plugin, "inverted")
+    try:
+        code, out = run(capsys, "--samples 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
+    finally:
+        plugins.manager().unregister(plugin)
+    assert code == 1
+    assert out.splitlines()[-2].endswith("NO")
+
+
+def test_a_drafter_that_is_the_target_tests_nothing(capsys: Any, pair: list[str]) -> None:
+    code, out = run(capsys, "--samples 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[1])
+    assert code == 1
+    assert "the control is not rejected" in out
+
+
+def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "plots"
+    code, printed = run(
+        capsys, "--samples 2000 --temperature 3 --verifier token --json", *pair,
+        "--prompt", "w5 $ $ w6", "--prompt", "w7", "--out", str(out),
+    )  # fmt: skip
+    assert code == 0
+    assert sorted(file.name for file in out.iterdir()) == ["model_law.json", "prompt-1.png", "prompt-2.png"]
+    assert (out / "prompt-1.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "model_law.json").read_text(encoding="utf-8")) == json.loads(printed)
+
+
+def test_without_matplotlib(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'crossdraft\[plots\]'"):
+        run(capsys, "--model m --drafter d --prompt x --out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, error, sentence",
+    [
+        ("--prompt x", UsageError, "--model is missing"),
+        ("--model m", UsageError, "--prompt is missing"),
+        ("--model m --prompt x", UsageError, "--drafter is missing: name a model that shares the tokenizer of m"),
+        ("--model m --drafter d --prompt x --samples 0", UsageError, "--samples must be at least 1, got 0"),
+        ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be at least 1, got 0"),
+        ("--model m --drafter d --prompt x --batch -2", UsageError, "--batch must be at least 1, got -2"),
+        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
+        ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: Input should be less than"),
+        ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
+        ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
+        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),
+        ("--model ./nowhere --drafter d --prompt x", UsageError, "no model directory ./nowhere"),
+    ],
+)
+def test_mistakes_are_sentences(capsys: Any, options: str, error: type[CrossdraftError], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        run(capsys, options)
+
+
+def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has 120 tokens, but .* has a context of 96; shorten it"):
+        run(capsys, "", *pair, "--prompt", "w5 " * 120)
+    other = Tokenizer(WordLevel({**WORDS, "more": 40}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ModelError, match="the tokenizers differ"):
+        run(capsys, "", *pair, "--prompt", "w5")
+
+
+def test_nan_is_an_error() -> None:
+    broken = SimpleNamespace(
+        device="cpu",
+        begin=lambda row, tokens: None,
+        grow=lambda tokens: (torch.full((1, 1, 5), torch.nan), None),
+        keep=lambda counts: None,
+    )
+    with pytest.raises(NumericalError, match="the target 'x' produced NaN"):
+        certify_model._law_after(broken, [3, 4], Sampling(), "target 'x'")
+
+
+def test_options_that_a_parser_has_already() -> None:
+    """`crossdraft certify` declares some for its exact models."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gamma", type=int, default=7)
+    certify_model.add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args(["--samples", "5", "--model", "m", "--prompt", "x", "--rounds", "2"])
+    assert (args.gamma, args.samples) == (7, 5)
+    with pytest.raises(UsageError, match="--rounds is for the exact models"):
+        certify_model.main(args)

@@ -1,0 +1,145 @@
+"""The command line: what it prints, its exit codes, and that it answers without loading PyTorch."""
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from crossdraft.framework import plugins
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import ModelError, UsageError
+from crossdraft.framework.contracts.hookspecs import hookimpl
+
+
+def test_list_prints_every_kind(capsys: Any) -> None:
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for kind in plugins.KINDS:
+        assert kind in out
+    for name in plugins.entries("drafters"):
+        assert name in out
+
+
+def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
+    assert cli.main(["list", "drafters", "prompt-lookup"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("prompt-lookup: ") and re.search(r"^gamma +\d+ +\w", out, re.MULTILINE)
+    for kind in ("drafters", "verifiers"):
+        for name in plugins.entries(kind):
+            assert cli.main(["list", kind, name, "--json"]) == 0
+            options = json.loads(capsys.readouterr().out)["options"]
+            assert {o["option"] for o in options} == set(plugins.get(kind, name).Config.model_fields)
+            assert all(o["meaning"] for o in options), f"an option of {name} has no description"
+
+
+def test_list_tells_what_a_verifier_judges_and_what_a_recipe_says(capsys: Any) -> None:
+    assert cli.main(["list", "verifiers", "typical"]) == 0
+    assert "LOSSY; judges drafts: chain, deterministic" in capsys.readouterr().out
+    assert cli.main(["list", "recipes", "verifiers"]) == 0
+    assert "\nmatrix:" in capsys.readouterr().out
+    assert cli.main(["list", "models", "nothing"]) == 2
+    assert "there is no model named 'nothing'" in capsys.readouterr().err
+
+
+def test_list_as_json(capsys: Any) -> None:
+    assert cli.main(["list", "verifiers", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in found["verifiers"]] == sorted(plugins.entries("verifiers"))
+
+
+def test_plugins_shows_what_is_broken(capsys: Any) -> None:
+    def failing(register: Any) -> None:
+        raise RuntimeError("boom")
+
+    plugin = SimpleNamespace(crossdraft_register_models=hookimpl(failing))
+    plugins.manager().register(plugin, "failing")
+    try:
+        assert cli.main(["plugins"]) == 0
+        assert "RuntimeError: boom" in capsys.readouterr().out
+        assert cli.main(["plugins", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert {"provider": "failing (in this process)", "error": "RuntimeError: boom"} in found["broken"]
+    finally:
+        plugins.manager().unregister(plugin)
+
+
+def test_env(capsys: Any) -> None:
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"]
+    assert found["dtype"] in ("float32", "bfloat16")
+    assert cli.main(["env"]) == 0
+    assert found["python"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error, code, sentence",
+    [
+        (UsageError("no such recipe"), 2, "crossdraft: error: no such recipe\n"),
+        (ModelError("it is damaged"), 1, "crossdraft: error: it is damaged\n"),
+        (KeyboardInterrupt(), 130, "crossdraft: interrupted\n"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: Any, code: int, sentence: str) -> None:
+    def fail(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "list_names", fail)
+    assert cli.main(["list"]) == code
+    assert capsys.readouterr().err == sentence
+
+
+def test_wrong_arguments_exit_with_2() -> None:
+    for argv in ([], ["no-such-command"], ["list", "no-such-kind"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(argv)
+        assert left.value.code == 2
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"]])
+def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None:
+    code = (
+        "import sys; from crossdraft.framework.cli.main import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "crossdraft", "--help"], capture_output=True, text=True, check=True)
+    for command in ("run", "list", "plugins", "env", "certify", "train"):
+        assert f"\n    {command} " in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    code = (
+        "import sys; from crossdraft.framework.cli import main as cli\n"
+        "cli.list_names = lambda args: print('x' * 10**7) or 0\n"
+        "sys.exit(cli.main(['list']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout and command.stderr
+        command.stdout.read(1)
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 141
+
+
+def test_the_public_face_is_lazy_and_complete() -> None:
+    import crossdraft
+
+    code = "import sys, crossdraft; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    for name in crossdraft.__all__:
+        assert getattr(crossdraft, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = crossdraft.nonsense

@@ -1,0 +1,168 @@
+"""Measuring passes on tiny models, and ``crossdraft cost``."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossdraft.framework.bench import passes
+from crossdraft.framework.bench.passes import measure_passes
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.curve import stored_curves
+from crossdraft.framework.cost.finished_cells import (
+    predicted,
+    predictions,
+)
+
+# -- measuring --------------------------------------------------------------------------------------------------
+
+
+def test_passes_are_those_of_the_loop(tiny_model: Any, monkeypatch: Any) -> None:
+    from crossdraft.framework.decoding.transformers_lm import TransformersLM
+
+    seen: list[tuple[int, int, list[int]]] = []
+    grow = TransformersLM.grow
+
+    def spy(self: TransformersLM, tokens: torch.Tensor, parents: Any = None) -> Any:
+        seen.append((tokens.shape[0], tokens.shape[1], list(self.lengths)))
+        return grow(self, tokens, parents)
+
+    monkeypatch.setattr(TransformersLM, "grow", spy)
+    advanced: list[int] = []
+    points = measure_passes(
+        tiny_model("llama"), batch_sizes=[1, 3], widths=[1, 4], contexts=[2, 20], repeats=3, advance=advanced.append
+    )
+    assert [p[:3] for p in points] == list(product([1, 3], [1, 4], [2, 20]))
+    assert all(0 < p.low <= p.median <= p.high for p in points)
+    assert len(seen) == sum(advanced) == 8 * 4
+    assert {(b, w, tuple(lengths)) for b, w, lengths in seen} == {
+        (b, w, tuple(max(c - row, 0) for row in range(b))) for b, w, c in product([1, 3], [1, 4], [2, 20])
+    }
+    assert len({call[:2] for call in seen[:4]}) > 1  # no point is measured in one go
+
+
+def test_a_pass_beyond_the_context_is_refused(tiny_model: Any) -> None:
+    with pytest.raises(UsageError, match="context of 90 and 9 new tokens exceed the model's 96 positions"):
+        measure_passes(tiny_model("llama"), widths=[1, 9], contexts=[10, 90])
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    config = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+              "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
+    file = tmp_path / "llama-70b.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return str(file)
+
+
+def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
+    options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
+    assert cli.main(["cost", "--target", config_file, *options]) == 0
+    out = capsys.readouterr().out
+    assert "llama-70b (69.50 G parameters in products) on 8 x h100, context 1024" in out
+    assert "a = 0.7 stops paying at B = 2048" in out
+    assert "weights and cache exceed the memory of a device, 80 GB, from B = 2048 on" in out
+    assert "without --drafter, drafting counts as free" in out
+
+    assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    slow = found["speed_up"]["a = 0.7"]["1"]
+    passes, step = found["target_seconds"]["1"], found["draft_step_seconds"]["1"]
+    assert step == passes["1"]  # the drafter is the target
+    assert slow == pytest.approx((1 - 0.7**5) / 0.3 * passes["1"] / (passes["5"] + 4 * step))
+    assert found["stops_paying"] == {"a = 0.7": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "cost needs --target"),
+        (["--on", "h100"], "cost needs --target"),
+        (["--target", "X", "--on", "h1000"], "there is no accelerator named 'h1000'; did you mean 'h100'"),
+        (["--target", "X", "--on", "h100", "--context", "1,2"], "--context takes one value with --on"),
+        (["--target", "X", "--on", "h100", "--efficiency", "0.8"], "--efficiency takes two shares"),
+        (["--target", "X", "--gamma", "0"], "--gamma must be at least 1"),
+        (["--target", "X", "--acceptance", "1.5"], "--acceptance takes probabilities"),
+        (["--target", "X", "--repeats", "0"], "--repeats must be positive"),
+        (["--target", "X", "--batch-size", "0,1"], "--batch-size takes positive numbers"),
+        (["--target", "X", "--run", "R", "--acceptance", "0.5"], "give one of them"),
+        (["--run", "nowhere"], "nowhere is no directory; give the directory of a finished run"),
+    ],
+)
+def test_options_that_do_not_fit(options: list[str], message: str, config_file: str, capsys: Any) -> None:
+    options = [config_file if option == "X" else option for option in options]
+    assert cli.main(["cost", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_from_measuring_to_a_run_and_back(
+    models: dict[str, str], write_prompts: Any, recipe_file: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    from crossdraft.framework.bench.matrix import load_recipe
+    from crossdraft.framework.bench.run import run
+    from crossdraft.framework.report.write import write_summary
+
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    recipe = load_recipe(
+        recipe_file(
+            f"target: {models['target']}\nprompts: {{path: {prompts}}}\nmax_new_tokens: 6\nbatch_size: 2\n"
+            f"sampling: {{temperature: 1.0}}\nverifiers: [token]\n"
+            f"drafters: [{{name: small-lm, model: {models['narrow']}, gamma: 2}}]\n"
+        )
+    )
+    outcome = write_summary(run(recipe, tmp_path / "runs", say=None))
+    capsys.readouterr()
+    asked = ["cost", "--run", str(outcome.directory)]
+    assert cli.main(asked) == 2
+    assert f"no cost curve of {models['target']} was measured" in capsys.readouterr().err
+
+    grid = ["--batch-size", "1,2", "--width", "2,3", "--context", "10,30", "--repeats", "1"]
+    measure = ["cost", "--target", models["target"], "--drafter", models["narrow"], *grid, "--quiet"]
+    assert cli.main(measure) == 0
+    assert "a draft step against a pass over one token" in capsys.readouterr().out
+    kept = {c.model: c for c in stored_curves()}
+    assert kept[models["target"]].widths == [1, 2, 3] and kept[models["narrow"]].widths == [1, 2, 4]
+
+    # A larger grid keeps the smaller one: what was measured as a target serves as a drafter too.
+    assert cli.main(["cost", "--target", models["narrow"], *grid[:2], "--width", "5", *grid[4:], "--quiet"]) == 0
+    capsys.readouterr()
+    assert next(c for c in stored_curves() if c.model == models["narrow"]).widths == [1, 2, 4, 5]
+
+    monkeypatch.setattr(passes, "measure_curve", lambda *args, **options: pytest.fail("measured twice"))
+    assert cli.main([*measure, "--acceptance", "0.5", "--gamma", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["speed_up"]) == {"a = 0.5"} and len(found["curves"]) == 2
+
+    assert cli.main([*asked, "--json", "--batch-size", "1,2"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [cell["cell"] for cell in cells] == [r.config.hash for r in outcome.results]
+    for cell, measured in zip(cells, outcome.results, strict=True):
+        assert measured.metrics is not None
+        assert cell["measured"] == measured.metrics.tokens_per_second
+        again = predicted(measured, stored_curves(), outcome.results[0])
+        assert again is not None and cell["predicted"] == again.tokens_per_second
+        assert set(cell["by_batch_size"]) == {"1", "2"}
+    assert set(predictions(outcome.results)) == {r.config.hash for r in outcome.results}
+    assert predictions(outcome.results, []) == {}
+    assert cells[0]["predicted_speed_up"] == 1  # the baseline over itself
+
+    # A run keeps the curves it was predicted from; those measured after it are none of its business.
+    page = ["report", str(outcome.directory)]
+    assert cli.main(page) == 0 and "predicted" not in capsys.readouterr().out
+    assert write_summary(run(recipe, tmp_path / "runs", say=None)).predicted
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "another machine"))
+    assert cli.main(page) == 0 and "predicted: tok/s from the cost curve" in capsys.readouterr().out
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+
+    config = str(Path(models["target"]) / "config.json")
+    assert cli.main([*asked, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0
+    elsewhere = json.loads(capsys.readouterr().out)
+    assert elsewhere["gamma"] == 2 and list(elsewhere["speed_up"]) == ["pair 1"]

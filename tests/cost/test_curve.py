@@ -1,0 +1,78 @@
+"""The cost curve: reproduced at its points, linear between them, extended beyond the last, kept and found again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_curves import HERE, curve, seconds
+
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.curve import CostCurve, find_curve, save_curve, stored_curves
+
+
+def test_measured_points_are_reproduced() -> None:
+    made = curve()
+    for point in made.points:
+        assert made.seconds(*point[:3]) == point.median
+
+
+@pytest.mark.parametrize("at", [(1, 3, 100), (5, 1, 300), (4, 2, 150), (6, 4, 250)])
+def test_between_points_it_is_linear(at: tuple[float, float, float]) -> None:
+    assert curve().seconds(*at) == pytest.approx(seconds(*at))
+
+
+@pytest.mark.parametrize("at", [(16, 5, 300), (8, 17, 300), (8, 5, 1000), (32, 33, 2000)])
+def test_beyond_the_last_point_the_last_piece_goes_on(at: tuple[float, float, float]) -> None:
+    assert curve().seconds(*at) == pytest.approx(seconds(*at))
+
+
+def test_below_the_first_point_its_value_counts() -> None:
+    assert curve().seconds(1, 1, 10) == seconds(1, 1, 100)
+
+
+def test_a_kink_is_kept_and_a_falling_end_does_not_go_on() -> None:
+    steps = {1: 10.0, 2: 30.0, 5: 27.0}
+    made = curve(cost=lambda b, w, c: steps[w])
+    assert made.seconds(1, 1.5, 100) == 20
+    assert made.seconds(1, 3, 100) == 29
+    assert made.seconds(1, 50, 100) == 27
+
+
+def test_one_value_on_an_axis_cannot_be_left() -> None:
+    made = curve(batch_sizes=(1,), contexts=(100,))
+    assert made.seconds(1, 2, 900) == seconds(1, 2, 100)  # one context stands for all
+    with pytest.raises(UsageError, match=r"one batch size, 1, and cannot say what 4 costs.*--batch-size 1,4"):
+        made.seconds(4, 2, 100)
+
+
+def test_holes_are_refused() -> None:
+    with pytest.raises(ValueError, match="every combination"):
+        CostCurve("m", "abc", "float32", HERE, curve().points[:-1])
+    with pytest.raises(ValueError, match="every combination"):
+        CostCurve("m", "abc", "float32", HERE, ())
+
+
+def test_covers() -> None:
+    made = curve()
+    assert made.covers([1, 8], [5], [100, 300])
+    assert not made.covers([1, 4], [5], [100])
+    assert not made.covers([1], [5], [128])
+
+
+def test_a_kept_curve_is_found_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
+    assert stored_curves() == []
+    first, other = curve(), curve(sha256="def")
+    save_curve(first)
+    save_curve(other)
+    newer = curve(cost=lambda b, w, c: 1.0, measured="later")
+    save_curve(newer)  # the same weights on the same device: the later one stays
+    found = stored_curves()
+    assert sorted(c.measured for c in found) == ["", "later"]
+    assert find_curve(found, "abc", "float32", HERE) == newer
+    assert find_curve(found, "abc", "float32", {"device": "cpu (toy)"}) == newer
+    assert find_curve(found, "abc", "bfloat16", HERE) is None
+    assert find_curve(found, "abc", "float32", HERE | {"threads": 4}) is None
+    (tmp_path / "costs" / "broken.json").write_text('{"points": 1}', encoding="utf-8")
+    assert len(stored_curves()) == 2
+    assert "broken.json cannot be read" in caplog.text

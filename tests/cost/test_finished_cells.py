@@ -1,0 +1,175 @@
+"""What a finished cell says about its rounds, and predictions from it, on synthetic numbers."""
+
+from typing import Any
+
+import pytest
+from cost_curves import HERE, chunk, curve, rows, seconds
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.curve import CostCurve
+from crossdraft.framework.cost.finished_cells import (
+    BatchRound,
+    batch_rounds,
+    last_paying,
+    predicted,
+    predictions,
+    statistics,
+)
+from crossdraft.framework.cost.prediction import CellStatistics, predict
+from crossdraft.framework.runs.metrics import Chunk, Estimate, Metrics, RoundRecord, measure
+from crossdraft.framework.runs.recipe import CellConfig, Strategy
+from crossdraft.framework.runs.records import CellResult
+from crossdraft.verifiers.greedy import Greedy
+
+
+def test_rounds_of_the_batch_by_hand() -> None:
+    # Two slots. Chunk one: prompts 0 and 1, prompt 2 takes the slot of 1; then the second turn of prompt 0.
+    records = [*rows(0, 0, [2, 2]), *rows(1, 0, [3]), *rows(2, 0, [1, 1, 1]), *rows(0, 1, [2]), *rows(3, 0, [5])]
+    rounds = batch_rounds(records, [10, 20, 5, 30, 7], [chunk(12), chunk(5)], 2)
+    assert rounds == [
+        BatchRound(2, 2, 20, 5),
+        BatchRound(2, 2, 12, 3),
+        BatchRound(1, 2, 6, 1),
+        BatchRound(1, 2, 7, 1),
+        BatchRound(1, 2, 30, 2),
+        BatchRound(1, 2, 7, 5),
+    ]
+    tail = Chunk(8, chunk(8).seconds, tail_emitted=4, tail_seconds=3.0)  # both parts are of the same chunk
+    assert batch_rounds(records, [10, 20, 5, 30, 7], [tail, chunk(5)], 2) == rounds
+
+
+def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> None:
+    model = tiny_model("llama")
+    loop = decoder(model, PromptLookup, {"gamma": 3}, Greedy, batch_size=3, max_new_tokens=20, eos=(5, 11))
+    prompts = [[3, 4, 3, 4, 3, 4, 7 + i][: 3 + i % 4] for i in range(8)]
+    responses = sorted(loop.run(prompts), key=lambda response: response.index)
+    records = [
+        RoundRecord(r.index, str(r.index), "a", 0, i, x.tau, x.emitted, x.nodes, x.width)
+        for r in responses
+        for i, x in enumerate(r.rounds)
+    ]
+    emitted = sum(len(r.tokens) for r in responses)
+    rounds = batch_rounds(records, [len(p) for p in prompts], [chunk(emitted)], 3)
+    assert len(rounds) == loop.batch_rounds
+    assert sum(r.occupied * (r.nodes + 1) for r in rounds) == loop.target_rows
+    assert sum(r.occupied for r in rounds) == len(records)
+    assert sum(r.emitted for r in rounds) == emitted
+    assert len({r.occupied for r in rounds}) > 1  # the batch ran empty towards the end
+
+
+def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int = 8, sha: str = "abc") -> CellResult:
+    drafter = Strategy(name="none" if baseline else "small-lm", config={} if baseline else {"model": "d", "gamma": 2})
+    config = CellConfig(target="m", batch_size=b, drafter=drafter, verifier=Strategy(name="token"))
+    if error:
+        return CellResult(config, error="no")
+    width = 0 if baseline else 2
+    emitted = [1, 1, 1, 1] if baseline else [2, 2]
+    records = [*rows(0, 0, emitted, width), *rows(1, 0, emitted, width)]
+    chunks = [chunk(sum(r.emitted for r in records))]
+    metrics: Metrics = measure(records, chunks, 0 if baseline else passes)
+    models = {"m": {"sha256": sha, "source": ""}, **({} if baseline else {"d": {"sha256": "def", "source": ""}})}
+    provenance = {"models": models, "dtype": "float32", "device": "cpu (toy)", "torch": "2.0", "threads": 2}
+    responses = [{"prompt_tokens": 100}, {"prompt_tokens": 60}]
+    return CellResult(
+        config, metrics=metrics, records=records, chunks=chunks, responses=responses, provenance=provenance
+    )
+
+
+def test_statistics_of_a_cell() -> None:
+    found = statistics(result())
+    assert found == CellStatistics(
+        batch_size=2,
+        occupied=2.0,
+        tokens_per_round=2.0,
+        widths={2: 1.0},
+        context=101.0,  # the longest row: 100, then 102
+        passes=4.0,
+        draft_seconds=0.5,
+        other_seconds=1.5,
+        acceptance=(1.0,),
+    )
+    assert statistics(result(error=True)) is None
+
+
+def test_statistics_count_the_rounds_that_the_rate_counts() -> None:
+    made = result()
+    made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two rounds of both rows, a tail of two of one
+    made.chunks = [Chunk(8, chunk(8).seconds, tail_emitted=5, tail_seconds=7.0)]
+    made.metrics = measure(made.records, made.chunks, passes=16)
+    assert made.metrics.tokens_per_second == 8 / 8
+    found = statistics(made)
+    assert found is not None
+    assert (found.occupied, found.tokens_per_round, found.context) == (2.0, 8 / 4, 101.0)
+    assert (found.passes, found.draft_width) == (4.0, 1.0)
+    assert (found.draft_seconds, found.other_seconds) == (0.5, 1.5)
+
+
+def test_a_pass_of_several_tokens_a_row() -> None:
+    made = result(passes=2)  # 2 nodes a round from one pass
+    found = statistics(made)
+    assert found is not None and (found.passes, found.draft_width) == (1.0, 2.0)
+    assert predict(found, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))
+
+
+def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
+    made = result(baseline, b=b)
+    assert made.metrics is not None
+    made.metrics.speed_up = Estimate(speed_up)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "curves", "expected"),
+    [
+        ({1: 1.5, 2: 1.0}, [], 2),
+        ({1: 0.9, 2: 0.8}, [], 0),
+        ({2: 1.5, 8: 0.8}, [], 2),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 22.0 + 4 * b * w)], 5),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 100.0)], 7),
+        ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: w * 100.0)], 2),
+        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # it cannot say
+    ],
+)
+def test_the_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:
+    results = {b: priced(b, speed_up) for b, speed_up in speed_ups.items()}
+    baselines = {b: priced(b, 1.0, baseline=True) for b in speed_ups}
+    assert last_paying(results, baselines, curves) == expected
+
+
+def test_predicted_beside_measured() -> None:
+    curves = [curve(), curve(sha256="def", cost=lambda b, w, c: 1.0), curve(sha256="xyz")]
+    found = predicted(result(), curves, result(baseline=True))
+    assert found is not None
+    assert (found.target, found.draft, found.other) == (pytest.approx(seconds(2, 3, 101)), 4.0, 1.5)
+    assert found.tokens_per_second == pytest.approx(4 / (seconds(2, 3, 101) + 5.5))
+    base = statistics(result(baseline=True))
+    assert base is not None
+    plain = 2 / (seconds(2, 1, base.context) + base.draft_seconds + base.other_seconds)
+    assert found.speed_up == pytest.approx(found.tokens_per_second / plain)
+
+
+def test_nothing_is_predicted_without_the_targets_curve() -> None:
+    assert predicted(result(), []) is None
+    assert predicted(result(sha="other"), [curve()]) is None
+    assert predicted(result(), [curve(dtype="bfloat16")]) is None
+    assert predicted(result(), [curve(device=HERE | {"threads": 1})]) is None
+    unknown = result()
+    del unknown.provenance["threads"]
+    assert predicted(unknown, [curve()]) is None
+    assert predicted(result(error=True), [curve()]) is None
+
+
+def test_a_drafter_without_a_curve_keeps_its_measured_time() -> None:
+    found = predicted(result(), [curve()])
+    assert found is not None and found.draft == 0.5
+    found = predicted(result(passes=0), [curve(), curve(sha256="def")])
+    assert found is not None and found.draft == 0.5
+
+
+def test_a_curve_that_is_too_small_predicts_nothing(caplog: Any) -> None:
+    small = curve(batch_sizes=(1,))
+    with pytest.raises(UsageError, match="one batch size, 1"):
+        predicted(result(), [small])
+    assert predictions([result(b=1), result(b=2)], [small]).keys() == {result(b=1).config.hash}
+    assert "one batch size, 1, and cannot say what 2 costs" in caplog.text

@@ -1,0 +1,79 @@
+"""Predictions: synthetic numbers with results computed by hand."""
+
+import pytest
+from cost_curves import curve, seconds
+
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
+
+
+def test_predicted_round_by_hand() -> None:
+    # Half of the rounds draft 4 nodes, half none; two passes of the drafting model a round.
+    cell = CellStatistics(8, 6.0, 2.5, {0: 0.5, 4: 0.5}, 200, passes=2, draft_seconds=99, other_seconds=3)
+    drafter = curve(cost=lambda b, w, c: seconds(b, w, c) / 10)
+    found = predict(cell, curve(), drafter)
+    target = (seconds(8, 1, 200) + seconds(8, 5, 200)) / 2
+    draft = 2 * seconds(8, 1, 200) / 10
+    assert (found.target, found.draft, found.other) == (pytest.approx(target), pytest.approx(draft), 3)
+    assert found.seconds == pytest.approx(target + draft + 3)
+    assert found.tokens_per_second == pytest.approx(6 * 2.5 / (target + draft + 3))
+    plain = 6 / (seconds(8, 1, 200) + 3)
+    assert found.speed_up == pytest.approx(found.tokens_per_second / plain)
+
+
+def test_without_the_drafters_curve_its_measured_time_counts() -> None:
+    cell = CellStatistics(1, 1.0, 2.0, {4: 1.0}, 100, passes=4, draft_seconds=7)
+    assert predict(cell, curve()).draft == 7
+
+
+def test_a_measured_baseline_goes_before_the_assumed_one() -> None:
+    cell = CellStatistics(2, 2.0, 2.0, {4: 1.0}, 100, other_seconds=5)
+    baseline = CellStatistics(2, 1.0, 1.0, {0: 1.0}, 300, other_seconds=1)
+    found = predict(cell, curve(), baseline=baseline)
+    assert found.speed_up == pytest.approx(found.tokens_per_second * (seconds(2, 1, 300) + 1))
+
+
+def test_plain_decoding_is_its_own_baseline() -> None:
+    cell = CellStatistics(2, 2.0, 2.0, {4: 1.0}, 100, passes=3, other_seconds=5).plain()
+    assert predict(cell, curve(), curve()).speed_up == 1
+    assert predict(cell, curve()).tokens_per_second == pytest.approx(2 / (seconds(2, 1, 100) + 5))
+
+
+def test_tokens_of_a_chain() -> None:
+    chain = CellStatistics.chain(4, 3, 0.5, 100)
+    assert chain.tokens_per_round == (1 - 0.5**4) / (1 - 0.5)
+    assert (chain.widths, chain.passes, chain.occupied) == ({3: 1.0}, 3, 4)
+    assert CellStatistics.chain(1, 3, 1.0, 100).tokens_per_round == 4
+    assert CellStatistics.chain(1, 3, 0.0, 100).tokens_per_round == 1
+
+
+def test_another_batch_size() -> None:
+    cell = CellStatistics(2, 1.5, 2.0, {4: 1.0}, 100, passes=3, draft_seconds=1, other_seconds=4).at(8)
+    assert (cell.batch_size, cell.occupied, cell.draft_seconds, cell.other_seconds) == (8, 8, 4, 16)
+    assert (cell.tokens_per_round, cell.passes) == (2.0, 3)
+
+
+def test_a_shorter_draft() -> None:
+    full = CellStatistics.chain(1, 4, 0.5, 100)
+    assert full.cut(2) == CellStatistics.chain(1, 2, 0.5, 100)
+    assert full.cut(4) == full
+    mixed = CellStatistics(
+        1, 1, 1.9, {0: 0.25, 1: 0.25, 4: 0.5}, 100, draft_seconds=8, acceptance=(0.5, 0.25, 0.1, 0.1)
+    )
+    cut = mixed.cut(1)
+    assert cut.widths == {0: 0.25, 1: 0.75}
+    assert cut.tokens_per_round == pytest.approx(1.45)  # an end inside the draft stays an end
+    assert cut.draft_seconds == 2
+    with pytest.raises(UsageError, match="up to 4 tokens, not 5; run a cell with gamma 5"):
+        full.cut(5)
+    with pytest.raises(UsageError, match="are trees; only chains can be cut"):
+        CellStatistics(1, 1, 2.0, {12: 1.0}, 100, acceptance=(0.6, 0.4)).cut(1)
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "expected"),
+    [([2, 1.5, 1.0], None), ([2, 0.9, 0.8], 4), ([2, 0.9, 1.1], None), ([0.9, 0.8, 0.7], 1), ([2, 1.5, 0.9], 16)],
+)
+def test_where_a_pair_stops_paying(speed_ups: list[float], expected: int | None) -> None:
+    assert stops_paying([1, 4, 16], speed_ups) == expected
+    assert stops_paying([16, 4, 1], speed_ups[::-1]) == expected

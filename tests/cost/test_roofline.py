@@ -1,0 +1,208 @@
+"""The roofline: shapes against the parameters of real modules, times against sums made by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crossdraft.framework.contracts.errors import ModelError, UnknownNameError, UsageError
+from crossdraft.framework.cost.roofline import (
+    ALL_REDUCE_LATENCY,
+    Accelerator,
+    Roofline,
+    Shape,
+    accelerator,
+    accelerators,
+    read_shape,
+)
+
+DEVICE = Accelerator("toy", bandwidth=1e9, flops=1e12, memory=1e9, link=1e8, source="made up")
+
+
+def multiplied(model: Any) -> int:
+    """Parameters that a pass multiplies with: every matrix but the input embeddings, and the output head."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    inner = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in looked_up and p is not head)
+    return inner + head.numel()
+
+
+def test_parameters_are_those_of_the_real_module(family: str, tiny_model: Any) -> None:
+    model = tiny_model(family)
+    assert Shape.from_config(model.config).parameters == multiplied(model)
+
+
+MOE = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=97)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)),
+        (
+            "qwen2_moe",  # of three layers the second alone has experts
+            dict(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                 shared_expert_intermediate_size=40, decoder_sparse_step=2),
+        ),
+        (
+            "qwen3_moe",
+            dict(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16,
+                 mlp_only_layers=[0]),
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_of_experts(kind: str, options: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, **MOE, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    shape = Shape.from_config(config)
+    biases = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and n.endswith("bias"))
+    assert shape.parameters == multiplied(model) - biases
+    assert shape.moe_layers == {"mixtral": 2, "qwen2_moe": 1, "qwen3_moe": 2}[kind]
+
+
+def test_a_narrow_embedding_is_projected(tiny_model: Any) -> None:
+    model = tiny_model("opt", word_embed_proj_dim=16)
+    assert Shape.from_config(model.config).parameters == multiplied(model)
+
+
+def test_well_known_sizes() -> None:
+    llama = Shape.from_config({
+        "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+    })  # fmt: skip
+    assert llama.parameters + llama.vocab * llama.hidden == pytest.approx(70.55e9, rel=1e-3)  # Llama-3.1-70B
+    assert (llama.head_dim, llama.matrices, llama.window_layers) == (128, 3, 0)
+
+
+def test_windows_by_layer(tiny_model: Any) -> None:
+    assert Shape.from_config(tiny_model("gemma3").config).window_layers == 1  # of two
+    assert Shape.from_config(tiny_model("mistral-sliding").config).window_layers == 2
+    assert Shape.from_config(tiny_model("mistral").config).window_layers == 0
+
+
+TOY = Shape("toy", layers=3, hidden=8, heads=4, kv_heads=2, head_dim=2, intermediate=16, vocab=100)
+
+
+def test_work_by_hand() -> None:
+    work = TOY.work(batch_size=2, width=5, context=7)
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8  # q; k and v; o
+    assert work["projections"].flops == 3 * 2 * 10 * weights
+    # activations of a token: x and the attention's output in, q k v and the result out
+    assert work["projections"].bytes == 3 * 2 * (weights + 10 * (8 + 8 + 8 + 8 + 8))
+    assert work["attention"].flops == 3 * 4 * 10 * 8 * 12  # q.K and the weighted sum of V, 12 tokens seen
+    assert work["attention"].bytes == 3 * 2 * (2 * 12 * 8 + 10 * 16)
+    assert work["mlp"].flops == 3 * 2 * 10 * 3 * 8 * 16
+    assert work["mlp"].bytes == 3 * 2 * (3 * 8 * 16 + 10 * 3 * (8 + 16))
+    assert work["head"] == (2 * (8 * 100 + 10 * 108), 2 * 10 * 800)
+
+
+def test_fewer_bytes_a_weight_leave_the_flops() -> None:
+    half = TOY.work(1, 1, 0, weight_bytes=1)["head"]
+    assert half == (800 + 2 * 108, 2 * 800)
+
+
+def test_a_window_ends_what_attention_reads() -> None:
+    full = Shape("w", 3, 8, 4, 2, 2, 16, 100, window=4, window_layers=2)
+    seen = (7 + 1) + 2 * (4 + 1)
+    assert full.work(1, 1, 7)["attention"].flops == 4 * 8 * seen
+    assert full.work(1, 1, 3) == TOY.work(1, 1, 3)  # shorter than the window
+
+
+def test_devices_share_the_work_and_repeat_scarce_kv_heads() -> None:
+    one, four = TOY.work(2, 1, 100), TOY.work(2, 1, 100, devices=4)
+    for part in ("projections", "attention", "mlp", "head"):
+        assert four[part].flops == one[part].flops / 4
+    cache = (four["attention"].bytes - 3 * 2 * 4 * 2) / (one["attention"].bytes - 3 * 2 * 16 * 2)
+    assert cache == 1 / 2  # two KV heads over four devices: each holds a whole one
+
+
+def test_experts_are_read_as_tokens_meet_them() -> None:
+    shape = Shape("moe", 1, 8, 2, 2, 4, 0, 50, experts=4, active=1, expert_intermediate=16, moe_layers=1)
+    assert [shape.experts_read(n) for n in (0, 1, 2)] == [0, 1, 1 + 3 / 4]
+    assert shape.experts_read(1000) == pytest.approx(4)
+    router, expert = 8 * 4, 3 * 8 * 16
+    work = shape.work(2, 1, 0)["mlp"]
+    assert work.flops == 2 * 2 * (expert + router)  # one expert a token, however many are read
+    assert work.bytes == 2 * (1.75 * expert + router + 2 * 3 * (8 + 16))
+
+
+def test_the_slower_of_memory_and_compute_counts() -> None:
+    roofline = Roofline(TOY, DEVICE, efficiency=(1, 1), layer_overhead=0)
+    work = TOY.work(1, 1, 0)
+    assert roofline.seconds(1, 1, 0) == pytest.approx(sum(w.bytes for w in work.values()) / 1e9)
+    fast_memory = Accelerator("toy", 1e20, 1e12, 1, 1, "")
+    many = Roofline(TOY, fast_memory, efficiency=(1, 0.5), layer_overhead=0)
+    flops = sum(w.flops for w in TOY.work(64, 4, 0).values())
+    assert many.seconds(64, 4, 0) == pytest.approx(flops / 0.5e12)
+
+
+def test_overheads_are_added() -> None:
+    base = Roofline(TOY, DEVICE, devices=4, layer_overhead=0, all_reduce=False)
+    assert base.parts(2, 1, 0)["other"] == 0
+    full = Roofline(TOY, DEVICE, devices=4, layer_overhead=1e-3)
+    sent = 2 * 8 * 2 * 2 * 3 / 4
+    assert full.parts(2, 1, 0)["other"] == pytest.approx(3e-3 + 6 * (ALL_REDUCE_LATENCY + sent / 1e8))
+    assert full.seconds(2, 1, 0) == pytest.approx(base.seconds(2, 1, 0) + full.parts(2, 1, 0)["other"])
+
+
+def test_what_a_device_holds() -> None:
+    roofline = Roofline(TOY, DEVICE, devices=2)
+    weights = (TOY.parameters + 800) * 2 / 2
+    assert roofline.held(3, 10) == weights + 3 * 10 * 3 * 2 * 2 * 2
+
+
+def test_the_built_in_accelerators_are_complete() -> None:
+    known = accelerators()
+    assert {"h100", "h200", "a100-80g", "l40s", "rtx-4090", "rtx-3090", "mi300x", "b200", "tpu-v5e"} <= set(known)
+    for found in known.values():
+        assert found.source
+        # FLOPs a byte: a slip in a unit or a figure with sparsity would leave this range
+        assert 50 < found.flops / found.bandwidth < 600
+        assert 1e10 < found.memory < 1e12 < found.flops
+
+
+def test_an_accelerator_of_your_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    row = "{bandwidth: 1e12, flops: 1e14, memory: 1e10, link: 1e10, source: mine}"
+    file.write_text(f"mine: {row}\n", encoding="utf-8")
+    assert accelerator(str(file)) == Accelerator("mine", 1e12, 1e14, 1e10, 1e10, "mine")
+    file.write_text(f"a: {row}\nb: {row}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="holds 2 accelerators"):
+        accelerator(str(file))
+    file.write_text("mine: {bandwidth: fast}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="the keys bandwidth, flops, memory, link and source"):
+        accelerator(str(file))
+    with pytest.raises(UsageError, match="cannot read"):
+        accelerator(str(tmp_path / "none.yaml"))
+    with pytest.raises(UnknownNameError, match="did you mean 'h100'"):
+        accelerator("h10")
+
+
+def test_a_shape_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = read_shape(str(directory))
+    assert (found.name, found.kv_heads, found.head_dim) == ("tiny", 4, 16)  # what the file leaves out
+    assert read_shape(str(directory / "config.json")).parameters == found.parameters
+
+
+def test_what_is_no_shape_says_so(tmp_path: Path, tiny_model: Any) -> None:
+    file = tmp_path / "config.json"
+    with pytest.raises(UsageError, match=r"no config\.json, no model directory"):
+        read_shape(str(file))
+    for text, message in [
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds no mapping"),
+        ("{}", "no model_type"),
+        ('{"model_type": "nonesuch"}', "cannot read a config of model_type 'nonesuch'"),
+        ('{"model_type": "mamba"}', "does not know the shape of model_type 'mamba'"),
+    ]:
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ModelError, match=message):
+            read_shape(str(file))

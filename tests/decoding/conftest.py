@@ -1,0 +1,46 @@
+"""The references of the tests of decoding, which transformers makes itself, and what tests of graphs need."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle_trees import NEW, PROMPTS
+
+from crossdraft.framework.decoding import graphs
+from crossdraft.framework.decoding import transformers_lm as lm_module
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable) -> Callable[[str, list[int]], list[int]]:
+    """``expected(family, prompt)``: transformers' own greedy continuation of `NEW` tokens, alone."""
+    known: dict[tuple, list[int]] = {}
+
+    def continue_(family: str, prompt: list[int]) -> list[int]:
+        key = (family, *prompt)
+        if key not in known:
+            # Another copy: what the decoder does to its models must not reach the reference.
+            reference = tiny_model(family, copy="reference")
+            out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
+            known[key] = out[0, len(prompt) :].tolist()
+        return known[key]
+
+    return continue_
+
+
+@pytest.fixture
+def answers(expected: Callable) -> Callable[[str], dict]:
+    return lambda family: {tuple(prompt): expected(family, prompt) for prompt in PROMPTS}
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: Any) -> None:
+    """Attention masks grow in steps that short texts reach too."""
+    monkeypatch.setattr(lm_module, "BUCKET", 16)
+
+
+@pytest.fixture
+def fresh_warnings() -> Iterator[None]:
+    graphs._warn_once.cache_clear()
+    yield
+    graphs._warn_once.cache_clear()

@@ -1,0 +1,40 @@
+"""A run of tiny models, and the page that ``crossdraft report`` makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.cli import main as cli
+
+RECIPE = """\
+question: does it run?
+target: {target}
+prompts: {prompts}
+dtype: float32
+device: cpu
+max_new_tokens: 8
+drafters:
+  - prompt-lookup
+  - {{name: small-lm, model: {same}, gamma: 3}}
+verifiers: [token, block]
+matrix: {{temperature: [1], batch_size: [2]}}
+"""
+
+
+def test_a_run_and_its_page(
+    tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any, capsys: Any
+) -> None:
+    recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
+    assert cli.main(["run", recipe, "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (directory,) = (tmp_path / "runs").iterdir()
+    capsys.readouterr()
+    assert cli.main(["report", str(directory)]) == 0
+    page = capsys.readouterr().out.splitlines()
+    summary = (directory / "summary.md").read_text(encoding="utf-8").splitlines()
+    tables = [line for line in summary if line.startswith("| ")]
+    assert len(tables) >= 6 and set(tables) <= set(page)  # a header and five cells
+    (prompts,) = [line for line in page if line.startswith("| prompts ")]
+    assert prompts.split("|")[2].strip() == "6 of prompts.jsonl"
+    assert "| command " in "".join(page) and "`crossdraft run recipe.yaml`" in "".join(page)
+    # The recipe that the run kept makes the same run again.
+    assert directory.name.endswith(plan(load_recipe(directory / "recipe.json")).hash)

@@ -1,0 +1,48 @@
+"""Directories with a random Llama of two layers and a word-level tokenizer, as `crossdraft.load_model` takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = {"<unk>": 0, "<s>": 1, "</s>": 2, "user": 3, "assistant": 4, **{f"w{i}": i for i in range(5, 64)}}
+CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+
+
+def make_tokenizer(vocab: dict[str, int] = VOCAB, chat: bool = True) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    if chat:
+        fast.chat_template = CHAT
+    return fast
+
+
+def save_model(
+    directory: Path,
+    seed: int = 0,
+    width: int = 72,
+    context: int = 96,
+    vocab: dict[str, int] = VOCAB,
+    nan: bool = False,
+    layers: int = 2,
+) -> str:
+    """A random Llama with logits `width` wide, and its tokenizer; the name to load it by."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=width, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
+            max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+    if nan:
+        model.lm_head.weight.data[7] = torch.nan
+    model.save_pretrained(directory)
+    make_tokenizer(vocab).save_pretrained(directory)
+    return str(directory)

@@ -1,0 +1,295 @@
+"""Training: the hand-made gradient, the small LM's start, runs that resume, and the command line of every kind."""
+
+import json
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from crossdraft.drafters.small_lm.training import SmallLMTraining, student_of
+from crossdraft.framework import plugins
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.models.digests import weights_sha256
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.training.features import Features
+from crossdraft.framework.training.losses import distil
+from crossdraft.framework.training.texts import read, split, write
+from crossdraft.framework.training.trainer import Trainer
+
+
+def tied_llama(layers=3, vocab=50):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def target():
+    return LoadedModel(tied_llama(), None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "tv"])
+def test_the_gradient_is_that_of_autograd(divergence):
+    torch.manual_seed(1)
+    student, teacher = torch.randn(7, 8, requires_grad=True), torch.randn(7, 8)
+    head, bias = torch.randn(20, 8), torch.rand(20)
+    loss, overlap = distil(student, teacher, head, bias, divergence, rows=3)
+    (ours,) = torch.autograd.grad(loss, student)
+    log_p = functional.log_softmax(teacher @ head.T + bias, -1)
+    log_q = functional.log_softmax(student @ head.T + bias, -1)
+    p, q = log_p.exp(), log_q.exp()
+    expected = {
+        "forward-kl": (p * (log_p - log_q)).sum(-1).mean(),
+        "reverse-kl": (q * (log_q - log_p)).sum(-1).mean(),
+        "tv": (1 - torch.minimum(p, q).sum(-1)).mean(),
+    }[divergence]
+    (theirs,) = torch.autograd.grad(expected, student)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).mean().detach())
+
+
+def test_a_student_of_all_layers_is_the_target(target):
+    student = student_of(target.model, (0, 1, 2)).eval()
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(student(ids).logits, target.model(ids).logits)
+    assert student.get_input_embeddings().weight is target.model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("layers", [(), (3,), (0, -1)])
+def test_layers_the_target_does_not_have_are_refused(target, layers):
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        student_of(target.model, layers)
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(2, 50, (24, 12), generator=generator).tolist()
+    return split([Text(row[:4], row[4:], "given") for row in rows], 0.2)
+
+
+def test_training_raises_acceptance_and_resumes_where_it_stopped(target, tmp_path):
+    train, held_out = texts()
+    recipe = SmallLMTraining(layers=(0, 2), epochs=6, batch_tokens=48, learning_rate=3e-3, warm_up=2, sampled_vocab=0)
+    whole = Trainer(target, recipe, tmp_path / "whole")
+    whole.out.mkdir()
+    whole.run(train, held_out)
+    assert whole.log[-1]["held_out_acceptance"] > whole.log[0]["held_out_acceptance"]
+
+    broken = Trainer(target, recipe, tmp_path / "broken")
+    broken.out.mkdir()
+    steps, original = [], broken._train
+
+    def dies_after_ten(*args):
+        if len(steps) == 10:
+            broken._save()
+            raise KeyboardInterrupt
+        steps.append(1)
+        return original(*args)
+
+    broken._train = dies_after_ten
+    with pytest.raises(KeyboardInterrupt):
+        broken.run(train, held_out)
+    again = Trainer(target, recipe, tmp_path / "broken")
+    again.run(train, held_out)
+    assert again.step == whole.step
+    assert again.best == pytest.approx(whole.best, abs=2e-3)
+
+
+def test_a_checkpoint_of_other_options_is_refused(target, tmp_path):
+    train, held_out = texts()
+    Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+    with pytest.raises(UsageError, match="other options"):
+        Trainer(target, SmallLMTraining(layers=(1,), epochs=1), tmp_path).run(train, held_out)
+
+
+def test_half_a_line_of_texts_is_written_again(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    whole = '{"prompt": [1], "response": [2, 3], "source": "given"}\n'
+    path.write_text(whole + '{"prompt": [4], "resp')
+    asked = []
+
+    class Silent:
+        seed, max_prompt, _lm = 0, 9, LoadedLM(1)
+
+        def conversation(self, question):
+            return [7]
+
+        def answer(self, prompts, temperature, round_):
+            asked.append(round_)
+            return [[8, 9] for _ in prompts]
+
+    found = write(path, Silent(), tokens=4, questions=["a", "b"], invented=0, temperatures=[1.0])  # type: ignore[arg-type]
+    assert [text.response for text in found] == [[2, 3], [8, 9]]
+    assert path.read_text().startswith(whole)
+    assert [text.response for text in read(path)] == [[2, 3], [8, 9]]
+
+
+@dataclass
+class LoadedLM:
+    batch_size: int
+
+
+def test_a_damaged_checkpoint_is_named(target, tmp_path):
+    train, held_out = texts()
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a file")
+    with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged"):
+        Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+
+
+def test_a_checkpoint_of_other_texts_is_refused(target, tmp_path):
+    train, held_out = texts()
+    Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+    with pytest.raises(UsageError, match="other texts"):
+        Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train[1:], held_out)
+
+
+def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(target, tmp_path):
+    train, held_out = texts()
+    trainer = Trainer(target, SmallLMTraining(layers=(0,), epochs=2, batch_tokens=48), tmp_path)
+    original = trainer._train
+
+    def told(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    trainer._train = told
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(train, held_out)
+    assert trainer.step == torch.load(trainer.checkpoint, weights_only=True)["step"] == 1
+
+
+def test_features_do_not_depend_on_the_batch_or_on_room(target):
+    train, _ = texts()
+    kept, none = Features(target, (1, -1), 1.0), Features(target, (1, -1), 0.0)
+    together = kept.batch([train[0], train[1]], [0, 1])
+    longer = Text([3] * 20, [4, 5], "given")
+    other = none.batch([longer, train[1]], [7, 1])
+    n = len(train[1].ids)
+    assert torch.equal(together.hidden[1, :n], other.hidden[1, :n])
+    assert torch.equal(kept.batch([train[1]], [1]).hidden[0], other.hidden[1, :n])
+    inner = target.model(torch.tensor([train[1].ids]), output_hidden_states=True).hidden_states
+    expected = torch.stack([inner[1], inner[-1]], 2)[0].bfloat16().float()
+    torch.testing.assert_close(other.hidden[1, :n], expected)
+    assert not none._kept
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
+    model = tied_llama()
+    model.lm_head.register_forward_hook(lambda module, args, logits: 30 * logits)
+    scaled = LoadedModel(model, None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="more than a matrix"):
+        Trainer(scaled, SmallLMTraining(layers=(0,)), tmp_path)
+
+
+def test_training_says_what_is_missing_without_accelerate(target, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UsageError, match=r"needs the package accelerate.*crossdraft\[train\]"):
+        Trainer(target, SmallLMTraining(layers=(0,)), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    """A chat model of 40 words, and a file of questions in two categories."""
+    path = tmp_path_factory.mktemp("target")
+    words = {word: i for i, word in enumerate(["<pad>", "</s>", "user", "bot", *(f"w{i}" for i in range(4, 40))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}user {{ m.content }} {% endfor %}{% if add_generation_prompt %}bot {% endif %}"
+    )
+    fast.save_pretrained(path)
+    model = tied_llama(vocab=40)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 1
+    model.save_pretrained(path)
+    rows = [{"question_id": i, "category": "ab"[i % 2], "turns": [f"w{4 + i} w9 w{30 - i}"]} for i in range(24)]
+    (path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["small-lm", "medusa", "eagle3"])
+def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, tmp_path, capsys, monkeypatch):
+    questions = str(on_disk / "questions.jsonl")
+    argv = [
+        "train",
+        kind,
+        "--target",
+        str(on_disk),
+        "--out",
+        str(tmp_path),
+        "--questions",
+        questions,
+        "--tokens",
+        "300",
+    ]
+    argv += ["--write-batch", "8", "--max-response", "12", "--minutes", "0.005", "--batch-tokens", "64", "--held-out"]
+    argv += ["0.1", "--measure", questions, "--measure-limit", "4", "--measure-tokens", "6", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["crossdraft", *argv])
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    assert f"{kind} written to {tmp_path}" in capsys.readouterr().out
+    card = (tmp_path / "README.md").read_text()
+    facts = json.loads((tmp_path / "training.json").read_text())
+    assert facts["kind"] == kind and facts["steps"] > 0 and facts["log"][0]["step"] == 0
+    assert load_model(str(on_disk), dtype="float32").sha256 in card
+    assert re.search(r"\| a \| [1-9]\.\d\d \| 2 \|\n\| b \| [1-9]\.\d\d \| 2 \|", card)
+    assert str(tmp_path.parent) not in card, "a path of this machine"
+    assert f"Made with: `crossdraft train {kind} --target {on_disk.name} --out {tmp_path.name}" in card
+    assert "answers were written by the target at temperature 1" in " ".join(card.split())
+
+    argv[argv.index("--out") + 1] = str(tmp_path / "twice")
+    argv += ["--start-from", str(tmp_path), "--measure", "none"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    again = json.loads((tmp_path / "twice" / "training.json").read_text())
+    ended, begun = facts["log"][-1]["positions"], again["log"][0]["positions"]
+    assert begun == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
+    card = " ".join((tmp_path / "twice" / "README.md").read_text().split())
+    assert f"Starts from the weights of `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--layers", "0,9", "--tokens", "5"], "--layers must name layers 0 to 2"),
+        (["--tokens", "0"], "no texts to train on"),
+        (["--measure", "nowhere.jsonl"], "there is no prompt file nowhere.jsonl"),
+        (["--start-from", "./nowhere"], "there is no model directory ./nowhere"),
+        (["--start-from", "TARGET"], "has an embedding of its own"),
+        (["--questions", "nothing"], "there is no prompt source named 'nothing'"),
+    ],
+)
+def test_wrong_options_give_a_sentence(options, sentence, on_disk, tmp_path, capsys):
+    options = [str(on_disk) if option == "TARGET" else option for option in options]
+    argv = ["train", "small-lm", "--target", str(on_disk), "--out", str(tmp_path), "--dtype", "float32", *options]
+    assert cli.main(argv) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_kind_that_is_broken_leaves_the_others(capsys):
+    plugin = SimpleNamespace(crossdraft_register_trainers=hookimpl(lambda register: register("bad", "nowhere:Recipe")))
+    plugins.manager().register(plugin, "extra")
+    try:
+        assert cli.main(["train", "bad"]) == 2
+        assert "the trainer 'bad' of extra (in this process) is unusable" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            cli.main(["train", "medusa", "--help"])
+        assert "--sampled-vocab" in capsys.readouterr().out
+    finally:
+        plugins.manager().unregister(plugin)

@@ -1,0 +1,93 @@
+"""A compiled rule says what it says uncompiled; what cannot be compiled runs as usual."""
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from random_trees import PAIRS, RULES, random_draft, shipped_rng, tokens_of
+
+from crossdraft.framework.contracts.verifier import VerifierTraits
+from crossdraft.framework.decoding import fused
+from crossdraft.framework.decoding.fused import MOST_SHAPES, Fused
+
+
+def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
+    """Check a fused rule against the rule itself, every draft in two rounds; returns how many shapes were compiled."""
+    quick, rule = Fused(RULES[name]()), RULES[name]()
+    for row in range(3):
+        quick.begin(row)
+        rule.begin(row)
+    for seed, position in product(seeds, range(2)):
+        draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
+        verdicts = [either.verify(draft, p, shipped_rng(seed, range(3), position)) for either in (rule, quick)]
+        assert tokens_of(draft, verdicts[1]) == tokens_of(draft, verdicts[0])
+        for either, verdict in zip((rule, quick), verdicts, strict=True):
+            either.observe(verdict.length.tolist(), draft.count.tolist())
+    return quick.compiled
+
+
+@pytest.mark.parametrize("name, shape", PAIRS)
+def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: lambda tensors: step(*tensors))
+    assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
+def test_token_compiled_says_what_it_says() -> None:
+    assert fused_as_usual("token", "chain", range(2), 300) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, shape", PAIRS)
+def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
+    assert fused_as_usual(name, shape, [3, 4], 2000) > 0
+
+
+@pytest.mark.parametrize("name", ["token", "greedy-block", "specinfer"])
+def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> None:
+    """`torch.compile` up to code for a device: the graph that it made, run as it is."""
+    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: fused.just_in_time(step))
+    asked: list[Any] = []
+    compile_ = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda step, **options: asked.append(options) or compile_(step, **options))
+    assert fused_as_usual(name, "chain", range(2), 9) > 0
+    assert asked and all(options["fullgraph"] for options in asked)
+
+
+def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:
+    def failing(step: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here\nand much more")
+
+    monkeypatch.setattr(fused, "compile_step", failing)
+    assert fused_as_usual("token", "chain", range(3), 9) == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "crossdraft: verifier 'token' runs uncompiled: no compiler here"
+    ]
+
+
+def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
+    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: lambda tensors: step(*tensors))
+    rule = Fused(RULES["token"]())
+    rule.compiling = False
+    draft, p = random_draft("chain", 1, 3, 3, 9)
+    for _ in range(3):
+        rule.verify(draft, p, shipped_rng(1, range(3)))
+    assert rule.compiled == 0
+
+
+def test_a_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
+    class Private(RULES["token"]):  # type: ignore[misc]
+        name = "private"
+
+        @classmethod
+        def traits(cls, config: Any) -> VerifierTraits:
+            return dataclasses.replace(super().traits(config), stateful=True)
+
+    assert not Fused.takes(Private())
+    with pytest.raises(ValueError, match="'private' keeps state on the host"):
+        Fused(Private())

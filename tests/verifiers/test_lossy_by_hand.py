@@ -1,0 +1,158 @@
+"""What the lossy rules make of the output: exact values."""
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lossy_judges import CHAINS, LOSSY, SEEDS, SETTINGS, TOYS, TREE_RULES, TREES, Judge, Recording, favourite, rule
+from random_drafts import random_laws
+from torch import Tensor
+
+from crossdraft.framework.certificate.certify import certify
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.contracts.draft import Draft
+
+
+def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
+    """E[tau] of one round on a chain and the TV of gamma + 1 tokens, by going through every draft and outcome."""
+    v, gamma = toy.vocab_size, toy.gamma
+    target, drafter = toy.target.tolist(), toy.drafter.tolist()
+    if draft == "point-mass":
+        drafter = [favourite(law) for law in drafter]
+    said: dict[tuple[int, ...], float] = {}
+    expected = 0.0
+    for x in itertools.product(range(v), repeat=gamma):
+        before = (v, *x)
+        weight = math.prod(drafter[last][token] for last, token in itertools.pairwise(before))
+        if not weight:
+            continue
+        for tau in range(gamma + 1):
+            p, q = target[before[tau]], drafter[before[tau]]
+            h, after = judge(p, q, x[tau] if tau < gamma else None)
+            for y, probability in enumerate(after):
+                out = (*x[:tau], y)
+                said[out] = said.get(out, 0.0) + weight * (1 - h) * probability
+            expected += tau * weight * (1 - h)
+            weight *= h
+    tv = 0.0
+    for full in itertools.product(range(v), repeat=gamma + 1):
+        steps = [target[last][token] for last, token in itertools.pairwise((v, *full))]
+        ours = sum(said.get(full[:n], 0.0) * math.prod(steps[n:]) for n in range(1, gamma + 2))
+        tv += abs(ours - math.prod(steps)) / 2
+    return expected, tv
+
+
+@pytest.mark.parametrize("name, options, judge", SETTINGS)
+@pytest.mark.parametrize("draft", CHAINS)
+@pytest.mark.parametrize("toy", TOYS)
+def test_chains_by_hand(
+    toys: dict[str, Toy], toy: str, draft: str, name: str, options: dict[str, Any], judge: Judge
+) -> None:
+    expected, tv = by_hand(toys[toy], judge, draft)
+    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert found.expected_tau[0] == pytest.approx(expected, abs=1e-12)
+    assert found.tv == pytest.approx(tv, abs=1e-12)
+
+
+#: toy -> E[tau], law of the first token, TV over gamma + 1 tokens, all at l = 1/2 on a sampled chain.
+LENIENCE: dict[str, tuple[str, list[str], str]] = {
+    "T0": ("2", ["2/3", "1/3"], "1/3"),
+    "G1": ("193/120", ["5/14", "13/42", "1/3"], "83/315"),
+    "G2": ("199/90", ["1/2", "1/2"], "103/320"),
+    "G3": ("7/8", ["1/2", "1/3", "1/6", "0"], "1/12"),
+    "G4": ("189/80", ["1/2", "1/4", "1/4"], "733/2400"),
+}
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_lenience_of_one_half(toys: dict[str, Toy], toy: str) -> None:
+    expected, first, tv = LENIENCE[toy]
+    found = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
+    assert found.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
+    assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
+    law = law_of_one_token(toys[toy].target[-1], toys[toy].drafter[-1], 0.5)
+    assert law.tolist() == pytest.approx([float(Fraction(x)) for x in first], abs=1e-12)
+
+
+def law_of_one_token(p: Tensor, q: Tensor, lenience: float) -> Tensor:
+    """What the first token follows: every draft of one token is a row of one batch."""
+    v = len(p)
+    draft = Draft.chain(torch.arange(v)[:, None], torch.ones(v, dtype=torch.long), q.expand(v, 1, v))
+    rng = Recording(accepts=False)
+    rule("lenient", lenience=lenience).verify(draft, p.expand(v, 2, v), rng)
+    return q * rng.h[:, 0] + (q * (1 - rng.h[:, 0])) @ rng.weights
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=SEEDS, v=st.integers(1, 12), lenience=st.floats(0.01, 1))
+def test_no_token_becomes_much_more_probable(seed: int, v: int, lenience: float) -> None:
+    """The promise of lenience: at most 1/l times the target's probability."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = random_laws(2, v, generator=generator, dtype=torch.float64)
+    law = law_of_one_token(p, q, lenience)
+    assert law.sum() == pytest.approx(1, abs=1e-12)
+    assert (law <= p / lenience + 1e-12).all()
+
+
+def best_of(toy: Toy, judge: Judge, k: int) -> float:
+    """E[tau] of a rule that accepts for sure or not at all, on K i.i.d. sequences: that of the best one."""
+    v, gamma = toy.vocab_size, toy.gamma
+    target, drafter = toy.target.tolist(), toy.drafter.tolist()
+    law = [0.0] * (gamma + 1)
+    for x in itertools.product(range(v), repeat=gamma):
+        steps = list(itertools.pairwise((v, *x)))
+        kept = [judge(target[last], drafter[last], token)[0] for last, token in steps]
+        tau = sum(itertools.accumulate(kept, lambda a, b: a * b))
+        law[round(tau)] += math.prod(drafter[last][token] for last, token in steps)
+    at_most = list(itertools.accumulate(law))
+    return sum(1 - below**k for below in at_most[:-1])
+
+
+@pytest.mark.parametrize("name, options, judge", [s for s in SETTINGS if s[0] in TREE_RULES])
+@pytest.mark.parametrize("draft, toy", [("iid-2", "T0"), ("iid-2", "G1"), ("iid-2", "G3"), ("iid-3", "G1")])
+def test_sequences_by_hand(
+    toys: dict[str, Toy], draft: str, toy: str, name: str, options: dict[str, Any], judge: Judge
+) -> None:
+    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert found.expected_tau[0] == pytest.approx(best_of(toys[toy], judge, int(draft[-1])), abs=1e-12)
+
+
+@pytest.mark.parametrize("toy", ["T0", "G1", "G3"])
+def test_certify_measures_the_loss(toys: dict[str, Toy], toy: str) -> None:
+    for name, draft in [*itertools.product(LOSSY, CHAINS), *itertools.product(TREE_RULES, TREES)]:
+        found = certify(toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), rounds=2, gamma=1, markov=True)
+        assert 0.01 < found.tv < 1, (name, draft)  # finite and visible
+        assert not found.lossless
+        assert 0 <= found.expected_tau[0] <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("draft", [*CHAINS, "stop-early"])
+@pytest.mark.parametrize("toy", TOYS)
+def test_lenience_buys_tokens_with_truth(toys: dict[str, Toy], toy: str, draft: str) -> None:
+    strict = certify(toys[toy], DRAFTS[draft].build, lambda: rule("token"), markov=True)
+    scale = [
+        certify(
+            toys[toy], DRAFTS[draft].build, lambda lenience=lenience: rule("lenient", lenience=lenience), markov=True
+        )
+        for lenience in (1, 0.8, 0.4, 0.1)
+    ]
+    assert scale[0] == strict and strict.lossless
+    for less, more in itertools.pairwise(scale):
+        assert more.expected_tau[0] >= less.expected_tau[0] - 1e-12
+        assert more.tv >= less.tv - 1e-12
+
+
+@pytest.mark.parametrize("name", ["typical", "bild"])
+@pytest.mark.parametrize("toy", TOYS)
+def test_defaults_accept_more_than_token_verification(toys: dict[str, Toy], toy: str, name: str) -> None:
+    """All that has probability on the toys is typical and unsurprising, which no lossless rule can say."""
+    strict = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("token"), markov=True)
+    assert certify(toys[toy], DRAFTS["chain"].build, lambda: rule(name), markov=True).expected_tau[0] >= (
+        strict.expected_tau[0] - 1e-12
+    )

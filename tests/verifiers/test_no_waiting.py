@@ -1,0 +1,85 @@
+"""No verifier waits for the device: none looks at what a tensor holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from random_trees import PAIRS, RULES, random_draft
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.verifier import Verifier
+
+
+class NoMask(TorchDispatchMode):
+    """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
+
+    PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self.PUTS and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            raise RuntimeError("a mask on the meta device has no entries")
+        return func(*args, **(kwargs or {}))
+
+
+def without_values(draft: Draft) -> Draft:
+    """The draft on the meta device, where looking at a value, or at a shape that depends on values, raises."""
+    tensors = {name: getattr(draft, name) for name in ("tokens", "parents", "valid", "q", "law", "sequences")}
+    away = {name: None if tensor is None else tensor.to("meta") for name, tensor in tensors.items()}
+    return Draft(**away, drawn=draft.drawn, levels=draft.levels)
+
+
+def judge_without_values(verifier: Verifier, shape: str) -> None:
+    for row in range(3):
+        verifier.begin(row)
+    for position, depth in enumerate((4, 4, 0)):
+        draft, p = random_draft(shape, 4 + 3 * position, 3, depth, 9)
+        rng = CounterRng(0).round(range(3), [position] * 3, torch.device("meta"))
+        with NoMask():
+            verdict = verifier.verify(without_values(draft), p.to("meta"), rng)
+        assert verdict.length.shape == verdict.token.shape == (3,)
+        assert verdict.length.device.type == verdict.token.device.type == "meta"
+        verifier.observe([min(int(count), 1 + position) for count in draft.count], draft.count.tolist())
+
+
+@pytest.mark.parametrize("name, shape", PAIRS)
+def test_no_verifier_waits_for_the_device(name: str, shape: str) -> None:
+    judge_without_values(RULES[name](), shape)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: bool((p > 0.5).any()),
+        lambda p: p.sum().item(),
+        lambda p: int(p.argmax()),
+        lambda p: float(p.max()),
+        lambda p: [0] * 1000 and list(range(1000))[p.argmax()],
+        lambda p: p.tolist(),
+        lambda p: p.numpy(),
+        lambda p: p.cpu(),
+        lambda p: (p > 0.5).nonzero(),
+        lambda p: torch.where(p > 0.5),
+        lambda p: p[p > 0.5],
+        lambda p: p.masked_select(p > 0.5),
+        lambda p: p.clone().__setitem__(p > 0.5, p[0, 0, :1]),
+        lambda p: p.unique(),
+        lambda p: torch.equal(p, p),
+        lambda p: p.repeat_interleave((p[0, 0] > 0).long(), -1),
+    ],
+    ids=range(16),
+)
+def test_a_verifier_that_waits_is_caught(look: Callable) -> None:
+    class Waits(RULES["token"]):
+        def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
+            look(p)
+            return super().verify(draft, p, rng)
+
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError, ValueError)) as caught:
+        judge_without_values(Waits(), "chain")
+    assert "meta" in str(caught.value).lower(), caught.value

@@ -1,0 +1,114 @@
+"""What the rules for trees share: the children in the order they are examined, and the laws they were drawn from.
+
+Symbols follow the literature: P(u) is the target's law after node u, q_j the law child j was drawn from given
+that its elder siblings were drawn before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..framework.contracts.draft import Draft, Verdict
+from ._chain import eager_on_cpu, total
+
+
+class Children:
+    """The drafted children of all nodes as one list of entries, parents before children.
+
+    An entry is a drawn token. That is a node, except that of i.i.d. sequences which agree each keeps its own
+    entry ``with_copies``.
+
+    Attributes:
+        node, parent, token: ``[B, E]`` int64; parent -1 is the root.
+        valid: ``[B, E]`` bool.
+    """
+
+    def __init__(self, draft: Draft, with_copies: bool = False, youngest_first: bool = False):
+        self.draft = draft
+        self._copies = with_copies and draft.sequences is not None
+        if self._copies:
+            assert draft.sequences is not None
+            entry = draft.sequences.transpose(1, 2).reshape(draft.batch_size, -1)  # level by level
+            self.valid = entry >= 0
+            self.node = entry.clamp(min=0)
+        elif youngest_first:
+            # Sorted by parent a tree is still in topological order, and siblings are neighbours.
+            order = torch.arange(draft.width, device=draft.tokens.device)
+            last = (draft.width + 1) ** 2
+            key = torch.where(draft.valid, draft.parents * (draft.width + 1) - order, last)
+            self.node = key.argsort(1)
+            self.valid = draft.valid.gather(1, self.node)
+        else:
+            self.node = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
+            self.valid = draft.valid
+        if draft.width:
+            self.parent, self.token = draft.parents.gather(1, self.node), draft.tokens.gather(1, self.node)
+        self._rows = torch.arange(draft.batch_size, device=draft.tokens.device)
+
+    def __len__(self) -> int:
+        return self.node.shape[1] if self.draft.width else 0
+
+    def law(self, entry: int, like: Tensor) -> Tensor:
+        """``[B, V]``: q of one entry per row; ``like [B, V]`` gives the width and dtype of a point mass."""
+        draft, node = self.draft, self.node[:, entry]
+        q = draft.law_of(node, like)
+        if draft.drawn == "iid" and not self._copies:
+            # Without copies a later child is one that differs from its elder siblings: drawn from the rest.
+            elder = draft.elder[self._rows, node]
+            kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
+            q = q.scatter_reduce(1, draft.tokens, kept, "amin")
+            mass = total(q)[:, None].to(q.dtype)
+            q = torch.where(mass > 0, q / mass, q)
+        return q
+
+
+def none(rows: Tensor) -> bool:
+    """Whether no row of ``rows [B]`` is left, where the host sees it without waiting: on a CPU, outside compiled code.
+
+    What a rule would go on to do for no row may then be left out.
+    """
+    return eager_on_cpu(rows) and not rows.any()
+
+
+def choose(condition: Tensor, this: Tensor, that: Tensor) -> Tensor:
+    """``[.., V]``: ``this`` where ``condition [..]``, else ``that``, both finite.
+
+    A weight of 0 or 1 makes lerp exact, and on a CPU it is several times faster than where with a broadcast condition.
+    """
+    return torch.lerp(that, this, condition[..., None].to(this.dtype))
+
+
+def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
+    """``weights [B, V]``, but all of it on ``token [B]`` where ``settled [B]``: a draw that is none."""
+    mask = settled[:, None].to(weights.dtype)
+    return (weights * (1 - mask)).scatter_add_(1, token[:, None], mask)
+
+
+def at_token(law: Tensor, token: Tensor) -> Tensor:
+    """``[..]`` float64: ``law [.., V]`` at ``token [..]``."""
+    return law.gather(-1, token[..., None]).squeeze(-1).double()
+
+
+def ratio(law: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    """``[..]`` float64: law(x) / q(x) of ``law, q [.., V]`` at ``x = token [..]``; 0 where the law has no mass."""
+    top = at_token(law, token)
+    return torch.where(top > 0, top / at_token(q, token), 0.0)
+
+
+def residual(law: Tensor, q: Tensor, credit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(credit law - q)_+ normalised ``[B, V]`` and its mass ``[B]`` float64; without mass, ``law`` itself."""
+    scaled = law if credit is None else law * credit[:, None].to(law.dtype)
+    left = (scaled - q).clamp_(min=0)
+    mass = total(left)
+    some = mass > 0
+    left = left / torch.where(some, mass, 1.0)[:, None].to(left.dtype)
+    return choose(some, left, law), mass
+
+
+def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:
+    """The verdict that accepts the path down to ``node [B]`` (-1 = nothing) and emits ``token [B]`` after it."""
+    if not draft.width:
+        return Verdict(torch.zeros_like(token), token)
+    tau = torch.where(node >= 0, draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), 0)
+    return Verdict(tau, token, path=None if draft.is_chain else draft.path_to(node))
