@@ -1,0 +1,17 @@
+"""The contract kit: what crossdraft's own drafters and verifiers are tested with, for those of third parties.
+
+    from crossdraft.testing import DrafterContract
+
+    class TestMine(DrafterContract):
+        drafter = MyDrafter
+        options = {"gamma": 3}
+
+Run it with pytest. Nothing is downloaded: models are small tables of probabilities, or a tiny model with random weights
+(`TinyModel`) for drafters that read a target's hidden states. What fails names the mistake.
+"""
+
+from .drafter_contract import DrafterContract
+from .settings import Setting, TinyModel, Toys
+from .verifier_contract import VerifierContract
+
+__all__ = ["DrafterContract", "Setting", "TinyModel", "Toys", "VerifierContract"]

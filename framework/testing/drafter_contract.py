@@ -1,0 +1,390 @@
+"""What every drafter has to keep, as tests: `DrafterContract`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..certificate.certify import TOLERANCE, certify
+from ..contracts.draft import Draft, Sequences, Verdict
+from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.rng import CounterRng
+from ..contracts.rounds import Response, RoundEvent
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import incompatible
+from ..decoding.build import build_decoder
+from ..decoding.loop import Decoder
+from ..plugins import get
+from .draft_checks import check_draft, draws
+from .settings import Setting, Toys
+
+#: Rules that look at q in different ways; those that accept a drafter's drafts are used.
+RULES = ("token", "block", "specinfer", "traversal", "sample-match")
+#: A mean over rounds this many standard deviations away from 0 is no accident: once in a million tests of 100 tokens.
+FAR = 6.0
+NEW_TOKENS = 12
+#: Rows of a batch in which drafts are counted.
+ROWS = 128
+
+
+class DrafterContract:
+    """Subclass it, name the drafter, and let pytest run what it inherits.
+
+    Attributes:
+        drafter: the class; for registered ones a name will do.
+        options: of its ``Config``.
+        setting: `Toys`, or `TinyModel` for drafters that read hidden states or run the target's layers.
+        temperatures: of the target that the drafter is tried at.
+        asks_device: it reads values while it drafts (a confidence stop), so that it waits for the device.
+        remembers: what it learns from one sequence changes its drafts for the next, until `Drafter.reset`.
+    """
+
+    drafter: ClassVar[type[Drafter] | str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    setting: ClassVar[Setting] = Toys()
+    temperatures: ClassVar[Sequence[float]] = (1.0, 0.0)
+    asks_device: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    # -- what it is made of -----------------------------------------------------------------------------------
+
+    @property
+    def drafting(self) -> type[Drafter]:
+        return get("drafters", self.drafter) if isinstance(self.drafter, str) else self.drafter
+
+    @property
+    def config(self) -> Any:
+        return self.drafting.Config(**self.options)
+
+    def make(self, context: DraftContext) -> Drafter:
+        """The drafter under test."""
+        return self.drafting(self.config, context)
+
+    def rules(self, sampling: Sampling) -> list[type[Any]]:
+        """Lossless rules that can judge its drafts at these parameters."""
+        draft = self.drafting.traits(self.config, sampling)
+        rules = [get("verifiers", name) for name in RULES]
+        return [
+            rule
+            for rule in rules
+            if incompatible(self.drafting.name, draft, rule.name, rule.traits(rule.Config()), sampling) is None
+        ]
+
+    def decoder(self, batch_size: int, temperature: float, **loop: Any) -> Decoder:
+        sampling = Sampling(temperature=temperature)
+        context = self.setting.context(batch_size, sampling)
+        rule = self.rules(sampling)[0]
+        return build_decoder(context, self.make, rule(rule.Config()), rng=CounterRng(7), **loop)
+
+    def decode(self, batch_size: int, temperature: float, prompts: Sequence[int] | None = None, **loop: Any) -> Any:
+        """Responses by prompt; ``prompts`` are indices into the setting's."""
+        chosen = list(range(len(self.setting.prompts))) if prompts is None else list(prompts)
+        decoder = self.decoder(batch_size, temperature, **{"max_new_tokens": NEW_TOKENS, **loop})
+        return _by_index(decoder.run([self.setting.prompts[i] for i in chosen], chosen), chosen)
+
+    def where_text_is_settled(self) -> list[float]:
+        """Temperatures at which the text of a sequence follows from its prompt and random numbers alone.
+
+        Where a drafter remembers other sequences, its drafts, and with them samples, follow from these too.
+        """
+        return [t for t in self.each_temperature() if t == 0 or not self.remembers]
+
+    def each_temperature(self) -> list[float]:
+        zero_only = self.drafting.traits(self.config, Sampling(temperature=0)).temperature_zero_only
+        return [t for t in self.temperatures if t == 0 or not zero_only]
+
+    # -- the tests --------------------------------------------------------------------------------------------
+
+    def test_traits(self) -> None:
+        """Traits are decided from the config alone, and are what the loop makes room for."""
+        assert isinstance(self.drafting.name, str) and self.drafting.name, "the class needs a name"
+        for temperature in self.each_temperature():
+            sampling = Sampling(temperature=temperature)
+            traits = self.drafting.traits(self.config, sampling)
+            again = self.drafting.traits(self.config, sampling)
+            assert traits == again, "traits() must say the same for the same config"
+            assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, no count"
+            assert traits.drawn is None or self.rules(sampling), (
+                f"no lossless rule judges '{traits.drawn}' drafts at temperature {temperature:g}"
+            )
+
+    def test_every_draft_keeps_the_shapes(self) -> None:
+        """Tokens, parents, laws and limits of every draft of some dozens of rounds."""
+        for temperature in self.each_temperature():
+            drafts = 0
+            decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos])
+            propose = decoder.drafter.propose
+
+            def checked(sequences: Sequences, rng: Any, propose: Any = propose, loop: Decoder = decoder) -> Draft:
+                nonlocal drafts
+                draft = propose(sequences, rng)
+                self.check(draft, sequences, loop)
+                drafts += draft.width > 0
+                return draft
+
+            decoder.drafter.propose = checked  # type: ignore[method-assign]
+            list(decoder.run(self.setting.prompts))
+            if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
+                assert drafts, "nothing was ever drafted: choose options or prompts that make it draft"
+
+    def test_q_is_the_law_of_the_draw(self) -> None:
+        """Over thousands of drafts, tokens come as often as the q that is reported for them says.
+
+        Whatever the draft looks like, given what was drawn before, a token that is one with probability q is on average
+        (1 where it was drawn, else 0) - q = 0 away from it. So the mean over rounds is tested for every node and token.
+        """
+        sampling = Sampling(temperature=1.0)
+        if 1.0 not in self.each_temperature() or self.drafting.traits(self.config, sampling).point_mass:
+            return  # point masses claim nothing
+        kept, looked_at = self._bias(sampling)
+        if not kept:
+            return
+        if looked_at is not None and looked_at < FAR <= kept:
+            raise AssertionError(
+                "a token that was looked at is dropped: tokens that stay in the draft do not follow their q "
+                f"({kept:.1f} standard deviations), though all that were drawn do. Keep it, or decide before drawing"
+            )
+        assert kept < FAR, (
+            f"q is not the law that tokens are drawn from: they are off by {kept:.1f} standard deviations. Report the "
+            "law after every temperature, top-k and top-p that you applied"
+        )
+
+    def test_the_output_keeps_the_targets_law(self) -> None:
+        """By enumeration on exact models: with lossless rules the joint law of two rounds is the target's."""
+        if not isinstance(self.setting, Toys):
+            pytest.skip("exact enumeration needs a target that is a table; the histogram and the greedy test remain")
+        for temperature in self.each_temperature():
+            for rule in self.rules(Sampling(temperature=temperature))[:2]:
+                for toy in self.setting.toys:
+                    options = {"rounds": 2, "temperature": temperature}
+                    found = certify(toy, lambda context, _: self.make(context), rule, gamma=self._depth(), **options)
+                    assert found.tv <= TOLERANCE, (
+                        f"with '{rule.name}' at temperature {temperature:g} the output is {found.tv:.3g} away from the "
+                        f"target's law (total variation, toy {toy.name}): q is not the law of the draw, a token that "
+                        "was looked at is dropped, or siblings are not drawn as traits.drawn says"
+                    )
+
+    def test_rows_do_not_share_state(self) -> None:
+        """A sequence says and accepts the same alone and in a batch of ragged rows, whatever its slot."""
+        for temperature in self.where_text_is_settled():
+            together = self.decode(3, temperature)
+            for i, response in together.items():
+                alone = self.decode(1, temperature, [i])[i]
+                assert alone.tokens == response.tokens, (
+                    f"rows share state: at temperature {temperature:g} prompt {i} is answered {response.tokens} in a "
+                    f"batch and {alone.tokens} alone"
+                )
+                if not self.remembers:
+                    assert [r.tau for r in alone.rounds] == [r.tau for r in response.rounds], (
+                        f"rows share state: at temperature {temperature:g} prompt {i} has other drafts in a batch than "
+                        "alone"
+                    )
+
+    def test_a_slot_is_handed_over_clean(self) -> None:
+        """A sequence in a slot that another one has left is decoded as in a fresh one."""
+        for temperature in self.each_temperature():
+            decoder = self.decoder(1, temperature, max_new_tokens=NEW_TOKENS)
+            for i in range(len(self.setting.prompts)):
+                if self.remembers:
+                    decoder.drafter.reset()
+                (used,) = decoder.run([self.setting.prompts[i]], [i])
+                fresh = self.decode(1, temperature, [i])[i]
+                assert used.tokens == fresh.tokens and _taus(used) == _taus(fresh), (
+                    f"a slot keeps what its last sequence left there: prompt {i} has drafts of {_taus(used)} accepted "
+                    f"tokens in a used slot and {_taus(fresh)} in a fresh one; forget it in begin() or retire()"
+                    + ("; memory across sequences goes in reset()" if self.remembers else "")
+                )
+
+    def test_limits(self) -> None:
+        """A draft is no deeper than a row's limit, and nothing is drafted for a row that has no room."""
+        decoder = self.decoder(3, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
+        for row in range(3):
+            decoder.begin(row, self.setting.prompts[row], row, row)
+        for limits in ([0, 0, 0], [1, 0, 2], [0, 3, 1]):
+            decoder.sequences.limit[:] = limits
+            draft = self._propose(decoder)
+            self.check(draft, decoder.sequences, decoder)
+            decoder.drafter.observe(decoder.sequences, draft, *self._rejected(decoder, draft))
+
+    def test_an_end_of_sequence_inside_a_draft(self) -> None:
+        """What follows an end-of-sequence token is cut, and the next sequence does not notice."""
+        for temperature in self.where_text_is_settled():
+            ended = self.decode(2, temperature, eos=[self.setting.eos])
+            whole = self.decode(2, temperature)
+            for i, response in ended.items():
+                tokens = whole[i].tokens
+                cut = tokens[: tokens.index(self.setting.eos) + 1] if self.setting.eos in tokens else tokens
+                assert response.tokens == cut, f"prompt {i} ends as {response.tokens}, not as {cut}"
+
+    def test_greedy_decoding_is_the_targets_own(self) -> None:
+        """At temperature 0 the text is what the target says alone, whatever was drafted."""
+        if 0.0 not in self.each_temperature():
+            return
+        alone = self._without_drafter()
+        for i, response in self.decode(3, 0.0).items():
+            assert response.tokens == alone[i].tokens, (
+                f"at temperature 0 prompt {i} is answered {response.tokens}; the target alone says {alone[i].tokens}"
+            )
+
+    def test_reset_forgets_what_was_learnt(self) -> None:
+        """After reset() a drafter drafts as a new one: results do not depend on what it was warmed up with."""
+        temperature = self.each_temperature()[0]
+        decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
+        list(decoder.run(self.setting.prompts))
+        decoder.drafter.reset()
+        again = _by_index(decoder.run(self.setting.prompts))
+        fresh = self.decode(2, temperature)
+        for i, response in again.items():
+            assert _taus(response) == _taus(fresh[i]), (
+                f"reset() leaves something behind: prompt {i} has drafts of {_taus(response)} accepted tokens after a "
+                f"warm-up and {_taus(fresh[i])} without one"
+            )
+
+    def test_retire_is_told_how_a_sequence_ended(self) -> None:
+        """retire(row, finish) is called once for every sequence, and may be called for one that is given up."""
+        decoder = self.decoder(2, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
+        told: list[Any] = []
+        retire = decoder.drafter.retire
+
+        def listening(row: int, finish: str | None = None) -> None:
+            told.append(finish)
+            retire(row, finish)
+
+        decoder.drafter.retire = listening  # type: ignore[method-assign]
+        list(decoder.run(self.setting.prompts))
+        assert told == ["length"] * len(self.setting.prompts)
+        decoder.begin(0, self.setting.prompts[0])
+        decoder.round()
+        decoder.abandon()
+        assert told[-1] is None
+        list(decoder.run(self.setting.prompts))  # and the slots are clean
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        """propose() reads no value: on the meta device, where looking at one raises, it drafts all the same."""
+        if self.asks_device:
+            return
+        for temperature in self.each_temperature():
+            sampling = Sampling(temperature=temperature)
+            context = self.setting.context(2, sampling, "meta")
+            try:
+                drafter = self.make(context)
+            except Exception as error:
+                pytest.skip(f"it cannot be built without values: {error}")
+            sequences = Sequences([[], []], torch.zeros(2, 64, dtype=torch.long, device="meta"), [4, 2], [0, 1])
+            assert context.target is not None
+            context.target.hidden_layers = drafter.traits(drafter.config, sampling).hidden_layers
+            with torch.inference_mode():
+                for row in range(2):
+                    prompt = self.setting.prompts[row]
+                    hidden = context.target.begin(row, prompt)
+                    sequences.history[row] = list(prompt)
+                    drafter.begin(row, prompt, hidden)
+                rng = CounterRng(0).round([0, 1], [9, 9], torch.device("meta"))
+                try:
+                    drafter.propose(sequences, rng)
+                except (NotImplementedError, RuntimeError) as error:
+                    if "meta" not in str(error).lower():
+                        raise
+                    raise AssertionError(
+                        "propose() waits for the device: it looks at a value of a tensor (bool(), int(), .item(), "
+                        f".tolist(), a mask as an index). Say asks_device = True if it must ({error})"
+                    ) from error
+
+    def check(self, draft: Draft, sequences: Sequences, decoder: Decoder) -> None:
+        traits = self.drafting.traits(self.config, decoder.sampling)
+        check_draft(self.drafting.name, draft, traits, sequences, decoder.target.vocab_size)
+
+    # -- pieces -----------------------------------------------------------------------------------------------
+
+    def _depth(self) -> int:
+        """Of the deepest draft, which is what enumeration calls gamma."""
+        decoder = self.decoder(1, self.each_temperature()[0], max_new_tokens=64)
+        decoder.begin(0, self.setting.prompts[2])
+        draft = self._propose(decoder).candidates
+        deepest = int(torch.where(draft.valid, draft.depth, 0).max()) if draft.width else 0
+        return max(deepest, 1)
+
+    def _propose(self, decoder: Decoder) -> Draft:
+        seqs = decoder.sequences
+        rng = decoder.rng.round(seqs.stream, [len(h) for h in seqs.history], decoder.target.device)
+        with torch.inference_mode():
+            return decoder.drafter.propose(seqs, rng)
+
+    def _rejected(self, decoder: Decoder, draft: Draft) -> tuple[Any, list[int], Any]:
+        """The verdict, taus and scores of a round in which nothing is accepted."""
+        seqs = decoder.sequences
+        with torch.inference_mode():
+            scores = decoder._score(draft)
+            decoder.target.keep([1] * seqs.batch_size)
+        nothing = torch.zeros(seqs.batch_size, dtype=torch.long)
+        path = None if draft.is_chain else torch.full((seqs.batch_size, max(draft.width, 1)), -1)
+        verdict = Verdict(nothing, nothing.clone(), path)
+        for row in range(seqs.batch_size):
+            seqs.append(row, [0])
+        return verdict, [0] * seqs.batch_size, scores
+
+    def _without_drafter(self) -> dict[int, Response]:
+        sampling, rule = Sampling(temperature=0), get("verifiers", "greedy")
+        context = self.setting.context(1, sampling)
+        none = get("drafters", "none")
+        decoder = build_decoder(context, (none, none.Config()), (rule, rule.Config()), max_new_tokens=NEW_TOKENS)
+        return _by_index(decoder.run(self.setting.prompts))
+
+    def _bias(self, sampling: Sampling) -> tuple[float, float | None]:
+        """How far, in standard deviations, drawn tokens are from their q: those that count, and all that have a q."""
+        sums: dict[str, Tensor | None] = {"kept": None, "kept2": None, "all": None, "all2": None}
+        seen = 0
+
+        def count(event: RoundEvent) -> None:
+            nonlocal seen
+            if event.draft.q is None:
+                return
+            busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
+            tokens, law, valid = draws(event.draft.candidates)
+            off = (torch.zeros_like(law).scatter_(2, tokens[..., None], 1.0) - law).double()
+            for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
+                here = off * counts[..., None]
+                sums[name] = _add(sums[name], here.sum(0))
+                sums[f"{name}2"] = _add(sums[f"{name}2"], here.square().sum(0))
+            seen += int(busy.sum())
+
+        rule = self.rules(sampling)[0]
+        context = self.setting.context(ROWS, sampling)
+        decoder = build_decoder(context, self.make, rule(rule.Config()), on_round=count, max_new_tokens=96)
+        prompts = [self.setting.prompts[i % len(self.setting.prompts)] for i in range(self.setting.drafts)]
+        for _ in decoder.run(prompts):
+            if seen >= self.setting.drafts or sums["kept"] is None:
+                break
+        if sums["kept"] is None:
+            return 0.0, None
+
+        def far(name: str) -> float:
+            total, squares = sums[name], sums[f"{name}2"]
+            assert total is not None and squares is not None
+            deviation = squares.sqrt().clamp(min=5.0)  # of a sum of independent terms; few terms say little
+            return float((total.abs() / deviation).max())
+
+        return far("kept"), far("all")
+
+
+def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, Response]:
+    found = {response.index: response for response in responses}
+    return {(i if names is None else names[i]): found[i] for i in sorted(found)}
+
+
+def _taus(response: Response) -> list[int]:
+    return [r.tau for r in response.rounds]
+
+
+def _add(total: Tensor | None, here: Tensor) -> Tensor:
+    """The sum of tables of ``[N, V]`` whose N may differ."""
+    if total is None:
+        return here
+    long, short = (total, here) if len(total) >= len(here) else (here, total)
+    out = long.clone()
+    out[: len(short)] += short
+    return out

@@ -1,0 +1,140 @@
+"""Where a strategy is tried: exact tables, or a tiny model with random weights."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..certificate.tablelm import Toy, ToyContext, built_in_toys
+from ..contracts.drafter import DraftContext, Runner
+from ..contracts.lm import LM
+from ..contracts.models import Checkpoint
+from ..contracts.sampling import Sampling
+from ..decoding.cpu import speed_up_small_batches
+from ..decoding.graphs import runner_for
+from ..decoding.transformers_lm import TransformersLM
+from ..models.checkpoint import load_checkpoint
+
+
+class Setting(ABC):
+    """A target and what a drafter may ask for.
+
+    Attributes:
+        prompts: of different lengths, so that rows of a batch are ragged.
+        eos: a token that the target says now and then.
+        drafts: so many are counted to compare tokens with their q. Of 20,000 a mistake of two per cent in the law of a
+            common token is six standard deviations away.
+    """
+
+    prompts: Sequence[list[int]]
+    eos: int
+    drafts: int = 20_000
+
+    @abstractmethod
+    def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
+        """New slots of the target, and of whatever a drafter loads."""
+
+
+class Toys(Setting):
+    """A table of exact probabilities; whatever a drafter loads is another one, close to it (see `TableLM`)."""
+
+    #: V = 5, so that no two laws are alike by accident; id V is no token of the text.
+    prompts = ([0, 1, 2, 1, 3], [4], [2, 1, 2, 1, 2, 1, 2], [3, 3, 0, 4])
+    eos = 4
+
+    def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
+        target, drafter = _tables()
+        return ToyContext(target.to(device), drafter.to(device), sampling, batch_size)
+
+    @property
+    def toys(self) -> list[Toy]:
+        """For enumeration: small, and rows apart enough to expose every known mistake."""
+        return [toy for toy in built_in_toys() if toy.name in ("T0", "G2")]
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    target = (1.5 * torch.randn(6, 5, generator=generator, dtype=torch.float64)).softmax(-1)
+    noise = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    return target, (target.log() + 0.7 * noise).softmax(-1)
+
+
+class TinyModel(Setting):
+    """A Llama of four small layers with random weights, in float32; what a drafter loads is a noisy copy of it.
+
+    For drafters that read hidden states or run layers of the target. Heads come from the directory that their options
+    name.
+    """
+
+    prompts = ([5, 9, 3, 7, 11], [6, 2], [8, 4, 8, 4, 8, 4, 8], [3, 3, 10, 12])
+    eos = 4
+    drafts = 4_000  # a pass costs more here
+
+    def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
+        return TinyContext(self.model(device), sampling, batch_size)
+
+    @staticmethod
+    @cache
+    def model(device: str = "cpu") -> Any:
+        """The target: a causal LM of transformers with a vocabulary of 13 and features of size 16."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=13,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            initializer_range=0.4,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            model: Any = LlamaForCausalLM(config).float().eval().requires_grad_(False)
+        return model.to(device)
+
+
+class TinyContext(DraftContext):
+    """What a drafter may ask for where the target is `TinyModel`'s."""
+
+    def __init__(self, model: Any, sampling: Sampling, batch_size: int, max_length: int = 128):
+        lm = TransformersLM(model, batch_size, max_length)
+        super().__init__(
+            sampling=sampling,
+            batch_size=batch_size,
+            max_length=max_length,
+            vocab_size=lm.vocab_size,
+            device=lm.device,
+            target=lm,
+            target_model=model,
+            target_name="a tiny model",
+        )
+
+    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+        noisy = copy.deepcopy(self.target_model)
+        generator = torch.Generator().manual_seed(3)
+        for weight in noisy.parameters():
+            if weight.dim() > 1 and weight.device.type == "cpu":
+                weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+        return TransformersLM(noisy, self.batch_size, self.max_length + room)
+
+    def load_heads(self, name: str) -> Checkpoint:
+        return load_checkpoint(name)
+
+    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
+        return TransformersLM(module, self.batch_size, self.max_length + room)
+
+    def runner(self, module: nn.Module) -> Runner:
+        speed_up_small_batches(module)
+        return runner_for(module)

@@ -1,0 +1,248 @@
+"""What every verifier has to keep, as tests: `VerifierContract`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..certificate.certify import TOLERANCE, certify
+from ..certificate.drafts import DRAFTS
+from ..certificate.tablelm import built_in_toys
+from ..contracts.draft import Draft, Verdict
+from ..contracts.rng import CounterRng, RoundRng
+from ..contracts.rounds import RoundEvent
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import Verifier, VerifierTraits, incompatible
+from ..decoding.build import build_decoder
+from ..plugins import get
+from .settings import Toys
+
+#: Length of the drafts that a rule is tried with.
+GAMMA = 3
+#: Exact models that rules are enumerated on.
+TOYS = ("G1", "G2")
+ROWS = 4
+#: What of a draft is a tensor.
+FIELDS = ("tokens", "parents", "valid", "q", "law", "sequences")
+
+
+class VerifierContract:
+    """Subclass it, name the verifier, and let pytest run what it inherits.
+
+    Attributes:
+        verifier: the class; for registered ones a name will do.
+        options: of its ``Config``.
+    """
+
+    verifier: ClassVar[type[Verifier] | str]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    # -- what it is made of -----------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> type[Verifier]:
+        return get("verifiers", self.verifier) if isinstance(self.verifier, str) else self.verifier
+
+    def make(self) -> Verifier:
+        """The verifier under test."""
+        return self.rule(self.rule.Config(**self.options))
+
+    @property
+    def traits(self) -> VerifierTraits:
+        return self.rule.traits(self.rule.Config(**self.options))
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=0.0 if self.traits.temperature_zero_only else 1.0)
+
+    def labels(self) -> list[str]:
+        """The drafts of ``crossdraft certify`` that it says it can judge."""
+        found = []
+        for label, kind in DRAFTS.items():
+            drafter, config = kind.config(GAMMA)
+            draft = drafter.traits(config, self.sampling)
+            if incompatible(kind.drafter, draft, self.rule.name, self.traits, self.sampling) is None:
+                found.append(label)
+        return found
+
+    def recorded(self, rounds: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
+        """Drafts and laws of real rounds: label, draft, p, and how to make the round's random numbers again."""
+        for label in self.labels():
+            events: list[RoundEvent] = []
+            context = Toys().context(ROWS, self.sampling)
+            match = get("verifiers", "greedy" if self.sampling.temperature == 0 else "sample-match")
+            context.final_law = self.traits.modifies_target
+            drafter = partial(DRAFTS[label].build, gamma=GAMMA)
+            decoder = build_decoder(context, drafter, match(match.Config()), on_round=events.append)
+            for row in range(ROWS):
+                decoder.begin(row, Toys.prompts[row], row, row)
+            for position in range(rounds):
+                if position % 3 == 2:  # ragged: some rows have less room, one has none
+                    decoder.sequences.limit[:] = [2, 0, 1, 3]
+                decoder.round()
+                event = events.pop()
+                yield label, event.draft, event.scores.p, CounterRng(3), list(range(ROWS)), position
+
+    def judge(self, verifier: Verifier, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        for row in range(draft.batch_size):
+            verifier.begin(row)
+        with torch.inference_mode():
+            return verifier.verify(draft, p, rng)
+
+    # -- the tests --------------------------------------------------------------------------------------------
+
+    def test_traits(self) -> None:
+        traits = self.rule.traits(self.rule.Config(**self.options))
+        assert traits == self.traits, "traits() must say the same for the same config"
+        assert isinstance(self.rule.name, str) and self.rule.name, "the class needs a name"
+        assert self.labels(), f"'{self.rule.name}' accepts none of the drafts there are: traits.drawn is {traits.drawn}"
+
+    def test_lossless_by_enumeration(self) -> None:
+        """The joint law of the output is the target's, exactly, for every draft that the rule says it can judge.
+
+        Of one round, which is enough for a rule without state; of two for one that carries state from round to round.
+        """
+        options: Any = {"rounds": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
+        for label in self.labels():
+            for toy in (toy for toy in built_in_toys() if toy.name in TOYS):
+                found = certify(toy, DRAFTS[label].build, self.make, **options)
+                if self.traits.lossless:
+                    assert found.tv <= TOLERANCE, (
+                        f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {found.tv:.3g} away "
+                        f"from the target's law (total variation, toy {toy.name}). Declare lossless=False, or mend it"
+                    )
+
+    def test_verdicts_keep_the_shapes(self) -> None:
+        """tau within the draft, a path that goes down from the root, tokens of the vocabulary."""
+        for label, draft, p, numbers, streams, position in self.recorded():
+            verdict = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            self._check_verdict(label, draft, p, verdict)
+
+    def test_rows_do_not_share_state(self) -> None:
+        """A row is judged alone as in a batch: with the same numbers to the same verdict."""
+        for label, draft, p, numbers, streams, position in self.recorded():
+            whole = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            for row in range(ROWS):
+                rng = numbers.round([streams[row]], [position], p.device)
+                alone = self.judge(self.make(), _rows(draft, slice(row, row + 1)), p[row : row + 1], rng)
+                same = int(alone.length[0]) == int(whole.length[row]) and int(alone.token[0]) == int(whole.token[row])
+                assert same, (
+                    f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts is judged "
+                    f"({int(whole.length[row])}, {int(whole.token[row])}) in a batch and "
+                    f"({int(alone.length[0])}, {int(alone.token[0])}) alone. The index of a random number must not "
+                    "depend on the width of the batch"
+                )
+
+    def test_nothing_is_written_into(self) -> None:
+        """The draft and p are the loop's: a verifier reads them."""
+        for label, draft, p, numbers, streams, position in self.recorded(3):
+            before = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
+            law = p.clone()
+            self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            changed = [name for name, t in before.items() if not torch.equal(t, getattr(draft, name))]
+            assert not changed and torch.equal(law, p), (
+                f"'{self.rule.name}' writes into {', '.join(changed) or 'p'} of '{label}' drafts"
+            )
+
+    def test_an_empty_draft(self) -> None:
+        """Where nothing was drafted, a token of the target's law follows."""
+        target = Toys().context(ROWS, self.sampling).target
+        assert target is not None
+        p = self.sampling.law(target.grow(torch.tensor([[0], [1], [2], [3]]))[0])
+        rng = CounterRng(0).round(range(ROWS), [0] * ROWS, p.device)
+        verdict = self.judge(self.make(), Draft.empty(ROWS), p, rng)
+        assert verdict.length.tolist() == [0] * ROWS
+        assert bool((p[:, 0].gather(1, verdict.token[:, None]) > 0).all()), "an impossible token was emitted"
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
+        for label, draft, p, _, streams, position in self.recorded(2):
+            tensors = {name: t.to("meta") for name in FIELDS if (t := getattr(draft, name)) is not None}
+            away = Draft(**tensors, drawn=draft.drawn, levels=draft.levels)
+            rng = CounterRng(0).round(streams, [position] * ROWS, torch.device("meta"))
+            try:
+                with _NoMask():
+                    self.judge(self.make(), away, p.to("meta"), rng)
+            except (NotImplementedError, RuntimeError) as error:
+                if "meta" not in str(error).lower():
+                    raise
+                raise AssertionError(
+                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it looks at a value of a tensor "
+                    f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
+                ) from error
+
+    def test_state_can_be_put_back(self) -> None:
+        """A rule with state has snapshots that compare equal when it will go on alike."""
+        if not self.traits.stateful:
+            for row in range(ROWS):
+                assert self.make().snapshot(row) is None, "it has state: say stateful=True in its traits"
+            return
+        for _, draft, p, numbers, streams, position in self.recorded(3):
+            verifier, again = self.make(), self.make()
+            self.judge(verifier, draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            verifier.observe([0] * ROWS, draft.count.tolist())
+            for row in range(ROWS):
+                snapshot = verifier.snapshot(row)
+                hash(snapshot)
+                again.begin(row)
+                again.restore(row, snapshot)
+                assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
+
+    # -- pieces -----------------------------------------------------------------------------------------------
+
+    def _check_verdict(self, label: str, draft: Draft, p: Tensor, verdict: Verdict) -> None:
+        name, where = self.rule.name, f"on '{label}' drafts"
+        for field in ("length", "token"):
+            shape = tuple(getattr(verdict, field).shape)
+            assert shape == (ROWS,), f"'{name}': verdict.{field} has shape {shape}, not [B] = {(ROWS,)}: a shape is off"
+            assert getattr(verdict, field).dtype == torch.long, f"'{name}': verdict.{field} must be int64"
+        assert bool(((verdict.token >= 0) & (verdict.token < p.shape[2])).all()), (
+            f"'{name}' emits a token outside of the vocabulary {where}"
+        )
+        deepest = torch.where(draft.valid, draft.depth, 0).amax(1) if draft.width else torch.zeros(ROWS)
+        assert bool(((verdict.length >= 0) & (verdict.length <= deepest)).all()), (
+            f"'{name}' accepts {verdict.length.tolist()} tokens of drafts {deepest.tolist()} deep {where}"
+        )
+        if verdict.path is None:
+            assert draft.is_chain or not draft.width, f"'{name}': a tree's verdict needs a path {where}"
+            return
+        for row in range(ROWS):
+            tau = int(verdict.length[row])
+            path = verdict.path[row, :tau].tolist()
+            parents = [int(draft.parents[row, node]) for node in path]
+            assert parents == [-1, *path][:tau] and bool(draft.valid[row, path].all()), (
+                f"'{name}': the path {path} of row {row} does not go down from the root, node by node, {where}"
+            )
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        """Tables are tiny: threads cost more than they gain."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+
+class _NoMask(TorchDispatchMode):
+    """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
+
+    PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self.PUTS and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            raise RuntimeError("a mask on the meta device has no entries")
+        return func(*args, **(kwargs or {}))
+
+
+def _rows(draft: Draft, rows: slice) -> Draft:
+    """Some rows of a draft, as wide as all of them."""
+    tensors = {name: t[rows] for name in FIELDS if (t := getattr(draft, name)) is not None}
+    return Draft(**tensors, drawn=draft.drawn, levels=draft.levels)

@@ -1,0 +1,253 @@
+"""The contract kit on strategies that make one mistake each: it has to fail, and to name the mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdraft import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftModel,
+    DraftTraits,
+    RoundRng,
+    Sampling,
+    Scores,
+    Sequences,
+    StrategyConfig,
+    Verdict,
+    Verifier,
+    VerifierTraits,
+    make_verifier,
+    on_device,
+)
+from crossdraft.testing import DrafterContract, VerifierContract
+
+
+class Chain(Drafter):
+    """An honest chain of two tokens; its children change one thing each."""
+
+    name = "chain-of-two"
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.model = DraftModel(context.load_lm("toy"))
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=False, nodes=2)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.begin(row, prompt)
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self.model.retire(row)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        steps = min(2, max(sequences.limit))
+        if not steps:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        logits, tokens, laws = self.model.root(sequences), [], []
+        for i in range(steps):
+            drawn_from, reported = self.laws(logits)
+            laws.append(reported)
+            tokens.append(rng.draw(drawn_from, "draft", i))
+            if i + 1 < steps:
+                logits = self.model.grow(tokens[-1][:, None])[:, 0]
+        length = on_device(sequences.limit, sequences.device).clamp(max=steps)
+        return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1)))
+
+    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What is drawn from, and what is reported."""
+        law = logits.softmax(-1)
+        return law, law
+
+    def finished(self, draft: Draft) -> Draft:
+        return draft
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        self.model.keep(verdict, accepted)
+
+
+class OtherTemperature(Chain):
+    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return (logits / 0.7).softmax(-1), logits.softmax(-1)
+
+
+class DropsWhatItLookedAt(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        assert draft.q is not None
+        sure = draft.q.gather(2, draft.tokens[..., None]).squeeze(2) > 0.25
+        draft.valid = draft.valid & sure.long().cumprod(1).bool()
+        return draft
+
+
+class SharesState(Chain):
+    """What it drafts follows the first slot."""
+
+    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        law = logits[:1].softmax(-1).expand_as(logits)
+        return law, law
+
+
+class LeavesSomething(Chain):
+    """Every sequence in a slot is drafted more flatly than the one before it."""
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.begun = torch.zeros(context.batch_size, 1)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        super().begin(row, prompt)
+        self.begun[row] += 1
+
+    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        law = (logits / self.begun.clamp(min=1)).softmax(-1)
+        return law, law
+
+
+class OutOfVocabulary(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        draft.tokens = draft.tokens + self.context.vocab_size
+        return draft
+
+
+class ShapeOffByOne(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        draft.parents = draft.parents[:, :-1]
+        return draft
+
+
+class LawsOffByOne(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        assert draft.q is not None
+        draft.q = draft.q[:, :-1]
+        return draft
+
+
+class TooDeep(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        draft.valid = torch.ones_like(draft.valid)
+        return draft
+
+
+class Waits(Chain):
+    def finished(self, draft: Draft) -> Draft:
+        return draft if int(draft.tokens.sum()) >= 0 else Draft.empty(draft.batch_size)
+
+
+def drafter_contract(cls: type[Drafter]) -> DrafterContract:
+    return type("Contract", (DrafterContract,), {"drafter": cls, "temperatures": (1.0,)})()
+
+
+@pytest.mark.parametrize(
+    "cls, test, sentence",
+    [
+        (OtherTemperature, "test_q_is_the_law_of_the_draw", "q is not the law that tokens are drawn from"),
+        (OtherTemperature, "test_the_output_keeps_the_targets_law", "q is not the law of the draw"),
+        (DropsWhatItLookedAt, "test_q_is_the_law_of_the_draw", "a token that was looked at is dropped"),
+        (DropsWhatItLookedAt, "test_the_output_keeps_the_targets_law", "away from the target's law"),
+        (SharesState, "test_rows_do_not_share_state", "rows share state"),
+        (LeavesSomething, "test_a_slot_is_handed_over_clean", "a slot keeps what its last sequence left there"),
+        (OutOfVocabulary, "test_every_draft_keeps_the_shapes", "outside of the vocabulary"),
+        (ShapeOffByOne, "test_every_draft_keeps_the_shapes", "draft.parents has shape .*: a shape is off"),
+        (LawsOffByOne, "test_every_draft_keeps_the_shapes", "too few rows .*: a shape is off"),
+        (TooDeep, "test_limits", "but sequences.limit allows"),
+        (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
+    ],
+)
+def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        getattr(drafter_contract(cls), test)()
+    getattr(drafter_contract(Chain), test)()  # the honest one passes
+
+
+class Honest(Verifier):
+    """Token verification; its children change one thing each."""
+
+    name = "honest"
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset({"chain"}))
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        return make_verifier("token").verify(draft, p, rng)
+
+
+class TooKind(Honest):
+    """Accepts a little more often than it may."""
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        if not draft.width:
+            return super().verify(draft, p, rng)
+        kinder = p.clone()
+        kinder[:, :-1].scatter_reduce_(
+            2, draft.tokens[..., None], kinder.new_full(draft.tokens.shape, 0.5)[..., None], "amax"
+        )
+        return super().verify(draft, kinder, rng)
+
+
+class NumbersByWidth(Honest):
+    """Another random number in a wider batch."""
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        rng.accept(p.new_full((draft.batch_size, draft.batch_size), 0.5), "other")
+        kept = rng.accept(p.new_full((draft.batch_size, 1), 0.5), "other", draft.batch_size).squeeze(1)
+        verdict = super().verify(draft, p, rng)
+        return Verdict(verdict.length, torch.where(kept, verdict.token, 0))
+
+
+class BeyondTheVocabulary(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        verdict = super().verify(draft, p, rng)
+        return Verdict(verdict.length, verdict.token + p.shape[2])
+
+
+class Column(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        verdict = super().verify(draft, p, rng)
+        return Verdict(verdict.length[:, None], verdict.token)
+
+
+class LongerThanTheDraft(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        verdict = super().verify(draft, p, rng)
+        return Verdict(verdict.length + 1, verdict.token)
+
+
+class WritesIntoP(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        verdict = super().verify(draft, p, rng)
+        p[:, 0] = 0
+        return verdict
+
+
+class Looks(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        return super().verify(draft, p * float(p.sum() > 0), rng)
+
+
+@pytest.mark.parametrize(
+    "cls, test, sentence",
+    [
+        (TooKind, "test_lossless_by_enumeration", "'honest' is not lossless"),
+        (NumbersByWidth, "test_rows_do_not_share_state", "rows share state"),
+        (BeyondTheVocabulary, "test_verdicts_keep_the_shapes", "outside of the vocabulary"),
+        (Column, "test_verdicts_keep_the_shapes", "a shape is off"),
+        (LongerThanTheDraft, "test_verdicts_keep_the_shapes", r"accepts \[.*\] tokens of drafts"),
+        (WritesIntoP, "test_nothing_is_written_into", "writes into p"),
+        (Looks, "test_nothing_waits_for_the_device", "waits for the device"),
+    ],
+)
+def test_a_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        getattr(type("Contract", (VerifierContract,), {"verifier": cls})(), test)()
+    getattr(type("Contract", (VerifierContract,), {"verifier": Honest})(), test)()

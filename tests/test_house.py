@@ -1,0 +1,88 @@
+"""The house: imports point downwards, rooms are few, files are short, the public face is whole."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import crossdraft
+
+ROOT = Path(__file__).parents[1]
+#: What belongs to the house: the package, not its tests.
+PARTS = ("framework", "drafters", "verifiers", "recipes", "benchmarks", "plugins")
+
+
+def lint(root: Path, inside: Path) -> subprocess.CompletedProcess:
+    """`lint-imports` on the package whose folder lies in ``inside``, with the contracts of ``root``."""
+    command = [
+        str(Path(sys.executable).with_name("lint-imports")),
+        "--config",
+        str(root / "pyproject.toml"),
+        "--no-cache",
+    ]
+    path = os.pathsep.join([str(inside), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(command, capture_output=True, text=True, cwd=inside, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package in a folder of its own, to be spoilt."""
+    for part in ("framework", "drafters", "verifiers", "recipes"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.yaml", "*.jsonl")
+        shutil.copytree(ROOT / part, tmp_path / "crossdraft" / part, ignore=ignore)
+    for file in ("__init__.py", "__main__.py", "testing.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path / "crossdraft" / file)
+    return tmp_path
+
+
+def test_imports_point_downwards(copy: Path) -> None:
+    found = lint(copy / "crossdraft", copy)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize(
+    "file, line, broken",
+    [
+        ("framework/contracts/errors.py", "from ..decoding import loop", "the floors of the house BROKEN"),
+        ("framework/decoding/kvcache.py", "from . import transformers_lm", "no circle in any room BROKEN"),
+        ("drafters/none.py", "from ..framework.decoding import loop", "nothing else of the"),
+        (
+            "drafters/heads/mtp.py",
+            "from ..small_lm import small_lm",
+            "families of drafters do not know each other BROKEN",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found_even_inside_a_function(copy: Path, file: str, line: str, broken: str) -> None:
+    with (copy / "crossdraft" / file).open("a", encoding="utf-8") as opened:
+        opened.write(f"\n\ndef spoilt():\n    {line}\n")
+    found = lint(copy / "crossdraft", copy)
+    assert found.returncode == 1 and broken in found.stdout
+
+
+def test_rooms_are_few() -> None:
+    inside = [path for path in (ROOT / "framework").iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    outside = [ROOT / part for part in PARTS[1:]] + [
+        ROOT / f"{name}.py" for name in ("__init__", "__main__", "testing")
+    ]
+    assert len([*inside, *outside]) <= 20, sorted(path.name for path in inside)
+
+
+def test_files_are_short() -> None:
+    files = [file for part in (*PARTS, "tests") for file in (ROOT / part).rglob("*.py")]
+    long = {str(file.relative_to(ROOT)): n for file in files if (n := len(file.read_text().splitlines())) > 400}
+    assert not long, f"split them: {long}"
+
+
+def test_the_public_face_is_whole() -> None:
+    assert sorted(crossdraft.__all__) == sorted([*crossdraft._HOME, "__version__"])
+    for name, home in crossdraft._HOME.items():
+        assert getattr(importlib.import_module(home, "crossdraft"), name) is getattr(crossdraft, name)
+    shown = (
+        (ROOT / "__init__.py").read_text(encoding="utf-8").partition("if TYPE_CHECKING:")[2].partition("__version__")[0]
+    )
+    assert all(f" {name}" in shown for name in crossdraft._HOME), "type checkers see another face than programs do"

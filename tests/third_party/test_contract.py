@@ -1,0 +1,227 @@
+"""What somebody else's package needs of the contract, each thing tried from outside.
+
+Strategies are those of ``strategies.py``, which imports ``crossdraft`` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strategies
+import torch
+from tiny_models import VOCAB, save_model
+
+import crossdraft
+from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.run import run
+from crossdraft.framework.plugins import manager
+from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed() -> Iterator[None]:
+    manager().register(strategies, "third-party")
+    yield
+    manager().unregister(strategies)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    shuffled = {word: (i + 17) % 80 for word, i in VOCAB.items() if word != "w9"} | {"quite": 26, "other": 1}
+    assert len(set(shuffled.values())) == len(shuffled)
+    return {
+        "target": save_model(root / "target"),
+        "shuffled": save_model(root / "shuffled", seed=0, width=80, vocab=shuffled),
+    }
+
+
+@pytest.fixture(scope="module")
+def target(models: dict[str, str]) -> crossdraft.LoadedModel:
+    return crossdraft.load_model(models["target"], dtype="float32", device="cpu")
+
+
+def answers(target: Any, drafter: Any, **options: Any) -> list[Any]:
+    prompts = ["w5 w6 w7 w5 w6", "w9", "w20 w21 w20 w21 w20 w21"]
+    return crossdraft.generate(target, prompts, drafter=drafter, max_new_tokens=16, **options)
+
+
+def test_the_package_imports_nothing_but_crossdraft() -> None:
+    tree = ast.parse(Path(strategies.__file__).read_text(encoding="utf-8"))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert not [module for module in modules if module and module.startswith("crossdraft.")]
+
+
+class TestEarlyExit(DrafterContract):
+    drafter = "early-exit"
+    setting = TinyModel()
+
+
+class TestSkippedLayers(DrafterContract):
+    drafter = "early-exit"
+    options = {"layers": (0, 2, 3), "gamma": 2}
+    setting = TinyModel()
+
+
+class TestWindow(DrafterContract):
+    drafter = "window"
+    setting = TinyModel()
+
+
+class TestLinearHead(DrafterContract):
+    drafter = "linear-head"
+    setting = TinyModel()
+
+
+class TestFrequent(DrafterContract):
+    drafter = "frequent"
+    remembers = True
+
+
+class TestWrapped(VerifierContract):
+    verifier = "wrapped"
+    options = {"rule": "sample-match"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_fork_leaves_the_targets_cache_alone(target: Any, temperature: float) -> None:
+    """Its nodes are written into the same slots, so a fault would change what the target says."""
+    drafter = {"name": "early-exit", "layers": [1], "gamma": 4}
+    alone = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")
+    for batch_size in (1, 3):
+        found = answers(target, drafter, temperature=temperature, batch_size=batch_size, verifier="sample-match")
+        if temperature == 0:
+            assert [r.tokens for r in found] == [r.tokens for r in alone]
+    all_layers = {"name": "early-exit", "layers": [0, 1], "gamma": 4}
+    whole = answers(target, all_layers, temperature=temperature, verifier=None)
+    taus = [r.tau for response in whole for r in response.rounds if r.nodes == 4 and r.emitted > r.tau]
+    assert taus and set(taus) == {4}, "the whole model drafts what it says itself"
+
+
+def test_a_fork_computes_nothing_twice(target: Any) -> None:
+    """One pass of the fork a drafted token and none for the prompt: the target's keys and values are there."""
+    seen: list[Any] = []
+    (response,) = crossdraft.generate(
+        target, ["w5 w6 w7 w5 w6"], drafter={"name": "early-exit", "layers": [0], "gamma": 3},
+        max_new_tokens=12, temperature=0, on_round=seen.append,
+    )  # fmt: skip
+    assert len(seen) == len(response.rounds) and all(event.prompts == [0] for event in seen)
+    assert [token for event in seen for token in event.emitted[0]] == response.tokens
+
+
+def test_probes_are_scored_and_never_judged(target: Any) -> None:
+    seen: list[Any] = []
+    found = answers(target, "window", temperature=0, batch_size=2, on_round=seen.append)
+    assert [r.tokens for r in found] == [r.tokens for r in answers(target, "none", temperature=0)]
+    for event in seen:
+        assert event.draft.probes == 3 and event.scores.p.shape[1] == event.draft.width + 1 == 5
+        assert max(event.accepted) <= 1, "a probe was accepted"
+    # What is said after a probe is what the model says after that token, by a pass of its own.
+    event = next(event for event in seen if event.prompts[0] == 0)
+    prompt = [3, 5, 6, 7, 5, 6, 4]  # in the chat template
+    for i in range(3):
+        text = torch.tensor([[*prompt, int(event.draft.tokens[0, 1 + i])]])
+        expected = target.model(text).logits[0, -1]
+        torch.testing.assert_close(event.scores.logits[0, 2 + i], expected, rtol=1e-4, atol=1e-4)
+        assert event.scores.p[0, 2 + i].max() == 1, "at temperature 0 p is one-hot; logits are not"
+    rounds = [r for response in found for r in response.rounds]
+    assert {r.nodes for r in rounds} <= {0, 1} and {r.width for r in rounds} == {4}
+
+
+def test_another_tokenizer_by_a_map_of_ids(target: Any, models: dict[str, str]) -> None:
+    """The same words under other ids; one of the target's words is missing, so it is never drafted."""
+    seen: list[Any] = []
+    drafter = {"name": "other-words", "model": models["shuffled"]}
+    found = answers(target, drafter, temperature=1, seed=3, on_round=seen.append)
+    assert all(response.tokens for response in found)
+    with_law = [event.draft for event in seen if event.draft.q is not None]
+    assert with_law and all(bool((draft.q[..., VOCAB["w9"]] == 0).all()) for draft in with_law)
+    assert all(bool((draft.q[..., 64:] == 0).all()) for draft in with_law), "no word has these ids"
+    with pytest.raises(crossdraft.ModelError, match="the tokenizers differ"):
+        answers(target, {"name": "small-lm", "model": models["shuffled"]})
+
+
+def write_recipe(tmp_path: Path, target: str, **more: Any) -> str:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{i} w8 w{i} w8"}) + "\n" for i in range(10, 14)))
+    data = {"target": target, "prompts": str(prompts), "max_new_tokens": 8, "dtype": "float32", **more}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def test_what_was_learnt_in_the_warm_up_is_forgotten(tmp_path: Path, models: dict[str, str], monkeypatch: Any) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, models["target"], drafters=["frequent"], verifiers=["sample-match"]))
+    warm = run(recipe, tmp_path / "warm", say=None).results[-1]
+    from crossdraft.framework.bench.cell_runner import Cell
+
+    monkeypatch.setattr(Cell, "warm_up", lambda *_: None)
+    cold = run(recipe, tmp_path / "cold", say=None).results[-1]
+    assert warm.metrics and cold.metrics
+    assert [r.tau for r in warm.records] == [r.tau for r in cold.records]
+    assert warm.metrics.block_efficiency == cold.metrics.block_efficiency
+
+
+def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dict[str, str]) -> None:
+    verifiers = [{"name": "wrapped", "rule": rule} for rule in ("token", "lenient")]
+    recipe = load_recipe(
+        write_recipe(tmp_path, models["target"], drafters=["prompt-lookup"], verifiers=[*verifiers, "token"])
+    )
+    cells = plan(recipe).cells
+    from crossdraft.framework.runs.titles import verifier_title
+
+    titles = [verifier_title(cell) for cell in cells if not cell.is_baseline]
+    assert titles == ["wrapped rule=token", "wrapped rule=lenient (lossy)", "token"]
+
+
+def test_a_drafter_for_temperature_zero_is_left_out_elsewhere(tmp_path: Path, models: dict[str, str]) -> None:
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path, models["target"], drafters=["oracle"], verifiers=["token", "sample-match"],
+            matrix={"temperature": [0, 1]},
+        )
+    )  # fmt: skip
+    found = plan(recipe)
+    assert {cell.sampling.temperature for cell in found.cells if cell.drafter.name == "oracle"} == {0}
+    assert "drafter 'oracle' needs temperature 0, but the temperature is 1" in found.skipped
+
+
+def bigram(tmp_path: Path) -> str:
+    words = ["<end>", "a", "b", "c", "d"]
+    follows = {"a": {"b": 3, "c": 1}, "b": {"c": 2, "a": 1}, "c": {"d": 2, "a": 1}, "d": {"a": 3}, "<end>": {"a": 1}}
+    path = tmp_path / "letters.bigram"
+    path.write_text(json.dumps({"words": words, "follows": follows}))
+    return str(path)
+
+
+def test_a_target_of_another_backend(tmp_path: Path) -> None:
+    loaded = crossdraft.load_model(bigram(tmp_path))
+    assert loaded.backend == "bigram" and loaded.source.startswith("file ")
+    plain = crossdraft.generate(loaded, ["a b c"], drafter="none", temperature=0, max_new_tokens=8)
+    assert plain[0].text == "d a b c d a b c"
+    for drafter in ("prompt-lookup", {"name": "small-lm", "model": loaded.name, "gamma": 3}):
+        found = crossdraft.generate(loaded, ["a b c"], drafter=drafter, temperature=0, max_new_tokens=8)
+        assert found[0].text == plain[0].text
+    with pytest.raises(crossdraft.ModelError, match="no transformers model"):
+        crossdraft.generate(loaded, ["a b c"], drafter={"name": "medusa", "model": "nowhere"})
+    with pytest.raises(crossdraft.UsageError, match="runs on a CPU in float32"):
+        crossdraft.load_model(loaded.name, dtype="bfloat16")
+
+
+def test_a_recipe_on_another_backend(tmp_path: Path) -> None:
+    path = bigram(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"a b {x}"}) + "\n" for x in "abcd"))
+    recipe = tmp_path / "recipe.yaml"
+    drafters = ["prompt-lookup", {"name": "small-lm", "model": path, "gamma": 2}]
+    data = {"target": path, "prompts": str(prompts), "max_new_tokens": 6, "drafters": drafters, "batch_size": 2}
+    recipe.write_text(json.dumps(data | {"verifiers": ["token", "block"], "sampling": {"temperature": 0}}))
+    outcome = run(load_recipe(str(recipe)), tmp_path / "runs", say=None)
+    assert not outcome.failed
+    assert [r.metrics.same_as_baseline for r in outcome.results if r.metrics] == [1.0] * 5
