@@ -1,0 +1,166 @@
+"""Every code block of the README and of the pages in docs/ runs as it stands.
+
+Models that the pages name are stood in for by tiny ones, and what takes minutes is run on less; what a page prints is
+not compared.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_model
+
+from crossdraft import hookimpl, load_model
+from crossdraft.drafters.heads.eagle3 import Eagle3Head
+from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.framework.bench.matrix import load_recipe
+from crossdraft.framework.cli.main import main
+from crossdraft.framework.plugins import manager
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: A block: its info string and what stands in it.
+_BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: The plug-in that provides the real models.
+PACK = "crossdraft-smollm2:smollm2"
+#: Commands that install, test the repository, or measure for minutes; .ci/run and the benchmarks run them.
+NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    titles = [re.search(r'title="([^"]+)"', info) for _, info, _ in found]
+    return [Block(kind, t[1] if t else "", text) for (kind, _, text), t in zip(found, titles, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> Iterator[None]:
+    """Tiny models under the names that the pages use."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    target = save_model(root / "target", context=2048, layers=6)
+    loaded = load_model(target, dtype="float32", device="cpu").model
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = make_config(**shape, num_hidden_layers=1, max_position_embeddings=2048, vocab_size=72)
+    head = Eagle3Head(config, loaded.get_input_embeddings().weight, 3 * 16)
+    head.save(root / "eagle3")
+    save_heads(root / "medusa", MedusaHeads(16, 5, lm_head=loaded.get_output_embeddings()), {})
+    names = {
+        "smollm2-135m-instruct": Path(target),
+        "smollm2-small-lm": Path(save_model(root / "small", seed=1, context=2048)),
+        "smollm2-eagle3": root / "eagle3",
+        "smollm2-medusa": root / "medusa",
+    }
+
+    def models_of_the_docs(register: Any) -> None:
+        for name, path in names.items():
+            register(name, path)
+
+    real = manager().unregister(name=PACK) if manager().has_plugin(PACK) else None
+    plugin = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs))
+    manager().register(plugin, "models of the docs")
+    yield
+    manager().unregister(plugin)
+    if real is not None:
+        manager().register(real, PACK)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: Any, models: None) -> Path:
+    """A folder to work in, with the files that the pages take for granted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "my-prompts.jsonl").write_text(
+        '{"prompt": "w5 w6 w7 w5 w6"}\n{"prompt": "w9 w8 w9"}\n', encoding="utf-8"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_every_block_runs(page: Path, place: Path, monkeypatch: Any) -> None:
+    names: dict[str, Any] = {}
+    files: dict[str, list[str]] = {}
+    for block in blocks(page):
+        if block.title:
+            files.setdefault(block.title, []).append(block.text)
+    for title, parts in files.items():
+        (place / title).write_text("\n\n".join(parts), encoding="utf-8")
+    plugin = None
+    if "pyproject.toml" in files:  # what pip would read
+        project = tomllib.loads((place / "pyproject.toml").read_text(encoding="utf-8"))
+        (module,) = project["project"]["entry-points"]["crossdraft"].values()
+        plugin = import_module(module)
+        manager().register(plugin, "a package of the docs")
+    try:
+        for block in blocks(page):
+            run_block(block, place, names)
+    finally:
+        if plugin is not None:
+            manager().unregister(plugin)
+            sys.modules.pop(plugin.__name__)
+
+
+def run_block(block: Block, place: Path, names: dict[str, Any]) -> None:
+    if block.language == "python" and not block.title:
+        exec(compile(block.text, "a block of the docs", "exec"), names)
+    elif block.language == "yaml" and "target:" in block.text:
+        file = place / (block.title or "recipe.yaml")
+        file.write_text(block.text, encoding="utf-8")
+        load_recipe(str(file))
+    elif block.language == "bash":
+        for line in block.text.splitlines():
+            command = line.partition("  #")[0].strip()
+            if command and not command.startswith(NOT_HERE):
+                run_command(shlex.split(command))
+
+
+def run_command(words: list[str]) -> None:
+    if words[0] == "pytest" and words[1:]:
+        found = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words[1:]], capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stdout
+    elif words[0] == "crossdraft":
+        if any("<hash>" in word for word in words):  # a run that the reader has made
+            assert main(shortened(["run", "quickstart"])) == 0
+            (run,) = Path("runs").glob("quickstart-*")
+            words = [str(run) if "<hash>" in word else word for word in words]
+        assert main(shortened(words[1:])) == 0, shlex.join(words)
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """The same command, on less: a page shows what takes minutes."""
+    if arguments[:1] == ["run"]:
+        return [*arguments, "--limit", "2", "--set", "max_new_tokens=4", "--quiet"]
+    if arguments[:1] == ["certify"] and "--verifier" not in arguments:
+        return [*arguments, "--verifier", "token", "--draft", "chain"]
+    if arguments[:1] == ["cost"] and "--on" not in arguments and "--run" not in arguments:
+        return [*arguments, "--batch-size", "1,2", "--width", "1,2", "--context", "16", "--repeats", "1", "--quiet"]
+    return arguments
+
+
+def test_pages_are_found() -> None:
+    assert {"README.md", "plugins.md", "recipes.md", "cost.md"} <= {page.name for page in PAGES if blocks(page)}
