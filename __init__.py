@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
     from .framework.bench.matrix import load_recipe
-    from .framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+    from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device, take_rows
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
     from .framework.contracts.errors import (
         ContractError,
@@ -47,6 +47,7 @@ __all__ = [
     "DraftModel",
     "DraftTraits",
     "Drafter",
+    "Drawn",
     "LoadedModel",
     "ModelError",
     "ModelSource",
@@ -79,6 +80,7 @@ __all__ = [
     "load_recipe",
     "make_verifier",
     "on_device",
+    "take_rows",
 ]
 
 #: Where each public name is defined.
@@ -93,6 +95,7 @@ _HOME = {
     "DraftModel": ".drafters.autoregressive.draft_model",
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
+    "Drawn": ".framework.contracts.draft",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
@@ -124,6 +127,7 @@ _HOME = {
     "load_recipe": ".framework.bench.matrix",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",
+    "take_rows": ".framework.contracts.draft",
 }
 
 

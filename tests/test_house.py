@@ -1,5 +1,6 @@
 """The house: imports point downwards, rooms are few, files are short, the public face is whole."""
 
+import ast
 import importlib
 import os
 import shutil
@@ -86,3 +87,14 @@ def test_the_public_face_is_whole() -> None:
         (ROOT / "__init__.py").read_text(encoding="utf-8").partition("if TYPE_CHECKING:")[2].partition("__version__")[0]
     )
     assert all(f" {name}" in shown for name in crossdraft._HOME), "type checkers see another face than programs do"
+
+
+def test_strategies_take_nothing_of_the_contracts_that_is_not_public() -> None:
+    """What ours are written with, a third party's can be, too."""
+    private = {}
+    for file in [*(ROOT / "drafters").rglob("*.py"), *(ROOT / "verifiers").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and "contracts" in (node.module or "") and "training" not in file.stem:
+                names = {name.name for name in node.names} - set(crossdraft.__all__)
+                private |= {file.name: names} if names else {}
+    assert not private

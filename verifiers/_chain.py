@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.contracts.draft import Draft, take
+from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
 
 #: Stands for a division by zero: products of a few stay finite.
@@ -49,7 +49,7 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tenso
         tau: ``[B]`` accepted tokens.
         minus: ``[B]`` float64; ``None`` = 1 after a rejection, 0 once the whole draft is accepted.
     """
-    target = take(p, tau)
+    target = take_rows(p, tau)
     if not draft.width and (draft.q is None or not draft.q.shape[1]):
         return rng.draw(target)
     if minus is None:

@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -96,7 +96,7 @@ class MultipathBlock(Verifier):
         if depth == 0:
             return Verdict(torch.zeros_like(rows), rng.draw(p[:, 0]))
         if self.config.recycle and not none(walking):
-            token = rng.draw(settle(take(p, at + 1), token, ~walking), "other")
+            token = rng.draw(settle(take_rows(p, at + 1), token, ~walking), "other")
         return stop_at(draft, at, token)
 
 
@@ -123,11 +123,11 @@ def verify_path(
 
     def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
-        law, token, on = take(p[rows], above[rows] + 1), y[rows], on_path[rows]
+        law, token, on = take_rows(p[rows], above[rows] + 1), y[rows], on_path[rows]
         if draft.q is None:
             q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
         else:
-            q = take(draft.q[rows], laws[rows])
+            q = take_rows(draft.q[rows], laws[rows])
         if most == 1:
             qhat = q
         elif draft.drawn == "iid":
@@ -157,8 +157,8 @@ def verify_path(
     ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
     stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
     scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
-    qhat = torch.cat([take(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
-    return stop, residual(take(p, stop + 1), qhat * ~ends[:, None], scale)[0]
+    qhat = torch.cat([take_rows(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
+    return stop, residual(take_rows(p, stop + 1), qhat * ~ends[:, None], scale)[0]
 
 
 def scores(draft: Draft, p: Tensor) -> Tensor:

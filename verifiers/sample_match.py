@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import none, settle, stop_at
@@ -35,7 +35,7 @@ class SampleMatch(Verifier):
         token = torch.zeros_like(rows)
         levels = draft.width if draft.levels is None else min(draft.levels, draft.width)
         for level in range(levels + 1):
-            law = take(p, at + 1)
+            law = take_rows(p, at + 1)
             if level:
                 law = settle(law, token, ~walking)
             token = rng.draw(law, index=level)

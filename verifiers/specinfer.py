@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import Children, choose, none, ratio, residual, stop_at
@@ -47,5 +47,5 @@ class SpecInfer(Verifier):
             accepted = rng.accept(h[:, None], index=j).squeeze(1)
             at = torch.where(accepted, children.node[:, j], at)
             law = choose(examined & ~accepted, residual(law, q)[0], law)
-            law = choose(accepted, take(p, at + 1), law)
+            law = choose(accepted, take_rows(p, at + 1), law)
         return stop_at(draft, at, rng.draw(law))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import total
@@ -47,7 +47,7 @@ class SpecTr(Verifier):
         at, walking = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
         token = torch.zeros_like(rows)
         for level in range(depth + 1):
-            law = take(p, at + 1)
+            law = take_rows(p, at + 1)
             weights, chosen = law, torch.zeros_like(walking)
             if level < depth:
                 nodes = sequences[:, :, level]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..framework.contracts.draft import Draft, Verdict, take
+from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import Children, choose, ratio, residual, stop_at
@@ -44,7 +44,7 @@ class Traversal(Verifier):
         credit = torch.ones(draft.batch_size, draft.width + 1, dtype=torch.float64, device=p.device)
         for j in range(len(children)):
             parent, valid = children.parent[:, j] + 1, children.valid[:, j]
-            a, before = credit[rows, parent], take(law, parent)
+            a, before = credit[rows, parent], take_rows(law, parent)
             q = children.law(j, before)
             credit[:, j + 1] = torch.where(valid, (a * ratio(before, q, children.token[:, j])).clamp(max=1), 0.0)
             after, s = residual(before, q, a)
@@ -58,7 +58,7 @@ class Traversal(Verifier):
             accepted = rng.accept(h[:, None], index=step).squeeze(1)
             at = torch.where(accepted, node, at)
             searching = searching & ~accepted
-        return stop_at(draft, at, rng.draw(take(law, at + 1)))
+        return stop_at(draft, at, rng.draw(take_rows(law, at + 1)))
 
     @staticmethod
     def leaves_first(draft: Draft) -> Tensor:

@@ -161,7 +161,7 @@ class Draft:
         node = node[:, None]
         if self.q is None:
             return torch.zeros_like(like).scatter_(1, self.tokens.gather(1, node), 1.0)
-        return take(self.q, (node if self.law is None else self.law.gather(1, node)).squeeze(1))
+        return take_rows(self.q, (node if self.law is None else self.law.gather(1, node)).squeeze(1))
 
     def as_sequences(self) -> Tensor:
         """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence.
@@ -221,7 +221,7 @@ class Draft:
         return padded[:, : self.width]
 
 
-def take(rows: Tensor, index: Tensor) -> Tensor:
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     """``[B, V]`` (``[B, L, V]``): a copy of the rows ``index [B]`` (``[B, L]``) of ``rows [B, M, V]``."""
     b, m, v = rows.shape
     if b == 1:

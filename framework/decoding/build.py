@@ -131,17 +131,20 @@ class TargetContext(DraftContext):
 
     def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         found = self.load_model(name)
-        if ids is None:
-            difference = "its tokenizer is not known" if self.tokenizer is None else None
-            difference = difference or same_tokenizer(self.tokenizer, found.tokenizer)
-            if difference:
-                raise ModelError(f"'{name}' cannot draft for '{self.target_name}': {difference}")
+        if ids is None and (difference := self._other_tokenizer(found.tokenizer)):
+            raise ModelError(f"'{name}' cannot draft for '{self.target_name}': {difference}")
         if found.context_length is not None and found.context_length < self.sequence:
             raise ModelError(
                 f"'{name}' has a context of {found.context_length} tokens, but sequences reach {self.sequence} here; "
                 "shorten the prompts or max_new_tokens, or take another drafting model"
             )
         return fitted(make_slots(found, self.batch_size, self.max_length + room), self.vocab_size, ids, unknown)
+
+    def _other_tokenizer(self, tokenizer: Any) -> str | None:
+        """Why a drafting model's tokenizer will not do, or None."""
+        if self.tokenizer is None:
+            return "the target's tokenizer is not known"
+        return same_tokenizer(self.tokenizer, tokenizer)
 
     def load_heads(self, name: str) -> Checkpoint:
         found = load_checkpoint(name)

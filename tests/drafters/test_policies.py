@@ -1,0 +1,93 @@
+"""Length policies: the registered names are short forms of them, and EAGLE chains take them too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from crossdraft import generate
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.sampling import Sampling
+
+BEFORE = {"stop": "before", "threshold": 0.1}
+PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "short, options, policy",
+    [
+        ("dynamic-threshold", {"threshold": 0.3}, {"name": "confidence", "threshold": 0.3}),
+        ("dynamic-threshold", {}, "confidence"),
+        (
+            "dynamic-threshold",
+            {"stop": "before", "threshold": 0.1},
+            {"name": "confidence", "stop": "before", "threshold": 0.1},
+        ),
+        ("heuristic-schedule", {}, "heuristic"),
+        ("heuristic-schedule", {"start": 2}, {"name": "heuristic", "start_length": 2}),
+        ("small-lm", {}, "static"),
+    ],
+)
+def test_registered_names_are_short_forms(
+    tiny_model: Callable, decoder: Callable, short: str, options: Any, policy: Any, temperature: float
+) -> None:
+    found = []
+    for name, more in ((short, options), ("small-lm", {"policy": policy})):
+        loop = decoder(
+            tiny_model("llama"),
+            plugins.get("drafters", name),
+            {"model": "noisy", "gamma": 6, **more},
+            plugins.get("verifiers", "token"),
+            batch_size=2,
+            drafting=tiny_model("llama", noise=0.05),
+            temperature=temperature,
+            max_new_tokens=16,
+        )
+        responses = sorted(loop.run(PROMPTS), key=lambda response: response.index)
+        found.append([(r.tokens, [(x.tau, x.nodes, x.width) for x in r.rounds]) for r in responses])
+    assert found[0] == found[1]
+    assert any(nodes for _, rounds in found[0] for _, nodes, _ in rounds)
+
+
+def test_only_a_static_length_is_replayable() -> None:
+    drafter = plugins.get("drafters", "small-lm")
+    for policy, replayable in (("static", True), ("heuristic", False), ("confidence", False)):
+        config = drafter.Config(model="m", policy=policy)
+        assert drafter.traits(config, Sampling()).replayable is replayable
+
+
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("small-lm", {"policy": "heuristc"}, "heuristc"),
+        ("small-lm", {"policy": {"name": "confidence", "treshold": 0.3}}, "treshold"),
+        ("small-lm", {"policy": {"name": "static", "threshold": 0.3}}, "threshold"),
+        ("small-lm", {"policy": {"name": "confidence", "threshold": 2}}, "less than or equal to 1"),
+        ("small-lm", {"gamma": 3, "policy": {"name": "heuristic", "start_length": 4}}, "more than gamma"),
+        ("eagle", {"tree": "dynamic", "policy": "heuristic"}, "policy belongs to a chain"),
+        ("eagle3", {"gamma": 5000}, "the most is 4096"),
+        ("small-lm-tree", {"branching": [1000, 1000, 1000]}, "1001001000 nodes; the most is 4096"),
+    ],
+)
+def test_a_policy_that_does_not_fit_is_refused(name: str, options: Any, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        plugins.get("drafters", name).Config(model="m", **options)
+
+
+def test_generate_checks_the_context_of_a_drafting_model(models: dict[str, str]) -> None:
+    """As recipes do: a drafter whose positions end earlier would draft nonsense without a word."""
+    from crossdraft import ModelError
+
+    drafter = {"name": "small-lm", "model": models["short"]}
+    with pytest.raises(ModelError, match=r"has a context of 16 tokens, but sequences reach \d+ here"):
+        generate(models["target"], ["w5 w6 w7"], drafter=drafter, max_new_tokens=32)
+
+
+def test_a_dynamic_tree_has_room_for_what_it_feeds(models: dict[str, str]) -> None:
+    """Five levels of eight nodes are fed, twelve are kept."""
+    drafter = {"name": "small-lm-dynamic-tree", "model": models["same"], "depth": 5, "top_k": 8, "nodes": 12}
+    alone = generate(models["target"], ["w5 w6 w7"], drafter="none", temperature=0, max_new_tokens=24)
+    found = generate(models["target"], ["w5 w6 w7"], drafter=drafter, temperature=0, max_new_tokens=24)
+    assert found[0].tokens == alone[0].tokens and max(r.tau for r in found[0].rounds) > 1
