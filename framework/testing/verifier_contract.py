@@ -167,7 +167,7 @@ class VerifierContract:
             away = Draft(**tensors, drawn=draft.drawn, levels=draft.levels)
             rng = CounterRng(0).round(streams, [position] * ROWS, torch.device("meta"))
             try:
-                with _NoMask():
+                with NoMask():
                     self.judge(self.make(), away, p.to("meta"), rng)
             except (NotImplementedError, RuntimeError) as error:
                 if "meta" not in str(error).lower():
@@ -229,7 +229,7 @@ class VerifierContract:
         torch.set_num_threads(before)
 
 
-class _NoMask(TorchDispatchMode):
+class NoMask(TorchDispatchMode):
     """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
 
     PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)

@@ -7,24 +7,11 @@ import pytest
 import torch
 from random_trees import PAIRS, RULES, random_draft
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.verifier import Verifier
-
-
-class NoMask(TorchDispatchMode):
-    """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
-
-    PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self.PUTS and any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        ):
-            raise RuntimeError("a mask on the meta device has no entries")
-        return func(*args, **(kwargs or {}))
+from crossdraft.framework.testing.verifier_contract import NoMask
 
 
 def without_values(draft: Draft) -> Draft:
