@@ -14,13 +14,13 @@ from pydantic import Field
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.drafter import DraftTraits
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from .small_lm import ChainConfig, SmallLM
 
 
-class SmallLMIid(SmallLM):
+class SmallLMIid(Drafter):
     """K sequences of gamma tokens from gamma passes over K rows each. At temperature 0, or K = 1: one chain."""
 
     name = "small-lm-iid"
@@ -28,23 +28,38 @@ class SmallLMIid(SmallLM):
     class Config(ChainConfig):
         K: int = Field(default=2, ge=1, description="number of draft sequences")
 
-    #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels were; None for a chain.
-    _place: Tensor | None = None
-    _levels: int | None = None
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.chain = SmallLM(config, context)  # what is left of it for one sequence
+        self.model, self.sampling = self.chain.model, self.chain.sampling
+        #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels; None for a chain.
+        self._place: Tensor | None = None
+        self._levels = 0
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        chain = super().traits(config, sampling)
+        chain = SmallLM.traits(config, sampling)
         if config.K == 1 or chain.point_mass:
             return chain
         return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K)
 
+    @property
+    def passes(self) -> int:
+        return self.model.passes
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.chain.begin(row, prompt)
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self.chain.retire(row)
+
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
-        self._place = self._levels = None
-        config: Any = self.config
-        steps, k = min(config.gamma, max(sequences.limit)), config.K
+        self._place = None
+        steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
-            return super().propose(sequences, rng)
+            return self.chain.propose(sequences, rng)
         q, finite = self.sampling.checked_law(self.model.root(sequences))
         laws = [q[:, None]]
         tokens = [torch.stack([rng.draw(q, "draft", j) for j in range(k)], 1)]
@@ -72,4 +87,7 @@ class SmallLMIid(SmallLM):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        self.model.keep(verdict, accepted, self._place, self._levels)
+        if self._place is None:
+            self.chain.observe(sequences, draft, verdict, accepted, scores)
+        else:
+            self.model.keep(verdict, accepted, self._place, self._levels)
