@@ -128,6 +128,8 @@ class FeatureDrafter(Drafter):
         room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
         self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
         self.policy = own.policy.start(own.gamma, context.batch_size)
+        self.shape = own.shape() if own.tree == "static" else None
+        self.siblings: Siblings = own.chosen(context.sampling)
         self._wanted = [0] * context.batch_size
         self._pending: list[list[Tensor]] = [[] for _ in range(context.batch_size)]  # features not yet fed
 
@@ -200,19 +202,19 @@ class FeatureDrafter(Drafter):
         """How deep the deepest row may draft, if none may go deeper than ``most``."""
         if self.config.tree is None:
             return max(self._wanted)
-        return min(most, self.config.depth if self.config.tree == "dynamic" else len(self.config.shape().ranks))
+        return min(most, self.config.depth if self.shape is None else len(self.shape.ranks))
 
     def _drafted(self, levels: int, root: Tensor, limit: Tensor, rng: RoundRng) -> Draft:
         own = self.config
         if own.tree is None:
             return grow_chain(root, self.lm.grow, self._wanted, self.policy, self.sampling, rng)
-        if own.tree == "dynamic":
+        if self.shape is None:
             top_k = min(own.top_k, root.shape[1])
             return grow_dynamic(levels, top_k, own.nodes, root, self.lm.grow, limit)[0]
-        shape, siblings = own.shape().cut(levels), own.chosen(self.context.sampling)
+        shape = self.shape.cut(levels)
         # A chain's mask is simpler without parents.
         expand = (lambda tokens, parents: self.lm.grow(tokens)) if shape.is_path else self.lm.grow
-        return grow_fixed(shape, siblings, root, expand, self.sampling, limit, rng)[0]
+        return grow_fixed(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
