@@ -147,7 +147,9 @@ class FeatureDrafter(Drafter):
         # Never replayable: where a round started decides which features are the target's, and with it the laws.
         layers = cls.layers(config)
         if config.tree == "dynamic":
-            return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes, hidden_layers=layers)
+            return DraftTraits(
+                drawn="deterministic", point_mass=True, nodes=config.nodes, hidden_layers=layers, levels=config.depth
+            )
         if config.tree is None:
             point_mass = sampling.at(config.temperature).temperature == 0
             return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, hidden_layers=layers)
@@ -156,6 +158,7 @@ class FeatureDrafter(Drafter):
             drawn="chain" if shape.is_path else DRAWN[siblings],
             point_mass=siblings == "top-k",
             nodes=shape.nodes,
+            levels=len(shape.ranks),
             hidden_layers=layers,
             branching=config.branching if config.choices is None else None,
         )

@@ -153,12 +153,14 @@ class Medusa(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         if config.nodes is not None:
-            return DraftTraits("deterministic", point_mass=True, nodes=config.nodes, hidden_layers=(-1,))
+            levels = min(config.nodes, MOST_HEADS)
+            return DraftTraits("deterministic", True, config.nodes, hidden_layers=(-1,), levels=levels)
         if (shape := config.shape()) is not None:
             return DraftTraits(
                 drawn="chain" if shape.is_path else "deterministic",
                 point_mass=True,
                 nodes=shape.nodes,
+                levels=len(shape.ranks),
                 hidden_layers=(-1,),
                 branching=config.branching,
             )

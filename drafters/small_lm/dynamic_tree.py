@@ -49,7 +49,7 @@ class SmallLMDynamicTree(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes)
+        return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes, levels=config.depth)
 
     @property
     def passes(self) -> int:

@@ -43,7 +43,7 @@ class SmallLMIid(Drafter):
         chain = SmallLM.traits(config, sampling)
         if config.K == 1 or chain.point_mass:
             return chain
-        return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K)
+        return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)
 
     @property
     def passes(self) -> int:

@@ -67,6 +67,7 @@ class SmallLMTree(Drafter):
             drawn="chain" if shape.is_path else DRAWN[siblings],
             point_mass=siblings == "top-k",
             nodes=shape.nodes,
+            levels=len(shape.ranks),
             branching=config.branching if config.choices is None else None,
         )
 

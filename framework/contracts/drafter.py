@@ -41,6 +41,8 @@ class DraftTraits:
         drawn: the shape of its drafts; ``None`` = it never drafts (the autoregressive baseline).
         point_mass: True if its drafts carry no ``q`` (deterministic proposals).
         nodes: the most nodes a draft can have in a row, probes included; buffers are made for as many.
+        levels: depth of the deepest node there can be; ``None`` = as many as ``nodes``. Rounds in which a sequence had
+            room for less are left out of the block efficiency.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
             negative indices count from the end, a float is a share of the depth rounded down: 0.5 is the middle of
             any target), in the order it wants them in ``Scores.hidden``.
@@ -59,6 +61,12 @@ class DraftTraits:
     branching: tuple[int, ...] | None = None
     replayable: bool = False
     temperature_zero_only: bool = False
+    levels: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node there can be."""
+        return self.nodes if self.levels is None else self.levels
 
 
 @dataclass

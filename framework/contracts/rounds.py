@@ -16,6 +16,8 @@ class Round:
         emitted: tokens committed, correction or bonus included.
         nodes: drafted tokens the target evaluated for this row.
         width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
+        limit: how deep the draft was allowed to be (``sequences.limit``): where that is less than the drafter could
+            go, the end of the sequence cut the round, not the pair.
         survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
     """
 
@@ -23,6 +25,7 @@ class Round:
     emitted: int
     nodes: int
     width: int
+    limit: int
     survival: float | None = None
 
 

@@ -140,11 +140,12 @@ class Decoder:
         self.sequences.history[row] = []
         self.sequences.append(row, prompt)
         self.sequences.stream[row] = stream
-        self.drafter.begin(row, prompt, hidden)
         self.verifier.begin(row)
         self._slots[row] = _Slot(index, name, len(prompt), self.max_new_tokens)
         self._set_limit(row)
         self.stopwatch.mark("prefill")
+        self.drafter.begin(row, prompt, hidden)
+        self.stopwatch.mark("draft_prefill")
 
     @torch.inference_mode()
     def round(self) -> list[Response]:
@@ -175,9 +176,12 @@ class Decoder:
             new = committed[row] = self._until_eos(emitted[row][: accepted[row] + 1])
             seqs.append(row, new)
             slot.wanted -= len(new)
-            slot.rounds.append(Round(min(accepted[row], len(new)), len(new), nodes[row], draft.width, survival[row]))
+            tau, limit = min(accepted[row], len(new)), seqs.limit[row]
+            slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival[row]))
             self._set_limit(row)
+        clock.mark("rest")
         self.drafter.observe(seqs, draft, verdict, accepted, scores)
+        clock.mark("draft")
         self.verifier.observe(accepted, nodes)
         if self.on_round is not None:
             prompts = [slot.index if slot else None for slot in self._slots]

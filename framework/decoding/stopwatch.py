@@ -6,8 +6,9 @@ import time
 
 import torch
 
-#: Phases of a round that are timed. ``rest`` is the loop's own bookkeeping.
-PHASES = ("prefill", "draft", "target", "verify", "rest")
+#: What is timed: the target's prefill, the drafter's, and the phases of a round. ``draft`` is proposing and observing,
+#: ``rest`` the loop's own bookkeeping.
+PHASES = ("prefill", "draft_prefill", "draft", "target", "verify", "rest")
 
 
 class Stopwatch:
@@ -31,5 +32,5 @@ class Stopwatch:
             self._synchronise()
         now = time.perf_counter()
         if phase is not None:
-            self.seconds[phase] += now - self._last
+            self.seconds[phase] += max(now - self._last, 0.0)  # on some machines even this clock has gone backwards
         self._last = now
