@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.runs.metrics import Chunk, RoundRecord
+from crossdraft.framework.runs.metrics import Piece, RoundRecord
 
 HERE = {"device": "cpu (toy)", "torch": "2.0", "threads": 2}
 
@@ -28,8 +28,8 @@ def curve(
 
 
 def rows(prompt: int, turn: int, emitted: Sequence[int], width: int = 2) -> list[RoundRecord]:
-    return [RoundRecord(prompt, f"q{prompt}", "a", turn, i, e - 1, e, width, width) for i, e in enumerate(emitted)]
+    return [RoundRecord(prompt, f"q{prompt}", "a", turn, i, e - 1, e, width, width, 9) for i, e in enumerate(emitted)]
 
 
-def chunk(emitted: int, **phases: float) -> Chunk:
-    return Chunk(emitted, {"prefill": 0.0, "draft": 1.0, "target": 4.0, "verify": 2.0, "rest": 1.0} | phases)
+def piece(emitted: int, **phases: float) -> Piece:
+    return Piece(emitted, {"prefill": 0.0, "draft": 1.0, "target": 4.0, "verify": 2.0, "rest": 1.0} | phases)

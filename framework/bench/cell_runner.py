@@ -5,16 +5,17 @@ The cells of a group share one target: they take turns on its slots, each with a
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
-from ..contracts.errors import UsageError
+from ..contracts.drafter import Drafter
+from ..contracts.errors import ContractError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response
+from ..contracts.rounds import Response, RoundEvent
 from ..decoding.build import (
     Configured,
     TargetContext,
@@ -24,25 +25,35 @@ from ..decoding.build import (
     slot_length,
 )
 from ..decoding.fused import Fused
+from ..decoding.loop import Decoder
 from ..models.chat import encode
 from ..models.load import load_model
-from ..runs.metrics import Chunk, RoundRecord
+from ..runs.metrics import PREFILL, Piece, RoundRecord
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
+from ..runs.run_directory import PieceResult
 from . import memory
-
-logger = logging.getLogger(__name__)
 
 #: Tokens generated per sequence before the clock runs.
 WARM_UP = 4
+#: Tokens after which the prompts of the warm-up repeat themselves, so that drafters that copy draft too.
+WARM_UP_PERIOD = 8
+#: Random streams of the warm-up: far from any prompt's.
+WARM_UP_STREAM = 1 << 40
+#: A round's shape counts the length of its longest sequence in steps of so many tokens.
+CONTEXT_STEP = 256
 #: Tokens that a chat template may put around an answer.
 TEMPLATE_SLACK = 16
 
 
 class Models:
-    """Loaded models; those of the last target are kept, with the drafting models that went with it."""
+    """Loaded models; those of the last target are kept, with the drafting models that went with it.
 
-    def __init__(self) -> None:
+    ``trusted``: names of models that may run Python code of their own.
+    """
+
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        self.trusted = frozenset(trusted)
         self._of: tuple[Any, ...] = ()
         self._loaded: dict[str, LoadedModel] = {}
 
@@ -51,7 +62,7 @@ class Models:
         options = {
             "dtype": config.dtype,
             "device": config.device,
-            "trust_remote_code": config.trust_remote_code,
+            "trust_remote_code": config.target in self.trusted,
         }
         key = (config.target, config.attn_implementation, *options.values())
         if key != self._of:
@@ -65,7 +76,7 @@ class Models:
     def drafter(self, name: str, target: LoadedModel) -> LoadedModel:
         """A drafting model for the target that was loaded last."""
         if name not in self._loaded:
-            self._loaded[name] = load_drafting_model(name, target)
+            self._loaded[name] = load_drafting_model(name, target, trust_remote_code=name in self.trusted)
         return self._loaded[name]
 
     def of(self, config: CellConfig) -> list[LoadedModel]:
@@ -137,12 +148,54 @@ def positions(config: CellConfig) -> int:
     return slot_length(0, [drafter_of(config)], config.sampling)
 
 
-@dataclass
-class _Tail:
-    """Of a chunk: tokens, and decoding time by phase, while slots stayed empty because prompts had run out."""
+class _Rounds:
+    """The rounds that the whole batch made since `start`: what they took, and how many slots were in use."""
 
-    emitted: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
+        self._decoder, self._limit = decoder, limit
+        self.start()
+
+    def start(self) -> None:
+        self.full: list[_Round] = []
+        self.others: list[_Round] = []
+        self._before = dict(self._decoder.stopwatch.seconds)
+
+    def add(self, event: RoundEvent) -> None:
+        """A round is over (``Decoder.on_round``); what was prefilled since the last one is booked with it."""
+        now = dict(self._decoder.stopwatch.seconds)
+        seconds = {phase: now[phase] - self._before[phase] for phase in now}
+        self._before = now
+        longest = max(map(len, self._decoder.sequences.history))
+        found = _Round(f"{event.draft.width} {longest // CONTEXT_STEP}", sum(map(len, event.emitted)), seconds)
+        (self.others if None in event.prompts else self.full).append(found)
+        self._limit()
+
+    def piece(self, category: str) -> Piece:
+        """What they come to. Where no slot was ever waited for, no round is of the tail."""
+        counted, tail = (self.full, self.others) if self.full else (self.others, [])
+        shapes: dict[str, list[float]] = {}
+        for one in counted:
+            shapes.setdefault(one.shape, []).append(round(one.decoding, 7))
+        return Piece(
+            emitted=sum(one.emitted for one in counted),
+            seconds={phase: sum(one.seconds[phase] for one in counted) for phase in self._before},
+            tail_emitted=sum(one.emitted for one in tail),
+            tail_seconds=sum(s for one in tail for phase, s in one.seconds.items() if phase != PREFILL),
+            category=category,
+            rounds=shapes,
+        )
+
+
+@dataclass(frozen=True)
+class _Round:
+    shape: str
+    emitted: int
+    seconds: Mapping[str, float]
+
+    @property
+    def decoding(self) -> float:
+        """Seconds of the round itself, without any prefill before it."""
+        return sum(s for phase, s in self.seconds.items() if not phase.endswith(PREFILL))
 
 
 class Cell:
@@ -153,6 +206,8 @@ class Cell:
         target: the loaded target; ``lm`` are its slots, shared with the group's other cells.
         models: where drafting models come from.
         sequence, slot: see `lengths`.
+        on_round: called after every round, and before the first one: a time limit, say.
+        validate: how often drafts and verdicts are checked in full, see `Decoder`.
     """
 
     def __init__(
@@ -163,107 +218,106 @@ class Cell:
         models: Models,
         sequence: int,
         slot: int,
+        on_round: Callable[[], Any] = lambda: None,
+        validate: str = "sampled",
     ):
-        self.config, self.target, self.lm = config, target, lm
-        self.records: list[RoundRecord] = []
-        self.responses: list[dict[str, Any]] = []
-        self.chunks: list[Chunk] = []
-        #: SHA-256 and source of every model it uses, by name.
+        self.config, self.target, self.lm, self._on_round = config, target, lm, on_round
+        #: Digests and source of every model it uses, by name.
         self.models: dict[str, dict[str, Any]] = {target.name: {"sha256": target.sha256, "source": target.source}}
 
         context = TargetContext.of(
             target, lm, config.sampling, slot=slot, sequence=sequence, load=models.drafter, used=self.models
         )
+        drafter, options = drafter_of(config)
         self.decoder = build_decoder(
             context,
-            drafter_of(config),
+            (drafter, options),
             configured("verifiers", {"name": config.verifier.name, **config.verifier.config}),
             eos=target.eos_token_ids,
             max_new_tokens=config.max_new_tokens,
             rng=CounterRng(config.seed),
             compile_verifier=config.compile_verifier,
+            on_round=lambda event: self._rounds.add(event),
         )
-        self._passes = 0
-        self._tail = _Tail()
-        #: Bytes, see `memory.peak`.
-        self.peak_memory: int | None = None
+        self._rounds = _Rounds(self.decoder, on_round)
+        #: Depth of the deepest draft that it can make.
+        self.depth: int = drafter.traits(options, config.sampling).depth
 
     @property
-    def passes(self) -> int:
-        """Forward passes of the drafting model since the warm-up."""
-        return self.decoder.drafter.passes - self._passes
+    def remembers(self) -> bool:
+        """Does what the drafter drafts depend on sequences before? One that does defines `Drafter.reset`."""
+        return type(self.decoder.drafter).reset is not Drafter.reset
 
-    def warm_up(self, conversations: Sequence[Conversation]) -> None:
-        """Run every slot for a few tokens and forget them: what is made once is made outside the timing."""
-        decoder = self.decoder
+    @property
+    def _passes(self) -> int:
+        passes = self.decoder.drafter.passes
+        if isinstance(passes, bool) or not isinstance(passes, int):
+            raise ContractError(f"drafter '{self.config.drafter.name}' made {passes!r} passes, which is no number")
+        return passes
+
+    def warm_up(self, length: int) -> None:
+        """Run every slot for a few tokens and forget them: what is made once is made outside the timing.
+
+        Prompts are ``length`` random tokens on random streams of their own: a drafter that remembers sees nothing of
+        what is measured, and is told to forget it anyway.
+        """
+        decoder, random = self.decoder, Random(self.config.seed)
         fused = decoder.verifier if isinstance(decoder.verifier, Fused) else None
+        ends, decoder.eos = decoder.eos, frozenset()
         if fused is None:  # what is to be compiled comes up in whole sequences only
             decoder.max_new_tokens = min(WARM_UP, self.config.max_new_tokens)
-        self._decode(conversations[: self.config.batch_size], 0, {})
-        decoder.max_new_tokens = self.config.max_new_tokens
+        prompts = []
+        for _ in range(self.config.batch_size):
+            phrase = [random.randrange(self.lm.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
+            prompts.append([phrase[i % len(phrase)] for i in range(length)])
+        streams = [WARM_UP_STREAM + row for row in range(len(prompts))]
+        self._on_round()
+        for _ in decoder.run(prompts, streams, ["the warm-up"] * len(prompts)):
+            pass
+        decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
         if fused is not None:
             fused.compiling = False
         decoder.drafter.reset()
-        decoder.stopwatch.seconds = dict.fromkeys(decoder.stopwatch.seconds, 0.0)
         decoder.batch_rounds = decoder.target_rows = 0
-        self._passes = decoder.drafter.passes
 
-    def run(self, conversations: Sequence[Conversation]) -> None:
-        """Measure one chunk: all first turns, then all second turns with the answers that this cell gave."""
-        before, self._tail = dict(self.decoder.stopwatch.seconds), _Tail()
+    def run(self, conversations: Sequence[Conversation]) -> PieceResult:
+        """Measure one piece: all first turns, then all second turns with the answers that this cell gave."""
+        found, passes = PieceResult(), self._passes
         answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
-        emitted = 0
         memory.start(self.lm.device)
+        self._rounds.start()
         for turn in range(max(len(c.prompt.turns) for c in conversations)):
             asked = [c for c in conversations if turn < len(c.prompt.turns)]
             for conversation, response, length in self._decode(asked, turn, answers):
                 text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
                 answers[conversation.prompt.index].append(text)
-                self._record(conversation.prompt, turn, response, text, length)
-                emitted += len(response.tokens)
-        self.peak_memory = max(filter(None, (self.peak_memory, memory.peak(self.lm.device))), default=None)
-        tail = self._tail if self._tail.emitted < emitted else _Tail()  # else no slot was ever waited for
-        after = self.decoder.stopwatch.seconds
-        seconds = {phase: after[phase] - before[phase] - tail.seconds.get(phase, 0.0) for phase in after}
+                self._record(found, conversation.prompt, turn, response, text, length)
         categories = {c.prompt.category for c in conversations}
-        category = categories.pop() if len(categories) == 1 else ""
-        self.chunks.append(Chunk(emitted - tail.emitted, seconds, tail.emitted, sum(tail.seconds.values()), category))
+        found.piece = self._rounds.piece(categories.pop() if len(categories) == 1 else "")
+        found.passes, found.peak_memory = self._passes - passes, memory.peak(self.lm.device)
+        return found
 
     def _decode(
         self, asked: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
     ) -> list[tuple[Conversation, Response, int]]:
-        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens.
-
-        Adds to the tail what was decoded once fewer sequences were left than there are slots.
-        """
+        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens."""
         tokenizer = self.target.tokenizer
         prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in asked]
         streams = [c.prompt.stream(turn) for c in asked]
         # The loop would count the prompts it was given; people know them by question_id.
         names = [f"prompt {c.prompt.question_id!r}" for c in asked]
-        decoder, responses = self.decoder, []
-        full = len(asked) >= self.config.batch_size
-        rounds, before = decoder.batch_rounds, dict(decoder.stopwatch.seconds)  # when slots began to stay empty
-        for response in decoder.run(prompts, streams, names):
-            responses.append(response)
-            if full:
-                full = len(asked) - len(responses) >= self.config.batch_size
-                rounds, before = decoder.batch_rounds, dict(decoder.stopwatch.seconds)
-            else:  # its last rounds are those that the batch has made since
-                late = decoder.batch_rounds - rounds
-                self._tail.emitted += sum(r.emitted for r in response.rounds[len(response.rounds) - late :])
-        for phase, seconds in decoder.stopwatch.seconds.items():
-            if phase != "prefill":
-                self._tail.seconds[phase] = self._tail.seconds.get(phase, 0.0) + seconds - before[phase]
-        responses.sort(key=lambda response: response.index)
+        self._on_round()
+        responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
         return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
 
-    def _record(self, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:
+    def _record(
+        self, found: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int
+    ) -> None:
         name = str(prompt.question_id)
         for i, r in enumerate(response.rounds):
-            counts = (r.tau, r.emitted, r.nodes, r.width, r.survival)
-            self.records.append(RoundRecord(prompt.index, name, prompt.category, turn, i, *counts))
-        self.responses.append(
+            counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
+            found.records.append(RoundRecord(prompt.index, name, prompt.category, turn, i, *counts))
+        found.responses.append(
             {
                 "question_id": prompt.question_id,
                 "turn": turn,

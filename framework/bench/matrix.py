@@ -155,7 +155,7 @@ class _Expansion:
     def _baseline(self, point: Mapping[str, Any]) -> CellConfig:
         """The cell of plain decoding at a point of the run and sampling keys."""
         recipe, where = self.recipe, self._in_matrix(point)
-        keys = (*RUN_KEYS, "device", "attn_implementation", "trust_remote_code")
+        keys = (*RUN_KEYS, "device", "attn_implementation")
         run = {key: point.get(key, getattr(recipe, key)) for key in keys}
         sampled = {key: point[key] for key in SAMPLING_KEYS if key in point}
         try:

@@ -1,46 +1,33 @@
-"""Running a recipe: group by group, the cells of a group interleaved, so that they are compared fairly.
-
-A group's prompts are cut into chunks; each chunk is run by every cell, the baseline included, in rotating
-order. Whatever the machine does meanwhile, it does to all of them. At the end of a chunk slots run empty: that tail
-does not count towards throughput (see `metrics.Chunk`).
-"""
+"""Running a recipe: group by group, see `bench.group`; what was measured before and has not changed is reused."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError
-from ..decoding.build import make_slots
-from ..models.device import pick_device, pick_dtype
-from ..models.digests import weights_sha256
 from ..models.environment import describe
-from ..models.resolve import resolve
-from ..runs.metrics import LEAST_PIECES, compare, measure
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig, Recipe, digest
-from ..runs.records import CellResult, Outcome, RunDirectory
-from ..runs.titles import group_title
-from . import memory
-from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
-from .matrix import plan
+from ..runs.records import CellResult, Outcome
+from ..runs.run_directory import RunDirectory
+from ..runs.titles import group_title, verifier_title
+from .cell_runner import Models
+from .group import Group, Progress, Unwritable
+from .interrupts import RoundLimit, asked
+from .matrix import Plan, plan
+from .preflight import preflight
+from .provenance import changes, provenance
 
-logger = logging.getLogger(__name__)
 
-#: Pieces that a group's prompts are cut into; fewer where that would leave little but tails.
-CHUNKS = 6
+class FirstFailure(CrossdraftError):
+    """A cell failed, and the run was to end with the first that does."""
 
 
 def say(line: str) -> None:
@@ -52,68 +39,203 @@ def run(
     out: Path | str = "runs",
     *,
     fresh: bool = False,
+    retry_failed: bool = False,
+    fail_fast: bool = False,
+    round_limit: float | None = None,
+    validate: str = "sampled",
+    trust_remote_code: Iterable[str] = (),
     say: Callable[[str], None] | None = say,
     progress: bool = False,
+    debug: bool = False,
 ) -> Outcome:
     """Run every cell of a recipe, and write its records to ``out/<recipe>-<hash>/``.
 
-    A group whose cells are all on disk, measured together from the same models and prompts, is not run again.
+    A group whose cells are all on disk, measured together from the same code, models and prompts, is not run again; it
+    may also lie in the directory of another run of a recipe of this name. A group that was interrupted goes on.
 
     Args:
         fresh: measure everything, whatever is on disk.
+        retry_failed: measure groups again in which a cell failed; without it the failure is reported again.
+        fail_fast: end the run with the first cell that fails.
+        round_limit: seconds after which a round is given up, and its cell has failed; None = never.
+        validate: how often drafts and verdicts are checked in full, see `Decoder`.
+        trust_remote_code: names of models that may run Python code from their own directories.
         say: where progress is told, a line at a time; None to be silent.
         progress: show a bar on standard error, if it is a terminal.
+        debug: tell the traceback of a cell that fails, too.
 
     Raises:
-        UsageError: the recipe or its prompts are wrong. A cell that fails is no error: see `Outcome.failed`.
+        UsageError: the recipe or its prompts are wrong, or something it names cannot work: told before anything is
+            measured. A cell that fails while it is measured is no error: see `Outcome.failed`.
     """
     tell = say or (lambda _: None)
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
-    groups, cells = expanded.groups(), expanded.cells
     directory = RunDirectory(Path(out) / f"{recipe.name}-{expanded.hash}")
-    outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=_notes(cells, prompts))
-    counts = _count(len(cells), "cell"), _count(len(groups), "group"), _count(len(prompts), "prompt")
-    tell(f"{recipe.name}: {counts[0]} in {counts[1]}, {counts[2]} each")
-    for sentence in expanded.skipped:
-        tell(f"skipped: {sentence}")
+    session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit))
+    session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
+    counts = [_count(len(expanded.cells), "cell"), _count(len(expanded.groups()), "group")]
+    tell(f"{recipe.name}: {counts[0]} in {counts[1]}, {_count(len(prompts), 'prompt')} each")
+    for skipped in expanded.skipped:
+        tell(f"skipped: {skipped}")
     try:
-        directory.write_json("recipe.json", recipe.model_dump(mode="json"))
+        with directory.locked():
+            directory.write_json("recipe.json", recipe.model_dump(mode="json"))
+            session.run(fresh, retry_failed, progress)
     except OSError as error:
-        raise UsageError(f"cannot write to {directory.path}: {error.strerror}") from None
-    about = {"name": recipe.name, "directory": str(directory.path), "cells": len(cells)}
-    plugins.notify("crossdraft_run_started", run=about)
-    session = _Session(prompts, describe())
-    # None: no bar unless standard error is a terminal.
-    disable = None if progress else True
-    with tqdm(total=len(cells) * len(prompts), unit="prompt", miniters=1, leave=False, disable=disable) as bar:
+        if not session.outcome.results:
+            raise UsageError(f"cannot write to {directory.path}: {error.strerror or error}") from None
+        session.outcome.stopped = f"cannot write to {directory.path}: {error.strerror or error}"
+    return session.outcome
+
+
+class _Session:
+    """What the groups of a run have in common: prompts, loaded models, the machine."""
+
+    tell: Callable[[str], None]
+    validate: str
+    fail_fast: bool
+    debug: bool
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        expanded: Plan,
+        prompts: Sequence[Prompt],
+        directory: RunDirectory,
+        models: Models,
+        limit: RoundLimit,
+    ):
+        self.recipe, self.plan, self.prompts, self.directory = recipe, expanded, prompts, directory
+        self.models, self.limit, self.environment = models, limit, describe()
+        self.digest = digest([asdict(prompt) for prompt in prompts])
+        self.about = {"name": recipe.name, "directory": str(directory.path), "cells": len(expanded.cells)}
+        self.outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=_notes(expanded.cells, prompts))
+
+    def run(self, fresh: bool, retry_failed: bool, progress: bool) -> None:
+        plugins.notify("crossdraft_run_started", run=self.about)
+        groups, cells = self.plan.groups(), self.plan.cells
+        known = {}
+        for group in groups:
+            known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
+        new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
+        preflight(self.recipe, new, self.prompts, self.models)
+        total = len(cells) * len(self.prompts)
+        # None: no bar unless standard error is a terminal.
+        with tqdm(total=total, unit="prompt", miniters=1, leave=False, disable=None if progress else True) as bar:
+            try:
+                for number, group in enumerate(groups, 1):
+                    title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
+                    results, reason = known[group[0].group]
+                    with tqdm.external_write_mode():
+                        what = f"{'running' if results is None else 'reusing'} {_count(len(group), 'cell')}"
+                        self.tell(f"{title}: {what}{f', {reason}' if reason else ''}")
+                    if results is None:
+                        self._measure(group, fresh, bar)
+                    else:
+                        self.outcome.results += results
+                    bar.n = len(self.outcome.results) * len(self.prompts)
+                    bar.refresh()
+            except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
+                if not asked():
+                    raise
+                self.outcome.interrupted = True
+            except (Unwritable, FirstFailure) as error:
+                self.outcome.stopped = str(error)
+        self._write_environment()
+
+    def _measure(self, configs: Sequence[CellConfig], fresh: bool, bar: tqdm) -> None:
+        """Measure a group, and keep its cells; of one that is cut short, show what there is."""
+        told = Progress(bar.update, self._failed, self.tell)
+        if fresh:
+            self.directory.drop_group(configs[0].group)
+        sources = [self._provenance(config) for config in configs]
+        group = Group(configs, sources, self.directory, self.models, self.limit, told, self.validate)
         try:
-            for number, group in enumerate(groups, 1):
-                title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
-                results = None if fresh else session.stored(directory, group)
-                with tqdm.external_write_mode():
-                    doing = "running" if results is None else "reusing"
-                    tell(f"{title}: {doing} {_count(len(group), 'cell')}")
-                if results is None:
-                    results = session.measure_group(group, bar.update)
-                    for result in results:
-                        if result.metrics is not None and _saved(directory, result):
-                            plugins.notify("crossdraft_cell_finished", run=about, cell=result.summary())
-                outcome.results += results
-                bar.n = len(outcome.results) * len(prompts)
-                bar.refresh()
-        except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
-            outcome.interrupted = True
-    _write_environment(directory, outcome, session)
-    return outcome
+            group.measure(self.prompts)
+        finally:
+            whole = group.pieces > 0 and group.finished == group.pieces
+            if not whole and group.finished:
+                title = group_title(configs[0], self.plan.cells)
+                self.outcome.notes.append(f"{title}: cut short after piece {group.finished} of {group.pieces}")
+            self.outcome.results += [r for r in group.results if r.metrics is not None or r.error is not None]
+        if whole:
+            for result in group.results:
+                self._save(result)
+        self.directory.drop_group(configs[0].group)
 
+    def _save(self, result: CellResult) -> None:
+        try:
+            self.directory.save(result)
+        except OSError as error:
+            reason = f"cannot write to {self.directory.path}: {error.strerror or error}"
+            raise Unwritable(reason) from None
+        if result.metrics is not None:
+            plugins.notify("crossdraft_cell_finished", run=self.about, cell=result.summary())
 
-def _saved(directory: RunDirectory, result: CellResult) -> bool:
-    """Write a cell; one that cannot be written has failed."""
-    try:
-        directory.save(result)
-    except OSError as error:
-        result.error = f"its records cannot be written: {error}"
-    return result.error is None
+    def _failed(self, result: CellResult) -> None:
+        """Tell at once what has failed."""
+        config = result.config
+        pair = f"{config.drafter.title} × {verifier_title(config)}"
+        with tqdm.external_write_mode():
+            self.tell(f"failed: {pair}: {result.error}")
+            if self.debug:
+                self.tell(result.traceback.rstrip())
+        if self.fail_fast:
+            raise FirstFailure(f"{pair} failed, and nothing was run after it (--fail-fast)")
+
+    def _provenance(self, config: CellConfig) -> dict[str, Any]:
+        return provenance(config, self.environment, self.digest)
+
+    # -- what is there already -----------------------------------------------------------------------------
+
+    def _stored(self, group: Sequence[CellConfig], retry_failed: bool) -> tuple[list[CellResult] | None, str]:
+        """The whole group as it was measured before; or None, and why it has to be measured again."""
+        results, reason = self._stored_in(self.directory, group)
+        if results is None:
+            name = self.directory.path.name.rpartition("-")[0]
+            others = sorted(self.directory.path.parent.glob(f"{name}-????????????"))
+            for other in (RunDirectory(path) for path in others if path != self.directory.path):
+                found, _ = self._stored_in(other, group)
+                if found is not None:
+                    self.directory.adopt(other, group)
+                    results, reason = found, f"measured in {other.path.name}"
+                    break
+        if results is None:
+            return None, reason
+        failed = sum(result.error is not None for result in results)
+        if failed and retry_failed:
+            return None, f"{_count(failed, 'cell')} failed before"
+        if failed:
+            reason = f"{_count(failed, 'cell')} failed before and not tried again (--retry-failed)"
+        return results, reason
+
+    def _stored_in(self, directory: RunDirectory, group: Sequence[CellConfig]) -> tuple[list[CellResult] | None, str]:
+        found = [directory.load(config) for config in group]
+        results = [result for result in found if result is not None]
+        if not results:
+            return None, ""
+        if len(results) < len(group) or len({result.measured for result in results}) > 1:
+            return None, "some of its cells are new"
+        changed: dict[str, list[str]] = {}
+        for result in results:
+            for what in changes(result.provenance, self._provenance(result.config)):
+                changed.setdefault(what, []).append(result.config.drafter.title)
+        if changed:
+            shown = "; ".join(list(changed)[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            return None, f"measured again, because these have changed: {shown}"
+        return results, ""
+
+    def _write_environment(self) -> None:
+        """What the numbers depend on, if any were measured now."""
+        if all(result.reused for result in self.outcome.results):
+            return
+        models: dict[str, Any] = {}
+        for result in self.outcome.results:
+            models |= result.provenance.get("models", {})
+        prompts = {"source": self.recipe.prompts.source, "count": len(self.prompts)}
+        about = self.environment | {"models": models, "prompts": prompts}
+        about["conditions"] = _distinct(result.provenance for result in self.outcome.results)
+        self.directory.write_json("environment.json", about)
 
 
 def _count(n: int, what: str) -> str:
@@ -126,166 +248,11 @@ def _notes(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
     return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]
 
 
-def _write_environment(directory: RunDirectory, outcome: Outcome, session: _Session) -> None:
-    """What the numbers depend on, if any were measured now."""
-    if all(result.reused for result in outcome.results):
-        return
-    models: dict[str, Any] = {}
-    for result in outcome.results:
-        models |= result.provenance.get("models", {})
-    prompts = {"source": outcome.recipe.prompts.source, "count": len(session.prompts)}
-    about = session.environment | {"models": models, "prompts": prompts}
-    about["conditions"] = _distinct(result.provenance for result in outcome.results)
-    directory.write_json("environment.json", about)
-
-
 def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
     found: list[dict[str, Any]] = []
-    for provenance in provenances:
-        conditions = {key: value for key, value in provenance.items() if key != "models"}
+    for one in provenances:
+        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier")}
         if conditions and conditions not in found:
             found.append(conditions)
     return found
-
-
-def chunked(conversations: Sequence[Conversation], batch_size: int) -> list[Sequence[Conversation]]:
-    """At most `CHUNKS` pieces of nearly equal size, of each category where all of them are large enough.
-
-    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few
-    pieces for an interval; all prompts in one piece where they are fewer.
-    """
-    categories: dict[str, list[Conversation]] = {}
-    for conversation in conversations:
-        categories.setdefault(conversation.prompt.category, []).append(conversation)
-    whole = 2 * batch_size - 1
-    if min(map(len, categories.values())) < LEAST_PIECES * whole:
-        pieces = max(len(conversations) // whole, min(LEAST_PIECES, len(conversations) // batch_size), 1)
-        return _cut(conversations, min(CHUNKS, pieces))
-    return [piece for mine in categories.values() for piece in _cut(mine, min(CHUNKS, len(mine) // whole))]
-
-
-def _cut(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
-    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
-    return [conversations[a:b] for a, b in pairwise(edges)]
-
-
-class _Session:
-    """What the groups of a run have in common: prompts, loaded models, the machine."""
-
-    def __init__(self, prompts: Sequence[Prompt], environment: dict[str, Any]):
-        self.prompts, self.environment, self.models = prompts, environment, Models()
-        self.digest = digest([asdict(prompt) for prompt in prompts])
-
-    def measure_group(self, configs: Sequence[CellConfig], advance: Callable[[int], Any]) -> list[CellResult]:
-        """Run the cells of a group interleaved. One that fails is marked and left out; the others go on."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        results = [CellResult(config, measured=now) for config in configs]
-        try:
-            target = self.models.target(configs[0])
-            conversations = prepare(self.prompts, target, configs[0].max_new_tokens)
-            sequence, slot = lengths(conversations, configs, target.context_length)
-            lm = make_slots(target, configs[0].batch_size, slot)
-        except Exception as error:
-            for result in results:
-                result.error = _sentence(error)
-            return results
-
-        cells: dict[int, Cell] = {}
-
-        def attempt(i: int, action: Callable[[], None]) -> None:
-            try:
-                action()
-            except Exception as error:
-                logger.debug("cell %s failed", configs[i].hash, exc_info=True)
-                results[i].error = self._reason(error, configs[i], slot)
-                cells.pop(i, None)
-
-        def start(i: int) -> None:
-            cells[i] = Cell(configs[i], target, lm, self.models, sequence, slot)
-            cells[i].warm_up(conversations)
-
-        for i in range(len(configs)):
-            attempt(i, partial(start, i))
-        for n, chunk in enumerate(chunked(conversations, configs[0].batch_size)):
-            order = deque(cells)
-            order.rotate(-n)
-            for i in order:
-                attempt(i, partial(cells[i].run, chunk))
-                advance(len(chunk))
-        for i, cell in cells.items():
-            gamma = cell.config.drafter.config.get("gamma") or 0  # None: as many as the drafter can
-            results[i].metrics = metrics = measure(cell.records, cell.chunks, cell.passes, gamma)
-            metrics.peak_memory = cell.peak_memory
-            results[i].records, results[i].responses, results[i].chunks = (
-                cell.records,
-                cell.responses,
-                cell.chunks,
-            )
-            results[i].provenance = self._provenance(configs[i]) | {"models": cell.models}
-        _compare(results)
-        return results
-
-    def stored(self, directory: RunDirectory, group: Sequence[CellConfig]) -> list[CellResult] | None:
-        """The whole group as it was measured before, or None if it has to be measured (again)."""
-        found = [directory.load(config) for config in group]
-        results = [result for result in found if result is not None]
-        if len(results) < len(group) or len({result.measured for result in results}) > 1:
-            return None
-        same = all(
-            {k: v for k, v in result.provenance.items() if k != "models"} == self._provenance(result.config)
-            for result in results
-        )
-        used = {name: model for r in results for name, model in r.provenance["models"].items()}
-        return results if same and all(_unchanged(name, model) for name, model in used.items()) else None
-
-    def _provenance(self, config: CellConfig) -> dict[str, Any]:
-        """What numbers depend on beside the cell's config and its models."""
-        device = pick_device(config.device)
-        cuda = device.type == "cuda"
-        hardware = torch.cuda.get_device_name(device) if cuda else self.environment["cpu"]["model"]
-        return {
-            "crossdraft": self.environment["versions"]["crossdraft"],
-            "torch": self.environment["versions"]["torch"],
-            "device": f"{device.type} ({hardware})",
-            "threads": torch.get_num_threads(),
-            "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
-            "prompts": self.digest,
-        }
-
-    def _reason(self, error: Exception, config: CellConfig, slot: int) -> str:
-        """Why a cell failed; if it was for want of memory, with what it needed."""
-        loaded = self.models.of(config)
-        if not memory.exhausted(error) or not loaded:
-            return _sentence(error)
-        models = [one.model for one in loaded]
-        available = memory.total(models[0].device)
-        return memory.explain(models, config.batch_size, slot, positions(config), available)
-
-
-def _unchanged(name: str, model: dict[str, Any]) -> bool:
-    try:
-        return weights_sha256(resolve(name, heads=model.get("heads", False)).path) == model["sha256"]
-    except CrossdraftError:
-        return False  # measuring will say why
-
-
-def _compare(results: Sequence[CellResult]) -> None:
-    """Set the metrics that need the baseline of the group, if it was measured."""
-    baseline = next((r for r in results if r.config.is_baseline and r.metrics is not None), None)
-    if baseline is None:
-        return
-    said = {(r["question_id"], r["turn"]): r["tokens"] for r in baseline.responses}
-    for result in results:
-        if result.metrics is None:
-            continue
-        compare(result.metrics, result.chunks, baseline.chunks)
-        if result.config.sampling.temperature == 0:
-            same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
-            result.metrics.same_as_baseline = sum(same) / len(same)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, CrossdraftError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")

@@ -3,14 +3,17 @@
 The larger subcommands are modules of their own with ``add_arguments(parser)`` and ``main(args) -> int``,
 imported only when they were asked for, so that ``--help`` and ``list`` answer at once. Errors made for people
 (`CrossdraftError`) become one line on standard error and the error's exit code: 2 for a wrong request, 1 for
-one that failed.
+one that failed. So does any other exception, here and nowhere else.
 """
 
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import CrossdraftError
@@ -29,13 +32,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    debug = False
     try:
         args = _parser(argv[0] if argv else "").parse_args(argv)
+        debug = args.debug
         code = args.main(args)
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
         print(f"crossdraft: error: {error}", file=sys.stderr)
+        if debug:
+            traceback.print_exc()
         return error.exit_code
     except KeyboardInterrupt:
         print("crossdraft: interrupted", file=sys.stderr)
@@ -44,6 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left, as in `crossdraft list | head`; what is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:  # a bug, ours or a plug-in's: told like one, with its trace on request
+        print(f"crossdraft: error: {_unexpected(error)}", file=sys.stderr)
+        if debug:
+            traceback.print_exc()
+        return 1
+
+
+def _unexpected(error: Exception) -> str:
+    """What an error that nobody made for people says, and where it was raised."""
+    what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{what}{where}; --debug shows where it came from, and a report is welcome"
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
@@ -60,6 +83,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
             implementation = import_module(f".{name}", __package__)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
+            _add_debug(command)
 
     summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
@@ -68,17 +92,24 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?", help="of a drafter or verifier: its options; of a recipe: its file")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=list_names)
+    _add_debug(command)
 
     summary = "show who provides what, and which plug-ins were skipped and why"
     command = commands.add_parser("plugins", help=summary, description=_sentence(summary))
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=list_plugins)
+    _add_debug(command)
 
     summary = "show versions, the machine and the choices crossdraft makes on it"
     command = commands.add_parser("env", help=summary, description=_sentence(summary))
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=show_environment)
+    _add_debug(command)
     return parser
+
+
+def _add_debug(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--debug", action="store_true", help="show the traceback of what went wrong")
 
 
 class _Version(argparse.Action):

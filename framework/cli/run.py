@@ -20,13 +20,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is on disk already")
+    parser.add_argument("--retry-failed", action="store_true", help="measure groups again in which a cell failed")
+    parser.add_argument("--fail-fast", action="store_true", help="end with the first cell that fails")
+    parser.add_argument(
+        "--round-limit",
+        type=float,
+        metavar="SECONDS",
+        help="give a cell up when one round takes longer; without it nothing ends a strategy that hangs",
+    )
+    parser.add_argument(
+        "--validate",
+        choices=("sampled", "always", "never"),
+        default="sampled",
+        help="check drafts and verdicts in full now and then (sampled), in every round, or never",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="let this model run Python code from its own directory, after you have read it; repeatable",
+    )
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 1: a cell failed; 2 (as UsageError): the recipe is wrong; 130: interrupted."""
+    """0: done; 1: a cell failed, or the disk is full; 2 (as UsageError): the recipe is wrong; 130: interrupted."""
     from transformers.utils import logging
 
+    from ..bench.interrupts import Interrupts
     from ..bench.matrix import load_recipe, plan
     from ..bench.run import run, say
     from ..report.tables import terminal
@@ -37,9 +59,24 @@ def main(args: argparse.Namespace) -> int:
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
     recipe = load_recipe(args.recipe, settings)
-    quiet = args.quiet
-    outcome = run(recipe, args.out, fresh=args.fresh, say=None if quiet else say, progress=not quiet)
-    print(terminal(write_summary(outcome)))
-    if outcome.failed:
-        print(f"crossdraft: {len(outcome.failed)} of {len(plan(recipe).cells)} cells failed", file=sys.stderr)
-    return outcome.exit_code
+    with Interrupts():
+        outcome = run(
+            recipe,
+            args.out,
+            fresh=args.fresh,
+            retry_failed=args.retry_failed,
+            fail_fast=args.fail_fast,
+            round_limit=args.round_limit,
+            validate=args.validate,
+            trust_remote_code=args.trust_remote_code,
+            say=None if args.quiet else say,
+            progress=not args.quiet,
+            debug=args.debug,
+        )
+        summary = write_summary(outcome)
+        print(terminal(summary))
+        if outcome.failed:
+            print(f"crossdraft: {len(outcome.failed)} of {len(plan(recipe).cells)} cells failed", file=sys.stderr)
+        if summary.stopped:
+            print(f"crossdraft: error: {summary.stopped}", file=sys.stderr)
+        return summary.exit_code

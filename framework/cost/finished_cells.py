@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..contracts.errors import UsageError
-from ..runs.metrics import Chunk, RoundRecord
+from ..runs.metrics import Piece, RoundRecord
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying
@@ -27,11 +27,11 @@ class BatchRound(NamedTuple):
 
 
 def batch_rounds(
-    records: Sequence[RoundRecord], prompt_tokens: Sequence[int], chunks: Sequence[Chunk], batch_size: int
+    records: Sequence[RoundRecord], prompt_tokens: Sequence[int], pieces: Sequence[Piece], batch_size: int
 ) -> list[BatchRound]:
     """The rounds that the whole batch made, from those of its rows, which is what records hold.
 
-    Rows take turns on the slots in a known order: prompts of a chunk and turn in their order, a free slot to the
+    Rows take turns on the slots in a known order: prompts of a piece and turn in their order, a free slot to the
     next one. So the schedule can be made again.
 
     Args:
@@ -41,8 +41,8 @@ def batch_rounds(
     sequences = [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
     rounds: list[BatchRound] = []
     waiting = deque(zip(sequences, prompt_tokens, strict=True))
-    for chunk in chunks:
-        left = chunk.emitted + chunk.tail_emitted
+    for piece in pieces:
+        left = piece.emitted + piece.tail_emitted
         runs: dict[int, deque[tuple[deque[RoundRecord], int]]] = {}
         while left > 0 and waiting:
             rows, length = waiting.popleft()
@@ -75,7 +75,7 @@ def statistics(result: CellResult) -> CellStatistics | None:
     if metrics is None:
         return None
     lengths = [response["prompt_tokens"] for response in result.responses]
-    every = batch_rounds(result.records, lengths, result.chunks, batch_size)
+    every = batch_rounds(result.records, lengths, result.pieces, batch_size)
     rounds = [r for r in every if r.occupied == batch_size] or every
     n, occupied = len(rounds), sum(r.occupied for r in rounds)
     phase = {name: metrics.shares.get(name, 0.0) * metrics.decode_seconds / n for name in ("draft", "verify", "rest")}

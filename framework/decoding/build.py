@@ -84,11 +84,11 @@ def make_slots(loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
     return get("backends", loaded.backend)().slots(loaded, batch_size, max_length)
 
 
-def load_drafting_model(name: str, target: LoadedModel) -> LoadedModel:
+def load_drafting_model(name: str, target: LoadedModel, *, trust_remote_code: bool = False) -> LoadedModel:
     """A model that is to draft for ``target``: on its device, in its dtype, with its embedding if that is left out."""
     same = {"dtype": target.model.dtype, "device": target.model.device} if target.backend == TRANSFORMERS else {}
     share_with = target if target.backend == TRANSFORMERS and shares_embedding(name, target) else None
-    return load_model(name, share_with=share_with, **same)
+    return load_model(name, share_with=share_with, trust_remote_code=trust_remote_code, **same)
 
 
 @dataclass

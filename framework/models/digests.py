@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: PyTorch's own files, which heads are also published as.
 PYTORCH_FILES = ("*.bin", "*.pt", "*.pth")
+#: Files that are for people.
+_PROSE = (".md", ".gitattributes", ".gitignore")
 
 
 def embedding_sha256(weight: torch.Tensor) -> str:
@@ -45,7 +47,18 @@ def weights_sha256(path: Path) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-@lru_cache(maxsize=64)
+def settings_sha256(path: Path) -> str:
+    """The SHA-256 of everything in a model's directory that decides what it says, beside the weights: config,
+    generation config, tokenizer, chat template, code of its own. Empty for a model that is a file."""
+    if not path.is_dir():
+        return ""
+    weights = {*weight_files(path), *(file for pattern in PYTORCH_FILES for file in path.glob(pattern))}
+    files = sorted(f for f in path.iterdir() if f.is_file() and f not in weights and f.suffix.lower() not in _PROSE)
+    listing = ((file.name, _file_sha256(file, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in listing).encode()).hexdigest()
+
+
+@lru_cache(maxsize=256)
 def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
     """The digest of a file; its size and time are in the key, so that a changed file is read again."""
     with file.open("rb") as opened:

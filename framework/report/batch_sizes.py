@@ -77,7 +77,8 @@ def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
         for pair in series.pairs:
             metrics = pair.results[min(pair.results)].metrics
             assert metrics is not None
-            numbers = f"{metrics.block_efficiency.value:.2f}", f"{metrics.target_rows_per_token:.2f}"
+            efficiency = metrics.block_efficiency
+            numbers = f"{efficiency.value:.2f}" if efficiency else "", f"{metrics.target_rows_per_token:.2f}"
             last = last_paying(pair.results, series.baselines, summary.curves)
             rows.append([pair.drafter, pair.verifier, *numbers, *_ratios(pair.speed_ups, batch_sizes, last)])
             best = single if pair.single_draft else multi

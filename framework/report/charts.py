@@ -73,6 +73,8 @@ def _acceptance(summary: Summary, pairs: Sequence[CellResult]) -> Figure:
         lines: dict[str, list[tuple[float, float, str]]] = {}
         for result in results:
             assert result.metrics is not None
+            if result.metrics.block_efficiency is None:
+                continue
             at = (result.metrics.target_rows_per_token, result.metrics.block_efficiency.value)
             lines.setdefault(verifier_title(result.config), []).append((*at, result.config.drafter.title))
         for verifier, points in lines.items():
@@ -80,7 +82,7 @@ def _acceptance(summary: Summary, pairs: Sequence[CellResult]) -> Figure:
             panel.plot([p[0] for p in points], [p[1] for p in points], color=colours[verifier], linewidth=1)
             for x, y, drafter in points:
                 panel.plot(x, y, color=colours[verifier], marker=markers[drafter], markersize=6, linestyle="")
-        panel.set_title(title)
+        panel.set_title(_literal(title))
     _label(panels, "target rows per emitted token", "block efficiency (tokens per target call)")
     _legend(figure, colours, markers)
     return figure
@@ -111,7 +113,7 @@ def _throughput(summary: Summary, pairs: Sequence[CellResult]) -> Figure:
             panel.annotate(
                 "break-even", (0.97, 0.04 + 0.07 * len(remarks)), xycoords="axes fraction", ha="right", color="0.3"
             )
-        panel.set_title(f"{drafter}, {setting}" if len(series) > 1 else drafter)
+        panel.set_title(_literal(f"{drafter}, {setting}" if len(series) > 1 else drafter))
         _logarithmic(panel, sorted(plain))
     _label(panels, "batch size", "tokens/s")
     _legend(figure, colours, {}, plain=True)
@@ -159,9 +161,16 @@ def _legend(figure: Figure, colours: Mapping[str, str], markers: Mapping[str, st
     from matplotlib.lines import Line2D
 
     handles: list[Any] = [Line2D([], [], label="plain decoding", **_PLAIN)] if plain else []
-    handles += [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in colours.items()]
-    handles += [Line2D([], [], color="0.3", marker=m, linestyle="", label=name) for name, m in markers.items()]
+    handles += [Line2D([], [], color=colour, linewidth=2, label=_literal(name)) for name, colour in colours.items()]
+    handles += [
+        Line2D([], [], color="0.3", marker=m, linestyle="", label=_literal(name)) for name, m in markers.items()
+    ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
+
+
+def _literal(text: str) -> str:
+    """What people called things, not as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _logarithmic(panel: Axes, batch_sizes: Sequence[int]) -> None:

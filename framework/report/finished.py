@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from .. import plugins
 from ..contracts.errors import UsageError
 from ..cost.curve import CostCurve
 from ..runs.recipe import CellConfig, PromptSpec, read_recipe
-from ..runs.records import FORMAT, RunDirectory
+from ..runs.run_directory import FORMAT, RunDirectory
 from .summary import Summary
 
 
@@ -49,14 +51,21 @@ def read_run(directory: Path) -> FinishedRun:
     try:
         rows = list(csv.DictReader((directory / "summary.csv").read_text(encoding="utf-8").splitlines()))
         remarks = (directory / "summary.md").read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, csv.Error):
+        raise UsageError(f"the summary of the run {directory} is damaged; run its recipe again") from None
     except OSError as error:
         missing = Path(str(error.filename)).name
         raise UsageError(f"the run {directory} was cut off before it wrote {missing}; run its recipe again") from None
+    if not all(row.get("cell") and "error" in row for row in rows):
+        raise UsageError(f"summary.csv of the run {directory} is damaged; run its recipe again")
     for cell in [row["cell"] for row in rows if not row["error"]]:
         head = run.read_json(f"cells/{cell}/config.json")
         if head and head.get("format") != FORMAT:
             raise UsageError(f"the run {directory} was written by another version; run its recipe again")
-        result = run.load(CellConfig.model_validate(head["config"])) if head else None
+        try:
+            result = run.load(CellConfig.model_validate(head["config"])) if head else None
+        except (KeyError, TypeError, ValidationError):
+            result = None
         if result is None:
             raise UsageError(f"cell {cell} of the run {directory} is missing or damaged; run its recipe again")
         results.append(result)

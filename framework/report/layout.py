@@ -27,10 +27,19 @@ def groups_of(summary: Summary) -> list[tuple[str, list[CellResult]]]:
 def tabulated(columns: Mapping[str, str], rows: Sequence[Sequence[str]], style: str) -> str:
     """A table of texts; ``columns`` are headers and their alignment, ``style`` is tabulate's."""
     align = tuple(columns.values())
+    rows = [[_plain(cell, style) for cell in row] for row in rows]
     return tabulate(rows, headers=list(columns), tablefmt=style, disable_numparse=True, colalign=align)
 
 
-def estimate_text(estimate: Estimate, sign: str = "") -> str:
-    """A value and its interval, to two digits."""
+def _plain(text: str, style: str) -> str:
+    """A text that cannot leave its cell: what people called things may hold bars and codes for a terminal."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return text.replace("|", "\\|") if style == "github" else text
+
+
+def estimate_text(estimate: Estimate | None, sign: str = "") -> str:
+    """A value and its interval, to two digits; nothing for None."""
+    if estimate is None:
+        return ""
     interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
     return f"{estimate.value:{sign}.2f}{interval}"

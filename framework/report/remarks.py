@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..runs.metrics import paired_difference
+from ..runs.metrics import free, paired_difference
 from ..runs.titles import is_lossless, verifier_title
 from .layout import estimate_text, groups_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def remarks_of(summary: Summary) -> list[list[str]]:
     """What else stands below the tables: agreement, skipped, failed, notes; lines in paragraphs."""
-    remarks = [_prediction_error(summary), _agreement(summary.results)]
+    remarks = [_prediction_error(summary), _agreement(summary.results), _cut_rounds(summary), _busy(summary)]
     if any(result.metrics and not is_lossless(result.config) for result in summary.results):
         remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
     remarks.append([f"skipped: {sentence}" for sentence in summary.skipped])
@@ -27,7 +27,9 @@ def remarks_of(summary: Summary) -> list[list[str]]:
     if summary.charts:
         remarks.append([f"charts, beside the records: {', '.join(summary.charts)}"])
     if summary.interrupted:
-        remarks.append(["interrupted: groups that were not finished are missing; run again to continue"])
+        remarks.append(["interrupted: what was not finished is missing; run again to go on"])
+    if summary.stopped:
+        remarks.append([f"stopped: {summary.stopped}"])
     return remarks
 
 
@@ -47,7 +49,11 @@ def differences(summary: Summary) -> list[str]:
                 continue
             first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
             if first is not result:
-                difference = estimate_text(paired_difference(result.records, first.records), "+")
+                assert first.metrics is not None
+                mine, theirs = (free(r.records, first.metrics.depth) for r in (result, first))
+                difference = estimate_text(paired_difference(mine, theirs), "+")
+                if not difference:
+                    continue
                 what = f"BE of {verifier_title(result.config)} − {verifier_title(first.config)}"
                 lines.append(f"{title}, {drafter.title}: {what}, on the same prompts: {difference}")
     return lines
@@ -59,6 +65,34 @@ def _prediction_error(summary: Summary) -> list[str]:
     if not off:
         return []
     return [f"predicted: tok/s from the cost curve; median |error| {100 * median(off):.0f} % over {len(off)} cells"]
+
+
+def _cut_rounds(summary: Summary) -> list[str]:
+    """How much of the block efficiency the end of the sequences would have decided."""
+    found = [r for r in summary.results if r.metrics and not r.config.is_baseline]
+    rounds, cut = (sum(getattr(r.metrics, key) for r in found) for key in ("rounds", "rounds_cut"))
+    lines = []
+    if cut:
+        lines.append(f"BE leaves out {100 * cut / rounds:.0f} % of the rounds, which the end of a sequence cut short")
+    if any(r.metrics and r.metrics.block_efficiency is None for r in found):
+        lines.append("no BE: max_new_tokens leaves no round room for a whole draft; set it above the draft's depth")
+    return lines
+
+
+#: Rounds that took so many times as long as undisturbed ones are worth a warning.
+_BUSY = 1.25
+
+
+def _busy(summary: Summary) -> list[str]:
+    """Where the clock and the quiet rounds disagree."""
+    lines = []
+    for title, results in groups_of(summary):
+        worst = max((r.metrics.busy for r in results if r.metrics), default=1.0)
+        if worst > _BUSY:
+            lines.append(f"note: this machine was busy ({title}): rounds took up to {worst:.1f} times their quiet time")
+    if lines:
+        lines.append("tok/s and speed-up are those of the quiet rounds; summary.csv has both")
+    return lines
 
 
 def _agreement(results: Sequence[CellResult]) -> list[str]:

@@ -30,9 +30,10 @@ _COLUMNS = {  # header: alignment
     "speed-up [95 %]": "left",
 }
 _LEGEND = (
-    "BE: tokens emitted per target call. rows/tok: positions the target evaluates per token emitted.\n"
-    "d/t/v/r: share of the decoding time in draft, target, verify, rest. These, tok/s and speed-up count rounds with\n"
-    "all slots in use; the tail, when fewer prompts than slots are left, is not in them.\n"
+    "BE: tokens emitted per target call, of rounds with room for a whole draft. rows/tok: positions the target\n"
+    "evaluates per token emitted. d/t/v/r: share of the decoding time in draft (with prefill), target, verify, rest.\n"
+    "These, tok/s and speed-up count rounds with all slots in use; the tail, when fewer prompts than slots are left,\n"
+    "is not in them. tok/s: at the pace of the quiet quarter of the rounds of each shape.\n"
     "speed-up: of tok/s over the drafter none in the same group; an interval needs 3 pieces of prompts."
 )
 _BY_BATCH_SIZE = (
@@ -123,12 +124,12 @@ def _by_category(summary: Summary) -> list[tuple[str, str]]:
                 continue
             by_category = result.metrics.by_category
             every = by_category.values()
-            whole = any(found.speed_up for found in every) and all(found.block_efficiency.low for found in every)
+            whole = any(f.speed_up for f in every) and all(f.block_efficiency and f.block_efficiency.low for f in every)
             if len(by_category) < 2 or not whole:
                 continue
             for category, found in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result.config)
-                numbers = estimate_text(found.block_efficiency), estimate_text(found.speed_up) if found.speed_up else ""
+                numbers = estimate_text(found.block_efficiency), estimate_text(found.speed_up)
                 rows.append([*pair, category, str(found.prompts), *numbers])
         if rows:
             tables.append((f"by category, {title}", tabulated(columns, rows, "github")))

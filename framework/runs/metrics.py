@@ -1,20 +1,25 @@
-"""What the records of a cell come to: block efficiency, costs and speed, with 95 % bootstrap intervals.
+"""What the records of a cell come to: block efficiency, costs and speed, with 95 % intervals.
 
-Works on plain numbers, so that metrics can be computed again from ``rounds.parquet`` and ``chunks``. All
+Works on plain numbers, so that metrics can be computed again from ``rounds.parquet`` and the pieces. All
 times are seconds, all rates tokens per second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-RESAMPLES = 2000
-#: An interval over fewer independent pieces than this says nothing.
-LEAST_PIECES = 3
+from .intervals import Estimate, estimate
+
+#: Time that is not decoding.
+PREFILL = "prefill"
+#: A round of a shape is said to take what this share of them took at most. Another program can only make a round
+#: slower: the lower quartile is that of a quiet machine as long as it is quiet for a quarter of the time, where a
+#: median would change sides.
+QUIET = 0.25
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class RoundRecord:
         emitted: committed tokens, correction or bonus included.
         nodes: drafted tokens of this row.
         width: nodes of the batch's widest row: the target evaluated ``width + 1`` positions for this row.
+        limit: how deep the draft was allowed to be: the tokens left to generate, less one.
         survival: sum over i of Pr(tau >= i | the draft), where the verifier knows it.
     """
 
@@ -40,21 +46,24 @@ class RoundRecord:
     emitted: int
     nodes: int
     width: int
+    limit: int
     survival: float | None = None
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """What one cell did with one chunk of the prompts; cells of a group take turns chunk by chunk.
+class Piece:
+    """What one cell did with one piece of the prompts; the cells of a group take turns piece by piece.
 
-    The *tail*, the rounds in which slots stay empty because the chunk's prompts have run out, is kept apart: its
+    The *tail*, the rounds in which slots stay empty because the piece's prompts have run out, is kept apart: its
     speed is not that of the batch size. Prompts that never filled the slots have no tail.
 
     Attributes:
         emitted: tokens generated, without the tail's.
-        seconds: by phase (see ``decoding.loop.PHASES``), without the tail's.
+        seconds: by phase (see ``decoding.stopwatch.PHASES``), without the tail's.
         tail_emitted, tail_seconds: tokens and decoding time of the tail.
         category: of all its prompts; empty if they have several.
+        rounds: seconds of every round of the batch, without the tail's, by shape: ``"<nodes of the widest row> <length
+            of the longest, in steps of 256 tokens>"``.
     """
 
     emitted: int
@@ -62,20 +71,12 @@ class Chunk:
     tail_emitted: int = 0
     tail_seconds: float = 0.0
     category: str = ""
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def decode_seconds(self) -> float:
-        """Time without prefill."""
-        return sum(s for phase, s in self.seconds.items() if phase != "prefill")
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value and its 95 % interval; no interval where there is too little to resample."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
+        """Time without the target's prefill."""
+        return sum(s for phase, s in self.seconds.items() if phase != PREFILL)
 
 
 @dataclass
@@ -84,11 +85,11 @@ class CategoryMetrics:
 
     Attributes:
         prompts: how many.
-        block_efficiency, speed_up: as in `Metrics`; the latter is None where chunks mix categories.
+        block_efficiency, speed_up: as in `Metrics`; the latter is None where pieces mix categories.
     """
 
     prompts: int
-    block_efficiency: Estimate
+    block_efficiency: Estimate | None
     speed_up: Estimate | None = None
 
 
@@ -98,19 +99,26 @@ class Metrics:
 
     Attributes:
         tokens, rounds, sequences: what was measured: tokens emitted, target calls of a row, turns answered.
-        block_efficiency: tokens emitted per target call (bonus or correction included), over prompts.
+        depth: of the deepest draft there can be.
+        block_efficiency: tokens emitted per target call (bonus or correction included), over prompts, of the rounds
+            in which a sequence had room for a draft of that depth: the others were cut by the end of the sequence,
+            whose length is the recipe's. None if there was no such round.
+        rounds_cut: how many rounds that leaves out; block_efficiency_all_rounds: the plain ratio with them.
         block_efficiency_expected: 1 + the mean of the verifier's own expectation of tau, which is less noisy;
             None where it has none. An end of sequence inside a draft is not taken into account.
-        mean_tau: accepted draft tokens per round.
+        mean_tau: accepted draft tokens per round, of the same rounds as block_efficiency; so is acceptance.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
         nodes_per_round: drafted tokens of a row in a round.
         target_rows_per_token: positions the target evaluated per token emitted.
         drafter_passes: forward passes of the drafting model, prefill not counted.
-        shares: of the decoding time: draft, target, verify, rest.
-        decode_seconds, prefill_seconds: the time it took, without the tail (see `Chunk`).
+        shares: of the decoding time: draft (the drafter's prefill included), target, verify, rest.
+        decode_seconds, prefill_seconds: the time it took, without the tail (see `Piece`).
         tail_seconds: the tail's, which no share and no rate but the next-named counts.
-        tokens_per_second: while decoding; ``..._with_prefill``: all in all, tail and prefill included.
-        speed_up: of the decoding rate over the baseline of the same group, None without one.
+        tokens_per_second: while decoding on a quiet machine: what rounds of each shape took at the lower quartile,
+            times how many there were; ``..._wall``: by the clock; ``..._with_prefill``: by the clock all in all, with
+            tail and prefill.
+        busy: by the clock over quiet, 1.0 where nothing disturbed.
+        speed_up: of tokens_per_second over the baseline of the same group, None without one; ``_wall``: by the clock.
         by_category: the same by category, in the order of the prompts.
         same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
         peak_memory: bytes, see `memory.peak`; None where the system does not say.
@@ -119,7 +127,10 @@ class Metrics:
     tokens: int
     rounds: int
     sequences: int
-    block_efficiency: Estimate
+    depth: int
+    block_efficiency: Estimate | None
+    rounds_cut: int
+    block_efficiency_all_rounds: float
     block_efficiency_expected: float | None
     mean_tau: float
     acceptance: list[float]
@@ -131,8 +142,11 @@ class Metrics:
     prefill_seconds: float
     tail_seconds: float
     tokens_per_second: float
+    tokens_per_second_wall: float
     tokens_per_second_with_prefill: float
+    busy: float
     speed_up: Estimate | None
+    speed_up_wall: float | None
     by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
     peak_memory: int | None = None
@@ -142,22 +156,43 @@ class Metrics:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Metrics:
+        """Raises KeyError, TypeError or ValueError for data that are no metrics."""
         categories = {name: CategoryMetrics(**{**row, **_estimates(row)}) for name, row in data["by_category"].items()}
-        return cls(**{**data, **_estimates(data), "by_category": categories})
+        found = cls(**{**data, **_estimates(data), "by_category": categories})
+        for f in fields(cls):
+            value = getattr(found, f.name)
+            if f.type in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{f.name} is {value!r}, which is no number")
+        return found
 
 
 def _estimates(data: Mapping[str, Any]) -> dict[str, Estimate | None]:
     return {key: Estimate(**data[key]) if data[key] else None for key in ("block_efficiency", "speed_up")}
 
 
-def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int = 0, gamma: int = 0) -> Metrics:
-    """The metrics of a cell, without its speed-up. ``gamma``: least depth that `acceptance` goes to."""
-    tau = np.array([r.tau for r in records])
-    emitted, rounds = sum(r.emitted for r in records), len(records)
-    seconds = {phase: sum(chunk.seconds[phase] for chunk in chunks) for phase in chunks[0].seconds}
-    prefill = seconds.pop("prefill", 0.0)
-    decode, tail = sum(seconds.values()), sum(chunk.tail_seconds for chunk in chunks)
-    survival = [r.survival for r in records if r.survival is not None]
+def free(records: Iterable[RoundRecord], depth: int) -> list[RoundRecord]:
+    """The rounds in which a draft of ``depth`` tokens had room: decided before anything was drafted."""
+    return [record for record in records if record.limit >= depth]
+
+
+def measure(
+    records: Sequence[RoundRecord], pieces: Sequence[Piece], passes: int = 0, gamma: int = 0, depth: int = 0
+) -> Metrics:
+    """The metrics of a cell, without its speed-up.
+
+    Args:
+        gamma: least depth that `acceptance` goes to.
+        depth: of the deepest draft there can be, see `DraftTraits.depth`.
+    """
+    emitted, rounds, counted = sum(r.emitted for r in records), len(records), free(records, depth)
+    tau = np.array([r.tau for r in counted or records])
+    seconds = {phase: sum(piece.seconds[phase] for piece in pieces) for phase in pieces[0].seconds}
+    prefill = seconds.pop(PREFILL, 0.0)
+    seconds["draft"] = seconds.get("draft", 0.0) + seconds.pop("draft_prefill", 0.0)
+    decode, tail = sum(seconds.values()), sum(piece.tail_seconds for piece in pieces)
+    wall = sum(piece.emitted for piece in pieces) / decode if decode else 0.0
+    busy = busyness(pieces)
+    survival = [r.survival for r in counted if r.survival is not None]
     by_category: dict[str, list[RoundRecord]] = {}
     for record in records:
         by_category.setdefault(record.category, []).append(record)
@@ -165,8 +200,11 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
         tokens=emitted,
         rounds=rounds,
         sequences=len({(r.prompt, r.turn) for r in records}),
-        block_efficiency=block_efficiency(records),
-        block_efficiency_expected=1 + float(np.mean(survival)) if len(survival) == rounds else None,
+        depth=depth,
+        block_efficiency=block_efficiency(counted),
+        rounds_cut=rounds - len(counted),
+        block_efficiency_all_rounds=emitted / rounds,
+        block_efficiency_expected=1 + float(np.mean(survival)) if counted and len(survival) == len(counted) else None,
         mean_tau=float(tau.mean()),
         acceptance=[float((tau >= i).mean()) for i in range(1, max(gamma, int(tau.max())) + 1)],
         nodes_per_round=sum(r.nodes for r in records) / rounds,
@@ -176,70 +214,114 @@ def measure(records: Sequence[RoundRecord], chunks: Sequence[Chunk], passes: int
         decode_seconds=decode,
         prefill_seconds=prefill,
         tail_seconds=tail,
-        tokens_per_second=sum(chunk.emitted for chunk in chunks) / decode if decode else 0.0,
+        tokens_per_second=wall * busy,
+        tokens_per_second_wall=wall,
         tokens_per_second_with_prefill=emitted / (decode + tail + prefill) if decode + tail + prefill else 0.0,
+        busy=busy,
         speed_up=None,
+        speed_up_wall=None,
         by_category={
-            category: CategoryMetrics(len({r.prompt for r in mine}), block_efficiency(mine))
+            category: CategoryMetrics(len({r.prompt for r in mine}), block_efficiency(free(mine, depth)))
             for category, mine in by_category.items()
         },
     )
 
 
-def block_efficiency(records: Sequence[RoundRecord]) -> Estimate:
-    """Tokens emitted per round, resampling prompts."""
-    emitted, rounds = _by_prompt(records)
-    return _bootstrap(lambda pick: emitted[pick].sum(-1) / rounds[pick].sum(-1), len(emitted))
+def block_efficiency(records: Sequence[RoundRecord]) -> Estimate | None:
+    """Tokens emitted per round, over prompts; None without rounds."""
+    if not records:
+        return None
+    sums = _by_prompt(records)
+    return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]))
 
 
-def compare(metrics: Metrics, chunks: Sequence[Chunk], baseline: Sequence[Chunk]) -> None:
-    """Set the speed-ups of a cell over the baseline of its group: over all, and by category where chunks are of one."""
-    metrics.speed_up = speed_up(chunks, baseline)
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    return sums[..., 0] / sums[..., 1]
+
+
+def _by_prompt(records: Iterable[RoundRecord]) -> dict[int, tuple[float, float]]:
+    """Tokens emitted and rounds of each prompt."""
+    sums: dict[int, tuple[float, float]] = {}
+    for record in records:
+        emitted, rounds = sums.get(record.prompt, (0.0, 0.0))
+        sums[record.prompt] = (emitted + record.emitted, rounds + 1)
+    return sums
+
+
+def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecord]) -> Estimate | None:
+    """Block efficiency of `records` minus that of `other` on the same prompts; None without rounds of both."""
+    mine, theirs = _by_prompt(records), _by_prompt(other)
+    both = sorted(mine.keys() & theirs.keys())
+    if not both:
+        return None
+    sums = np.array([(*mine[prompt], *theirs[prompt]) for prompt in both])
+    return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+
+
+def quiet_seconds(pieces: Iterable[Piece]) -> dict[str, float]:
+    """Seconds of a round of each shape while nothing else ran: the lower quartile of all there were."""
+    taken: dict[str, list[float]] = {}
+    for piece in pieces:
+        for shape, seconds in piece.rounds.items():
+            taken.setdefault(shape, []).extend(seconds)
+    return {shape: float(np.quantile(seconds, QUIET)) for shape, seconds in taken.items()}
+
+
+def busyness(pieces: Sequence[Piece]) -> float:
+    """How many times as long as on a quiet machine the rounds took by the clock; 1.0 where no round was timed."""
+    quiet = quiet_seconds(pieces)
+    by_clock = sum(sum(seconds) for piece in pieces for seconds in piece.rounds.values())
+    undisturbed = sum(len(seconds) * quiet[shape] for piece in pieces for shape, seconds in piece.rounds.items())
+    return by_clock / undisturbed if undisturbed else 1.0
+
+
+def compare(metrics: Metrics, pieces: Sequence[Piece], baseline: Sequence[Piece]) -> None:
+    """Set the speed-ups of a cell over the baseline of its group: over all, and by category where pieces are of one."""
+    metrics.speed_up, metrics.speed_up_wall = speed_up(pieces, baseline), _wall_ratio(pieces, baseline)
     for category, found in metrics.by_category.items():
-        pairs = [pair for pair in zip(chunks, baseline, strict=True) if pair[0].category == category]
+        pairs = [pair for pair in zip(pieces, baseline, strict=True) if pair[0].category == category]
         found.speed_up = speed_up(*zip(*pairs, strict=True)) if category and pairs else None
 
 
-def speed_up(chunks: Sequence[Chunk], baseline: Sequence[Chunk]) -> Estimate:
-    """Ratio of decoding rates, resampling chunks: chunk i of both cells held the same prompts."""
-    mine, base = (np.array([(c.emitted, c.decode_seconds) for c in cell], dtype=float) for cell in (chunks, baseline))
+def speed_up(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> Estimate | None:
+    """Ratio of decoding rates on a quiet machine, over pieces: piece i of both cells held the same prompts.
 
-    def ratio(pick: np.ndarray) -> np.ndarray:
-        a, b = mine[pick].sum(-2), base[pick].sum(-2)
-        return (a[..., 0] / a[..., 1]) / (b[..., 0] / b[..., 1])
-
-    return _bootstrap(ratio, len(mine))
-
-
-def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecord]) -> Estimate:
-    """Block efficiency of `records` minus that of `other` on the same prompts, resampling prompts."""
-    (emitted_a, rounds_a), (emitted_b, rounds_b) = _by_prompt(records), _by_prompt(other)
-    if len(emitted_a) != len(emitted_b):
-        raise ValueError("a paired difference needs the same prompts on both sides")
-
-    def difference(pick: np.ndarray) -> np.ndarray:
-        first = emitted_a[pick].sum(-1) / rounds_a[pick].sum(-1)
-        return first - emitted_b[pick].sum(-1) / rounds_b[pick].sum(-1)
-
-    return _bootstrap(difference, len(emitted_a))
+    The interval holds what differs from piece to piece: what was accepted, and how fast a typical round of it was.
+    None where no time passed.
+    """
+    wall = _wall_ratio(pieces, baseline)
+    if wall is None:
+        return None
+    sums = np.column_stack([_typical(pieces), _typical(baseline)])
+    value = wall * busyness(pieces) / busyness(baseline)
+    return estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), sums, value=value)
 
 
-def _by_prompt(records: Iterable[RoundRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens emitted and rounds of each prompt, in the order of the prompts."""
-    sums: dict[int, list[int]] = {}
-    for record in records:
-        total = sums.setdefault(record.prompt, [0, 0])
-        total[0] += record.emitted
-        total[1] += 1
-    table = np.array([sums[prompt] for prompt in sorted(sums)], dtype=float)
-    return table[:, 0], table[:, 1]
+def _wall_ratio(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> float | None:
+    rates = []
+    for cell in (pieces, baseline):
+        emitted, seconds = sum(p.emitted for p in cell), sum(p.decode_seconds for p in cell)
+        if emitted <= 0 or seconds <= 0:
+            return None
+        rates.append(emitted / seconds)
+    return rates[0] / rates[1]
 
 
-def _bootstrap(statistic: Callable[[np.ndarray], np.ndarray], pieces: int) -> Estimate:
-    """A statistic of indices into the pieces, with the percentile interval over resampled pieces."""
-    value = float(statistic(np.arange(pieces)))
-    if pieces < LEAST_PIECES:
-        return Estimate(value)
-    picks = np.random.default_rng(0).integers(0, pieces, (RESAMPLES, pieces))
-    low, high = np.percentile(statistic(picks), [2.5, 97.5])
-    return Estimate(value, float(low), float(high))
+def _typical(pieces: Sequence[Piece]) -> np.ndarray:
+    """``[n, 2]``: tokens of each piece, and its seconds at the pace of its own typical round.
+
+    A round's pace is its time over the quiet time of its shape; a piece's is the lower quartile of its rounds'.
+    """
+    quiet, rows = quiet_seconds(pieces), []
+    for piece in pieces:
+        rounds = [(seconds, quiet[shape]) for shape, every in piece.rounds.items() for seconds in every]
+        if not rounds:
+            rows.append((piece.emitted, piece.decode_seconds))
+            continue
+        pace = float(np.quantile([seconds / still for seconds, still in rounds if still], QUIET))
+        by_clock, undisturbed = (sum(column) for column in zip(*rounds, strict=True))
+        rows.append((piece.emitted, piece.decode_seconds * pace * undisturbed / by_clock))
+    return np.array(rows, dtype=float)

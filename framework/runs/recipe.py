@@ -122,7 +122,6 @@ class CellConfig(_Strict):
     dtype: str = "auto"
     device: str = "auto"
     attn_implementation: str | None = None
-    trust_remote_code: bool = False
     prompts: PromptSpec = PromptSpec(name="builtin")
     max_new_tokens: int = Field(default=128, ge=1)
     batch_size: int = Field(default=1, ge=1)
@@ -172,7 +171,6 @@ class Recipe(_Strict):
     dtype: str = "auto"
     device: str = "auto"
     attn_implementation: str | None = None
-    trust_remote_code: bool = False
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
     drafters: list[Strategy] = Field(min_length=1)
@@ -213,6 +211,7 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     except ValidationError as error:
         models: Any = {(): Recipe, ("sampling",): Sampling, ("prompts",): PromptSpec}
         hints = dict.fromkeys(SAMPLING_KEYS, "; put it under sampling, or under matrix with a list of values")
+        hints["trust_remote_code"] = "; a recipe cannot allow that, only you: crossdraft run --trust-remote-code MODEL"
         raise explain(error, places, models=models, hints=hints) from None
     recipe._places = places
     return recipe

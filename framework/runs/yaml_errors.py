@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import CrossdraftError, UsageError
 
 #: The way to a value: keys of mappings and positions in lists.
 KeyPath = tuple[str | int, ...]
@@ -36,7 +36,7 @@ class Places:
         """The place of `path`, or of the nearest thing around it; empty for a recipe made in Python."""
         return next((self._at[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._at), "")
 
-    def error(self, path: KeyPath, sentence: str, kind: type[UsageError] = UsageError) -> UsageError:
+    def error(self, path: KeyPath, sentence: str, kind: type[CrossdraftError] = UsageError) -> Any:
         """An error about the value at `path`."""
         place = self.of(path)
         return kind(f"{place}: {sentence}" if place else sentence)

@@ -1,6 +1,8 @@
 """What fails in a run: one cell, one model, the disk; and what an interruption leaves."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.contracts.verifier import VerifierTraits
-from crossdraft.framework.runs.records import RunDirectory
+from crossdraft.framework.runs.run_directory import RunDirectory
 from crossdraft.verifiers.token import Token
 
 
@@ -35,7 +37,7 @@ class Interrupting(PromptLookup):
     def propose(self, sequences: Any, rng: Any) -> Any:
         type(self).rounds += sequences.batch_size == 3
         if self.rounds > 9:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         return super().propose(sequences, rng)
 
 
@@ -51,7 +53,22 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     assert "failed: prompt-lookup × broken (temperature 1, batch size 1), small-lm × broken (temperature 1" in out
     assert "RuntimeError: it broke\n" in out and "in many lines" not in out
     assert "2 of 7 cells failed" in err
-    assert {d.name: said(d) for d in cells(tmp_path)} == expected
+    assert "failed: prompt-lookup × broken: RuntimeError: it broke\n" in err  # at once
+    failed = [d for d in cells(tmp_path) if (d / "error.txt").is_file()]
+    assert {d.name: said(d) for d in cells(tmp_path) if d not in failed} == expected
+    for directory in failed:
+        text = (directory / "error.txt").read_text(encoding="utf-8")
+        assert text.startswith("RuntimeError: it broke\n\nTraceback") and 'raise RuntimeError("it broke' in text
+
+    # What failed before fails again only where it is asked to.
+    calls = Broken.calls
+    code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
+    assert code == 1 and Broken.calls == calls and "RuntimeError: it broke" in out
+    assert "reusing 7 cells, 2 cells failed before and not tried again (--retry-failed)" in err
+    settings = [*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10"]
+    code, _, err = bench(*settings, flags=["--retry-failed", "--fail-fast", "--debug"])
+    assert code == 1 and Broken.calls > calls and "Traceback" in err
+    assert err.endswith("broken failed, and nothing was run after it (--fail-fast)\n")
 
 
 class Hungry(Token):
@@ -100,39 +117,42 @@ def test_records_that_cannot_be_written(bench: Any, monkeypatch: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunDirectory, "save", full)
-    code, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
-    assert code == 1 and "its records cannot be written: [Errno 28] No space left on device" in out
+    code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")
+    assert code == 1 and out.startswith("temperature 1, batch size 1\n")  # the table, all the same
+    assert err.endswith("cells/: No space left on device\n") or "No space left on device" in err
 
 
 def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"target={models['nan']}", "drafters=[prompt-lookup]")
     assert code == 1
-    assert "NaN or infinite logits for prompt 'q0' at position" in out
+    assert "NaN or infinite logits for the warm-up at position" in out
     assert "speed-up" not in out
 
 
 def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['nan']}")
-    assert code == 1 and "drafter 'small-lm' produced NaN or infinite logits for prompt 'q" in out
+    assert code == 1 and "drafter 'small-lm' produced NaN or infinite logits for the warm-up at" in out
     assert "prompt-lookup  block" in out  # the others finished
 
 
 def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
-    _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
-    assert f"'{models['other']}' cannot draft for '{models['target']}': the tokenizers differ: 'w5' has id 5" in out
-    _, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
-    assert f"'{models['short']}' has a context of 16 tokens, but sequences reach " in out
-    code, out, _ = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
-    assert code == 1 and "and 0 more" not in out and "no config.json" in out
+    """Refused before anything is measured, with the line that names them."""
+    code, out, err = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
+    assert (code, out) == (1, "") and f"--set drafters.1.model={models['other']}: '{models['other']}'" in err
+    assert f"cannot draft for '{models['target']}': the tokenizers differ: 'w5' has id 5" in err
+    _, _, err = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
+    assert f"'{models['short']}' has a context of 16 tokens, but sequences reach " in err
+    code, _, err = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
+    assert code == 1 and "error: --set target=../: .. is no model directory: it has no config.json" in err
 
 
 def test_a_prompt_longer_than_the_context(
     bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any
 ) -> None:
     write_prompts(tmp_path / "prompts.jsonl", n=2, length=120)
-    code, out, _ = bench(*ONE_GROUP)
-    assert code == 1
-    assert f"prompt 'q0', turn 1 has 122 tokens, but {models['target']} has a context of 96; shorten" in out
+    code, _, err = bench(*ONE_GROUP)
+    assert code == 2
+    assert f"prompt 'q0', turn 1 has 122 tokens, but {models['target']} has a context of 96; shorten" in err
 
 
 def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
@@ -151,12 +171,12 @@ def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
 
 
 def test_an_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:
-    Interrupting.rounds = 0
+    Interrupting.rounds = -2  # of the warm-up
     install("drafters", ("interrupting", Interrupting))
     settings = ["matrix={batch_size: [1, 3]}", *ONE_GROUP[1:], "drafters=[interrupting]"]
     code, out, _ = bench(*settings)
     assert code == 130
-    assert "batch size 1\n" in out and "batch size 3\n" not in out and "interrupted: " in out
+    assert "batch size 1\n" in out and "interrupted: " in out
     assert len(cells(tmp_path)) == 3 and not list(tmp_path.glob("runs/*/cells/.*"))
     Interrupting.rounds = -1000
     code, out, err = bench(*settings)

@@ -1,7 +1,8 @@
-"""Pieces of a run: hooks, the tail, compiled verifiers, models of other widths, chunks."""
+"""Pieces of a run: hooks, the tail, compiled verifiers, models of other widths, pieces."""
 
 import json
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.cell_runner import Cell, Conversation
+from crossdraft.framework.bench.group import cut
 from crossdraft.framework.bench.matrix import load_recipe, plan
-from crossdraft.framework.bench.run import chunked, run
+from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.cost.finished_cells import batch_rounds
 from crossdraft.framework.decoding import fused, stopwatch
@@ -50,7 +52,7 @@ def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
 
 
 def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Every look at the clock takes a second, of which a round books five."""
+    """Every look at the clock takes a second, of which a round books seven."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
@@ -59,15 +61,19 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert result.metrics is not None
         b = result.config.batch_size
         lengths = [response["prompt_tokens"] for response in result.responses]
-        rounds = batch_rounds(result.records, lengths, result.chunks, b)
+        rounds = batch_rounds(result.records, lengths, result.pieces, b)
         tail = [r for r in rounds if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
         assert (len(tail) > 0) == (b == 3)
-        assert sum(c.tail_emitted for c in result.chunks) == sum(r.emitted for r in tail)
-        assert result.metrics.tail_seconds == 5 * len(tail)
-        assert result.metrics.decode_seconds == 5 * (len(rounds) - len(tail))
+        assert sum(c.tail_emitted for c in result.pieces) == sum(r.emitted for r in tail)
+        # What the loop does once a round was told is booked with the next one; the first has none before it.
+        seconds = [s for piece in result.pieces for every in piece.rounds.values() for s in every]
+        assert len(seconds) == len(rounds) - len(tail) and {6.0, 7.0} >= set(seconds)
+        begun = result.metrics.sequences  # a second of drafter prefill each
+        every = result.metrics.decode_seconds + result.metrics.tail_seconds
+        assert 6 * len(rounds) <= every - begun <= 7 * len(rounds)
         assert result.metrics.tokens == sum(r.emitted for r in rounds)
         counted = result.metrics.tokens - sum(r.emitted for r in tail)
-        assert result.metrics.tokens_per_second == counted / result.metrics.decode_seconds
+        assert result.metrics.tokens_per_second_wall == counted / result.metrics.decode_seconds
 
 
 def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -81,10 +87,11 @@ def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypat
     on_the_clock: list[Cell] = []
     measured = Cell.run
 
-    def run_(self: Cell, chunk: Any) -> None:
+    def run_(self: Cell, piece: Any) -> Any:
         on_the_clock.append(self)
-        measured(self, chunk)
+        found = measured(self, piece)
         on_the_clock.clear()
+        return found
 
     monkeypatch.setattr(fused, "compile_step", compile_)
     monkeypatch.setattr(Cell, "run", run_)
@@ -139,6 +146,7 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
         (6, 1, [1] * 6),
         (6, 4, [6]),
         (8, 4, [4, 4]),
+        (48, 1, [1] * 48),
         (48, 4, [8] * 6),
         (48, 8, [16] * 3),  # two batches each
         (48, 16, [16] * 3),  # one, for three pieces to resample
@@ -147,25 +155,28 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
         (13, 2, [3, 3, 3, 4]),
     ],
 )
-def test_chunks_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
-    pieces = chunked(conversations("a" * n), batch)
-    assert [len(piece) for piece in pieces] == sizes
-    assert [c.prompt.index for piece in pieces for c in piece] == list(range(n))
+def test_pieces_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
+    pieces = cut(conversations("a" * n), batch, Random(0))
+    assert sorted(len(piece) for piece in pieces) == sizes
+    order = [c.prompt.index for piece in pieces for c in piece]
+    assert sorted(order) == list(range(n)) and (order != sorted(order) or n < 3)
+    assert cut(conversations("a" * n), batch, Random(0)) == pieces  # the same after an interruption
 
 
 @pytest.mark.parametrize(
     "categories, batch, pieces",
     [
         ("ab" * 3, 1, ["a", "a", "a", "b", "b", "b"]),
-        ("ab" * 7, 1, ["a"] * 5 + ["aa"] + ["b"] * 5 + ["bb"]),  # at most CHUNKS of each
+        ("ab" * 7, 1, ["a"] * 7 + ["b"] * 7),
         ("aaabb", 1, ["a", "a", "a", "b", "b"]),  # b is too small for an interval
         ("ab" * 9, 2, ["aaa"] * 3 + ["bbb"] * 3),
-        ("ab" * 8, 2, ["aba", "bab", "aba", "bab", "abab"]),
+        ("ab" * 8, 2, ["aab", "aab", "abb", "abb", "aabb"]),  # some of each
     ],
 )
-def test_chunks_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
-    found = chunked(conversations(categories), batch)
-    assert ["".join(c.prompt.category for c in piece) for piece in found] == pieces
+def test_pieces_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
+    found = cut(conversations(categories), batch, Random(0))
+    shown = ["".join(sorted(c.prompt.category for c in piece)) for piece in found]
+    assert sorted(shown) == sorted(pieces)
     assert sorted(c.prompt.index for piece in found for c in piece) == list(range(len(categories)))
 
 

@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from tiny_runs import ONE_GROUP, cells, said
 
-from crossdraft.framework.runs.records import FORMAT
+from crossdraft.framework.runs.run_directory import FORMAT
 
 
 def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
@@ -24,13 +24,15 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert max(map(len, out.split("skipped: ")[0].splitlines())) <= 130
     assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in out
     assert "small-lm: BE of block − token, on the same prompts: " in out
+    assert "BE leaves out " in out and "of the rounds, which the end of a sequence cut short" in out
 
     (directory,) = tmp_path.glob("runs/*")
-    assert {p.name for p in directory.iterdir()} == {
+    assert {p.name for p in directory.iterdir()} - {".lock"} == {
         "recipe.json",
         "cost_curves.json",
         "environment.json",
         "cells",
+        "groups",
         "summary.csv",
         "summary.md",
     }
@@ -51,13 +53,22 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     for row in rows:
         table = parquet.read_table(directory / "cells" / row["cell"] / "rounds.parquet")
         emitted, rounds = sum(table["emitted"].to_pylist()), table.num_rows
-        assert float(row["block_efficiency"]) == pytest.approx(emitted / rounds)
+        assert float(row["block_efficiency_all_rounds"]) == pytest.approx(emitted / rounds)
+        free = [
+            e
+            for e, limit in zip(*table.select(["emitted", "limit"]).to_pydict().values(), strict=True)
+            if limit >= int(row["depth"])
+        ]
+        assert (float(row["block_efficiency"]) if free else row["block_efficiency"]) == (
+            pytest.approx(sum(free) / len(free)) if free else ""
+        )
+        assert int(row["rounds_cut"]) == rounds - len(free)
         assert int(row["tokens"]) == emitted == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
         if row["drafter"] == "small-lm":
-            assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency"]) > 2
+            assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency_all_rounds"]) > 2
         if row["drafter"] == "none":
             assert float(row["speed_up"]) == 1.0
     assert "| small-lm" in (directory / "summary.md").read_text(encoding="utf-8")
@@ -89,15 +100,15 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     settings = ["matrix={batch_size: [1, 2]}", *ONE_GROUP[1:], "drafters=[prompt-lookup]", "max_new_tokens=5"]
     assert "running" in bench(*settings)[2]
     first = {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)}
-    code, out, err = bench(*settings)
+    code, _, err = bench(*settings)
     assert code == 0 and err.count("reusing 3 cells") == 2 and "running" not in err
-    assert "BE of block − token" in out
     assert {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)} == first
 
     gone = cells(tmp_path)[0]
     shutil.rmtree(gone)
     err = bench(*settings)[2]
-    assert "running 3 cells" in err and "reusing 3 cells" in err  # its group is measured together again
+    assert "running 3 cells, some of its cells are new" in err  # its group is measured together again
+    assert "reusing 3 cells" in err
     changed = [d.name for d in cells(tmp_path) if (d / "metrics.json").read_bytes() != first[d.name]]
     assert len(changed) == 3 and gone.name in changed
 
@@ -109,7 +120,7 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     assert bench(*settings)[2].count("running 3 cells") == 1
     assert bench(*settings, flags=["--fresh"])[2].count("running 3 cells") == 2
     write_prompts(tmp_path / "prompts.jsonl", length=6)  # the same file name, other prompts
-    assert bench(*settings)[2].count("running 3 cells") == 2
+    assert bench(*settings)[2].count("running 3 cells, measured again, because these have changed: the prompts") == 2
 
 
 def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
@@ -118,7 +129,21 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
     bench(*settings)
     assert "reusing 3 cells" in bench(*settings)[2]
     shutil.copytree(models["narrow"], tmp_path / "draft", dirs_exist_ok=True)
-    assert "running 3 cells" in bench(*settings)[2]
+    name = tmp_path / "draft"
+    assert f"changed: the weights of {name}; the config, tokenizer or templates of {name}\n" in bench(*settings)[2]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_changed_settings_of_a_model_are_measured_again(
+    bench: Any, tmp_path: Path, models: dict[str, str], file: str
+) -> None:
+    shutil.copytree(models["same"], tmp_path / "draft")
+    settings = [*ONE_GROUP[:-1], "verifiers=[token]", f"drafters=[{{name: small-lm, model: {tmp_path / 'draft'}}}]"]
+    bench(*settings)
+    path = tmp_path / "draft" / file
+    path.write_text((path.read_text(encoding="utf-8") if path.is_file() else "{}") + "\n", encoding="utf-8")
+    assert f"changed: the config, tokenizer or templates of {tmp_path / 'draft'}\n" in bench(*settings)[2]
+    assert "reusing 2 cells\n" in bench(*settings)[2]
 
 
 def test_changed_heads_are_measured_again(bench: Any, tmp_path: Path) -> None:

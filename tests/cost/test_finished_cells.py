@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from cost_curves import HERE, chunk, curve, rows, seconds
+from cost_curves import HERE, curve, piece, rows, seconds
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.contracts.errors import UsageError
@@ -17,16 +17,16 @@ from crossdraft.framework.cost.finished_cells import (
     statistics,
 )
 from crossdraft.framework.cost.prediction import CellStatistics, predict
-from crossdraft.framework.runs.metrics import Chunk, Estimate, Metrics, RoundRecord, measure
+from crossdraft.framework.runs.metrics import Estimate, Metrics, Piece, RoundRecord, measure
 from crossdraft.framework.runs.recipe import CellConfig, Strategy
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy
 
 
 def test_rounds_of_the_batch_by_hand() -> None:
-    # Two slots. Chunk one: prompts 0 and 1, prompt 2 takes the slot of 1; then the second turn of prompt 0.
+    # Two slots. Piece one: prompts 0 and 1, prompt 2 takes the slot of 1; then the second turn of prompt 0.
     records = [*rows(0, 0, [2, 2]), *rows(1, 0, [3]), *rows(2, 0, [1, 1, 1]), *rows(0, 1, [2]), *rows(3, 0, [5])]
-    rounds = batch_rounds(records, [10, 20, 5, 30, 7], [chunk(12), chunk(5)], 2)
+    rounds = batch_rounds(records, [10, 20, 5, 30, 7], [piece(12), piece(5)], 2)
     assert rounds == [
         BatchRound(2, 2, 20, 5),
         BatchRound(2, 2, 12, 3),
@@ -35,8 +35,8 @@ def test_rounds_of_the_batch_by_hand() -> None:
         BatchRound(1, 2, 30, 2),
         BatchRound(1, 2, 7, 5),
     ]
-    tail = Chunk(8, chunk(8).seconds, tail_emitted=4, tail_seconds=3.0)  # both parts are of the same chunk
-    assert batch_rounds(records, [10, 20, 5, 30, 7], [tail, chunk(5)], 2) == rounds
+    tail = Piece(8, piece(8).seconds, tail_emitted=4, tail_seconds=3.0)  # both parts are of the same piece
+    assert batch_rounds(records, [10, 20, 5, 30, 7], [tail, piece(5)], 2) == rounds
 
 
 def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> None:
@@ -45,12 +45,12 @@ def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> No
     prompts = [[3, 4, 3, 4, 3, 4, 7 + i][: 3 + i % 4] for i in range(8)]
     responses = sorted(loop.run(prompts), key=lambda response: response.index)
     records = [
-        RoundRecord(r.index, str(r.index), "a", 0, i, x.tau, x.emitted, x.nodes, x.width)
+        RoundRecord(r.index, str(r.index), "a", 0, i, x.tau, x.emitted, x.nodes, x.width, x.limit)
         for r in responses
         for i, x in enumerate(r.rounds)
     ]
     emitted = sum(len(r.tokens) for r in responses)
-    rounds = batch_rounds(records, [len(p) for p in prompts], [chunk(emitted)], 3)
+    rounds = batch_rounds(records, [len(p) for p in prompts], [piece(emitted)], 3)
     assert len(rounds) == loop.batch_rounds
     assert sum(r.occupied * (r.nodes + 1) for r in rounds) == loop.target_rows
     assert sum(r.occupied for r in rounds) == len(records)
@@ -66,13 +66,13 @@ def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int 
     width = 0 if baseline else 2
     emitted = [1, 1, 1, 1] if baseline else [2, 2]
     records = [*rows(0, 0, emitted, width), *rows(1, 0, emitted, width)]
-    chunks = [chunk(sum(r.emitted for r in records))]
-    metrics: Metrics = measure(records, chunks, 0 if baseline else passes)
+    pieces = [piece(sum(r.emitted for r in records))]
+    metrics: Metrics = measure(records, pieces, 0 if baseline else passes)
     models = {"m": {"sha256": sha, "source": ""}, **({} if baseline else {"d": {"sha256": "def", "source": ""}})}
     provenance = {"models": models, "dtype": "float32", "device": "cpu (toy)", "torch": "2.0", "threads": 2}
     responses = [{"prompt_tokens": 100}, {"prompt_tokens": 60}]
     return CellResult(
-        config, metrics=metrics, records=records, chunks=chunks, responses=responses, provenance=provenance
+        config, metrics=metrics, records=records, pieces=pieces, responses=responses, provenance=provenance
     )
 
 
@@ -95,8 +95,8 @@ def test_statistics_of_a_cell() -> None:
 def test_statistics_count_the_rounds_that_the_rate_counts() -> None:
     made = result()
     made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two rounds of both rows, a tail of two of one
-    made.chunks = [Chunk(8, chunk(8).seconds, tail_emitted=5, tail_seconds=7.0)]
-    made.metrics = measure(made.records, made.chunks, passes=16)
+    made.pieces = [Piece(8, piece(8).seconds, tail_emitted=5, tail_seconds=7.0)]
+    made.metrics = measure(made.records, made.pieces, passes=16)
     assert made.metrics.tokens_per_second == 8 / 8
     found = statistics(made)
     assert found is not None

@@ -15,7 +15,7 @@ from crossdraft.framework.report.charts import ACCEPTANCE, THROUGHPUT, break_eve
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
-from crossdraft.framework.runs.metrics import CategoryMetrics, Chunk, Estimate, RoundRecord, measure
+from crossdraft.framework.runs.metrics import CategoryMetrics, Estimate, Piece, RoundRecord, measure
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 
@@ -30,7 +30,7 @@ def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1
     given = {"target": "toy", "drafter": drafter, "verifier": verifier or "token", "batch_size": batch_size}
     config = CellConfig.model_validate(given | {"sampling": {"temperature": temperature}})
     tau = 1 if verifier else 0
-    records = [RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau) for p in (0, 1) for i in range(3)]
+    records = [RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau, 9) for p in (0, 1) for i in range(3)]
     tokens = sum(r.emitted for r in records)
     seconds = {
         "target": tokens / (10 * batch_size * speed_up),
@@ -39,8 +39,8 @@ def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1
         "rest": 0.0,
         "prefill": 0.0,
     }
-    result = CellResult(config, measure(records, [Chunk(tokens, seconds)], 6 * tau), records=records)
-    result.chunks, result.responses = [Chunk(tokens, seconds)], [{"prompt_tokens": 5}] * 2
+    result = CellResult(config, measure(records, [Piece(tokens, seconds)], 6 * tau), records=records)
+    result.pieces, result.responses = [Piece(tokens, seconds)], [{"prompt_tokens": 5}] * 2
     result.provenance = MODELS
     assert result.metrics is not None
     result.metrics.speed_up = Estimate(speed_up)

@@ -13,9 +13,10 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
-from crossdraft.framework.runs.metrics import Chunk, RoundRecord, measure, speed_up
+from crossdraft.framework.runs.metrics import Piece, RoundRecord, measure, speed_up
 from crossdraft.framework.runs.recipe import Recipe
-from crossdraft.framework.runs.records import CellResult, RunDirectory
+from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.runs.run_directory import RunDirectory
 
 #: Tokens that each rule emits in each of two rounds, and seconds that it takes for them.
 EMITTED = {"none": (1, 1), "greedy": (2, 2), "token": (2, 2), "block": (3, 2), "spectr": (3, 3)}
@@ -27,13 +28,16 @@ MADE = Callable[..., Path]
 def finished(config: Any) -> CellResult:
     rule = "none" if config.is_baseline else config.verifier.name
     tokens = EMITTED[rule]
-    records = [RoundRecord(0, "q1", "maths", 0, i, n - 1, n, 3, 3) for i, n in enumerate(tokens)]
+    records = [RoundRecord(0, "q1", "maths", 0, i, n - 1, n, 3, 3, 9) for i, n in enumerate(tokens)]
     phases = {"prefill": 1.0, "draft": 0.0, "target": SECONDS[rule], "verify": 0.0, "rest": 0.0}
-    chunks = [Chunk(sum(tokens), phases)]
+    pieces = [Piece(sum(tokens), phases)]
+    said = [{"question_id": "q1", "turn": 0, "tokens": [5] * sum(tokens), "prompt_tokens": 5}]
     provenance = {"device": "cpu (a processor)", "dtype": "float32", "models": {"org/name": {"sha256": SHA256}}}
-    result = CellResult(config, measure(records, chunks), None, records, [], chunks, provenance, "2026-03-01T12:00:00")
+    result = CellResult(
+        config, measure(records, pieces), None, "", records, said, pieces, provenance, "2026-03-01T12:00:00"
+    )
     assert result.metrics is not None
-    result.metrics.speed_up = speed_up(chunks, [Chunk(2, phases | {"target": 2.0})])
+    result.metrics.speed_up = speed_up(pieces, [Piece(2, phases | {"target": 2.0})])
     return result
 
 

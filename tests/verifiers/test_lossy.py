@@ -14,7 +14,7 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
-from crossdraft.framework.runs.metrics import Chunk, RoundRecord, measure
+from crossdraft.framework.runs.metrics import Piece, RoundRecord, measure
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 
@@ -147,9 +147,9 @@ def test_tables_mark_them(tmp_path: Path) -> None:
 
     def result(drafter: str, verifier: Any) -> CellResult:
         config = CellConfig.model_validate({"target": "toy", "drafter": drafter, "verifier": verifier})
-        records = [RoundRecord(0, "q", "", 0, i, 1, 2, 2, 2) for i in range(3)]
+        records = [RoundRecord(0, "q", "", 0, i, 1, 2, 2, 2, 9) for i in range(3)]
         seconds = {"draft": 0.0, "target": 1.0, "verify": 0.0, "rest": 0.0, "prefill": 0.0}
-        return CellResult(config, measure(records, [Chunk(6, seconds)]), records=records)
+        return CellResult(config, measure(records, [Piece(6, seconds)]), records=records)
 
     strict = result("prompt-lookup", "token")
     lossy = [result("prompt-lookup", {"name": name, "label": f"my {name}"}) for name in LOSSY]

@@ -1,0 +1,295 @@
+"""Measuring a group: its cells take turns on one target, piece by piece of the prompts, and every piece is kept.
+
+A piece is small (one prompt at batch size 1) and is decoded by all cells back to back, in random order: whatever the
+machine does meanwhile, it does to all of them. Pieces are on disk as soon as they are finished, so an interrupted group
+goes on where it stopped. At the end of a piece slots run empty: that tail does not count towards throughput (`Piece`).
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from random import Random
+from statistics import median_low
+from typing import Any
+
+from ..contracts.errors import CrossdraftError
+from ..decoding.build import make_slots
+from ..models.resolve import first_line
+from ..runs.intervals import LEAST_PIECES
+from ..runs.metrics import compare, measure
+from ..runs.prompts import Prompt
+from ..runs.recipe import CellConfig
+from ..runs.records import CellResult
+from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
+from . import memory
+from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
+from .interrupts import RoundLimit, asked
+from .provenance import models_used
+
+logger = logging.getLogger(__name__)
+
+#: Most tokens of a prompt of the warm-up.
+LONGEST_WARM_UP = 512
+
+
+class Unwritable(CrossdraftError):
+    """A piece cannot be written: the run cannot go on."""
+
+
+@dataclass
+class Progress:
+    """Who is told while a group runs.
+
+    Attributes:
+        advance: the number of prompts that a cell has finished.
+        failed: a cell that has failed, as soon as it does; what it raises ends the run.
+        say: a sentence.
+    """
+
+    advance: Callable[[int], Any] = lambda n: None
+    failed: Callable[[CellResult], Any] = lambda result: None
+    say: Callable[[str], Any] = lambda line: None
+
+
+@dataclass
+class Group:
+    """The cells of a group while they are measured.
+
+    Args:
+        configs: of the cells, the baseline first.
+        provenance: of each, see `provenance`; without models.
+        directory: where pieces are kept.
+
+    Attributes:
+        results: one for each config; complete when `measure` returns, of the finished pieces if it is interrupted.
+        finished: how many pieces are there; pieces: how many there will be.
+    """
+
+    configs: Sequence[CellConfig]
+    provenance: Sequence[Mapping[str, Any]]
+    directory: RunDirectory
+    models: Models
+    limit: RoundLimit
+    progress: Progress = field(default_factory=Progress)
+    validate: str = "sampled"
+    results: list[CellResult] = field(init=False)
+    finished: int = field(init=False, default=0)
+    pieces: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.results = [CellResult(config, measured=now) for config in self.configs]
+        self._cells: dict[int, Cell] = {}
+        self._found: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
+        self._slot = 0
+        self._key = self.configs[0].group
+
+    def measure(self, prompts: Sequence[Prompt]) -> None:
+        """Run all pieces that are not there yet, and set the results. A cell that fails is left out; the others go on.
+
+        Raises:
+            KeyboardInterrupt: the user has had enough; `results` hold what there is.
+            Unwritable: a piece cannot be kept; likewise.
+        """
+        first = self.configs[0]
+        try:
+            target = self.models.target(first)
+            conversations = prepare(prompts, target, first.max_new_tokens)
+            sequence, self._slot = lengths(conversations, self.configs, target.context_length)
+            lm = make_slots(target, first.batch_size, self._slot)
+        except BaseException as error:
+            self._fail(range(len(self.configs)), error)
+            return
+        typical = median_low([c.room[0] for c in conversations])
+        warm_up = max(1, min(typical, LONGEST_WARM_UP, sequence - first.max_new_tokens))
+        for i, config in enumerate(self.configs):
+
+            def start(i: int = i, config: CellConfig = config) -> None:
+                self._cells[i] = Cell(
+                    config, target, lm, self.models, sequence, self._slot, self.limit.restart, self.validate
+                )
+                self._cells[i].warm_up(warm_up)
+
+            self._attempt(i, start)
+        for i, result in enumerate(self.results):
+            used = self._cells[i].models if i in self._cells else {}
+            result.provenance = {**self.provenance[i], "models": models_used(used)}
+        pieces = cut(conversations, first.batch_size, Random(first.seed))
+        self.pieces = len(pieces)
+        try:
+            if self._cells:
+                self._resume(pieces)
+                for number in range(self.finished, len(pieces)):
+                    self._piece(number, pieces[number])
+        finally:
+            self._finish()
+
+    # -- pieces -------------------------------------------------------------------------------------------
+
+    def _resume(self, pieces: Sequence[Sequence[Conversation]]) -> None:
+        """Take over the pieces that an earlier process left, or start over."""
+        prompts = [[c.prompt.index for c in piece] for piece in pieces]
+        cells = {config.hash: r.provenance for config, r in zip(self.configs, self.results, strict=True)}
+        same = {"format": FORMAT, "cells": cells, "pieces": prompts}
+        head = self.directory.group_head(self._key)
+        failed: Any = head.get("failed")
+        if isinstance(failed, dict) and {key: head.get(key) for key in same} == same:
+            self._head = head
+            for result in self.results:
+                result.measured = str(head.get("measured"))
+            for i, config in enumerate(self.configs):
+                if config.hash in failed and i in self._cells:
+                    self._fail([i], CrossdraftError(str(failed[config.hash])))
+            while (found := self.directory.load_piece(self._key, self.finished)) is not None:
+                alive = [i for i in self._cells if self.configs[i].hash in found]
+                if len(alive) < len(self._cells):
+                    break
+                for i in alive:
+                    self._found[i].append(found[self.configs[i].hash])
+                self.finished += 1
+            if self.finished:
+                self.progress.say(f"going on after piece {self.finished} of {len(pieces)}")
+                self.progress.advance(len(self.configs) * sum(map(len, pieces[: self.finished])))
+                self._remember(pieces[: self.finished])
+            return
+        if head:
+            self.progress.say("starting over: what the pieces on disk were measured with has changed")
+        self._head = {**same, "measured": self.results[0].measured, "failed": self._failures()}
+        self._write(lambda: self.directory.begin_group(self._key, self._head))
+
+    def _remember(self, pieces: Sequence[Sequence[Conversation]]) -> None:
+        """Let drafters that remember live through the pieces that are not measured again."""
+        for i, cell in list(self._cells.items()):
+            if cell.remembers:
+                for piece in pieces:
+                    self._attempt(i, lambda cell=cell, piece=piece: cell.run(piece))
+
+    def _piece(self, number: int, piece: Sequence[Conversation]) -> None:
+        found: dict[int, PieceResult] = {}
+        order = list(self._cells)
+        Random(f"{self._key} {number}").shuffle(order)
+        for i in order:
+
+            def run(i: int = i) -> None:
+                found[i] = self._cells[i].run(piece)
+
+            self._attempt(i, run)
+            self.progress.advance(len(piece))
+        self._write(
+            lambda: self.directory.save_piece(self._key, number, {self.configs[i].hash: found[i] for i in found})
+        )
+        for i, result in found.items():
+            self._found[i].append(result)
+        self.finished = number + 1
+
+    def _write(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise Unwritable(f"cannot write to {self.directory.path}: {error.strerror or error}") from None
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Set the metrics of what is there."""
+        for i in list(self._cells):
+            if self._found[i]:
+                self._attempt(i, lambda i=i: self._measured(i))
+        compare_group(self.results)
+
+    def _measured(self, i: int) -> None:
+        result, found, cell = self.results[i], self._found[i], self._cells[i]
+        result.records = [record for one in found for record in one.records]
+        result.responses = [response for one in found for response in one.responses]
+        result.pieces = [one.piece for one in found]
+        gamma = self.configs[i].drafter.config.get("gamma")  # None: as many as the drafter can
+        least = gamma if isinstance(gamma, int) else 0
+        result.metrics = measure(result.records, result.pieces, sum(one.passes for one in found), least, cell.depth)
+        result.metrics.peak_memory = max((one.peak_memory for one in found if one.peak_memory), default=None)
+
+    # -- failures ------------------------------------------------------------------------------------------
+
+    def _attempt(self, i: int, action: Callable[[], Any]) -> None:
+        """Do something for a cell; whatever goes wrong costs this cell alone."""
+        try:
+            action()
+        except BaseException as error:  # a plug-in's sys.exit, too
+            self._fail([i], error)
+        finally:
+            self.limit.stop()
+
+    def _fail(self, cells: Sequence[int], error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt) and asked():
+            raise error
+        trace = "".join(traceback.format_exception(error))
+        for i in cells:
+            self._cells.pop(i, None)
+            result = self.results[i]
+            result.error, result.traceback, result.metrics = self._reason(error, self.configs[i]), trace, None
+            logger.debug("cell %s failed", self.configs[i].hash, exc_info=error)
+            self.progress.failed(result)
+        if self.pieces:
+            self._head["failed"] = self._failures()
+            self._write(lambda: self.directory.save_head(self._key, self._head))
+
+    def _failures(self) -> dict[str, str]:
+        return {result.config.hash: result.error for result in self.results if result.error is not None}
+
+    def _reason(self, error: BaseException, config: CellConfig) -> str:
+        """Why a cell failed; if it was for want of memory, with what it needed."""
+        loaded = self.models.of(config)
+        if not memory.exhausted(error) or not loaded:
+            return sentence(error)
+        models = [one.model for one in loaded]
+        available = memory.total(models[0].device)
+        return memory.explain(models, config.batch_size, self._slot, positions(config), available)
+
+
+def cut(conversations: Sequence[Conversation], batch_size: int, random: Random) -> list[Sequence[Conversation]]:
+    """Pieces of nearly equal size, each of one category where all of them are large enough, in random order.
+
+    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few
+    pieces for an interval; all prompts in one piece where they are fewer.
+    """
+    categories: dict[str, list[Conversation]] = {}
+    for conversation in random.sample(list(conversations), len(conversations)):
+        categories.setdefault(conversation.prompt.category, []).append(conversation)
+    whole = 2 * batch_size - 1
+    if min(map(len, categories.values())) < LEAST_PIECES * whole:
+        pieces = max(len(conversations) // whole, min(LEAST_PIECES, len(conversations) // batch_size), 1)
+        mixed = [c for mine in categories.values() for c in mine]
+        found = [mixed[i::pieces] for i in range(pieces)]  # every category in every piece
+    else:
+        found = [piece for mine in categories.values() for piece in _slices(mine, len(mine) // whole)]
+    random.shuffle(found)
+    return found
+
+
+def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
+    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
+    return [conversations[a:b] for a, b in pairwise(edges)]
+
+
+def compare_group(results: Sequence[CellResult]) -> None:
+    """Set the metrics that need the baseline of the group, if it was measured."""
+    baseline = next((r for r in results if r.config.is_baseline and r.metrics is not None), None)
+    if baseline is None:
+        return
+    said = {(r["question_id"], r["turn"]): r["tokens"] for r in baseline.responses}
+    for result in results:
+        if result.metrics is None:
+            continue
+        compare(result.metrics, result.pieces, baseline.pieces)
+        if result.config.sampling.temperature == 0:
+            same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
+            result.metrics.same_as_baseline = sum(same) / len(same)
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says in one line; of one that is not ours, its kind too."""
+    return str(error) if isinstance(error, CrossdraftError) else first_line(error).rstrip(": ")

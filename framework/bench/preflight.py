@@ -1,0 +1,59 @@
+"""What can be known before a run is refused before it: models, tokenizers, vocabularies, contexts, heads.
+
+Every drafter of the recipe is built once for every target it is to draft for, with one slot, and thrown away; the
+models that it loaded are kept for the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..contracts.errors import ModelError, UsageError
+from ..decoding.build import TargetContext, make_slots
+from ..runs.prompts import Prompt
+from ..runs.recipe import CellConfig, Recipe
+from ..runs.yaml_errors import KeyPath
+from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
+from .interrupts import asked
+
+
+def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> None:
+    """Build what the cells need, once.
+
+    Anything else than a refusal is left to the cell: a plug-in's mistake costs its own cells.
+
+    Raises:
+        UsageError, ModelError: a model that cannot be had, or a drafter that does not fit its target; with the place in
+            the recipe.
+    """
+    tried: set[tuple[str, ...]] = set()
+    prepared: dict[tuple[str, int], list[Conversation]] = {}
+    for cell in cells:
+        try:
+            target = models.target(cell)
+            wanted = (cell.target, cell.max_new_tokens)
+            if wanted not in prepared:
+                prepared[wanted] = prepare(prompts, target, cell.max_new_tokens)
+        except (UsageError, ModelError) as error:
+            raise recipe.places.error(("target",), str(error), type(error)) from error
+        key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
+        if key in tried or cell.is_baseline:
+            continue
+        tried.add(key)
+        sequence, slot = lengths(prepared[wanted], [cell], target.context_length)
+        try:
+            lm = make_slots(target, 1, slot)
+            context = TargetContext.of(target, lm, cell.sampling, slot=slot, sequence=sequence, load=models.drafter)
+            drafter, config = drafter_of(cell)
+            drafter(config, context)
+        except (UsageError, ModelError) as error:
+            raise recipe.places.error(_place(recipe, cell), str(error), type(error)) from error
+        except BaseException as error:  # told with the cell, when it is its turn
+            if isinstance(error, KeyboardInterrupt) and asked():
+                raise
+
+
+def _place(recipe: Recipe, cell: CellConfig) -> KeyPath:
+    """Where the recipe names the drafter of a cell, and its model."""
+    index = next((i for i, s in enumerate(recipe.drafters) if s.name == cell.drafter.name), 0)
+    return ("drafters", index, "model") if "model" in recipe.drafters[index].config else ("drafters", index)

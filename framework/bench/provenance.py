@@ -1,0 +1,89 @@
+"""What the numbers of a cell depend on beside its config, and what of it has changed since they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import plugins
+from ..contracts.errors import CrossdraftError
+from ..models.device import pick_device, pick_dtype
+from ..models.digests import settings_sha256, weights_sha256
+from ..models.resolve import resolve
+from ..runs.recipe import CellConfig
+from ..runs.sources import code_sha256, source_of
+
+#: Libraries whose versions decide what models say or how fast.
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str) -> dict[str, Any]:
+    """Versions, code, device and prompts that a cell is measured with; its models come from `models_used`.
+
+    Args:
+        environment: see `describe`.
+        prompts: digest of the prompts.
+    """
+    device = pick_device(config.device)
+    cuda = device.type == "cuda"
+    hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
+    sides = {"drafter": ("drafters", config.drafter.name), "verifier": ("verifiers", config.verifier.name)}
+    return {
+        "crossdraft": environment["versions"]["crossdraft"],
+        "code": code_sha256([f"{__package__}.cell_runner"]),
+        **{library: environment["versions"][library] for library in LIBRARIES},
+        **{side: source_of(plugins.get(*what)) for side, what in sides.items()},
+        "device": f"{device.type} ({hardware})",
+        "threads": torch.get_num_threads(),
+        "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
+        "prompts": prompts,
+    }
+
+
+def models_used(used: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Digests of the weights and of the settings of every model that a cell uses, by name."""
+    return {name: {**model, "settings": _settings(name, model)} for name, model in used.items()}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of a cell's provenance is not as it was, in words; its models as they are found now."""
+    found = []
+    for key, value in now.items():
+        old = before.get(key)
+        if key in ("drafter", "verifier"):
+            if old != value or not value["sha256"]:
+                found.append(_strategy(key, old, value))
+        elif key == "code":
+            if old != value:
+                found.append("crossdraft's own code")
+        elif key == "prompts":
+            if old != value:
+                found.append("the prompts")
+        elif key != "models" and old != value:
+            found.append(f"{key} ({old} → {value})")
+    for name, model in before.get("models", {}).items():
+        try:
+            weights = weights_sha256(resolve(name, heads=model.get("heads", False)).path)
+            same = weights == model.get("sha256"), _settings(name, model) == model.get("settings")
+        except (CrossdraftError, OSError):
+            found.append(f"the model {name}, which is not there any more")  # measuring will say why
+            continue
+        if not same[0]:
+            found.append(f"the weights of {name}")
+        if not same[1]:
+            found.append(f"the config, tokenizer or templates of {name}")
+    return found
+
+
+def _settings(name: str, model: Mapping[str, Any]) -> str:
+    return settings_sha256(resolve(name, heads=model.get("heads", False)).path)
+
+
+def _strategy(kind: str, old: Any, new: Mapping[str, str]) -> str:
+    if not new["sha256"]:
+        return f"perhaps the {kind}, whose code is in no file"
+    if isinstance(old, Mapping) and old.get("version") != new["version"]:
+        return f"the {kind} ({new['distribution']} {old.get('version')} → {new['version']})"
+    return f"the code of the {kind}"

@@ -1,0 +1,247 @@
+"""What a run leaves on disk, and how it is found again.
+
+    runs/<recipe>-<hash>/recipe.json, environment.json, summary.csv, summary.md
+    runs/<recipe>-<hash>/groups/<hash>/group.json, <piece>.json      while a group is being measured
+    runs/<recipe>-<hash>/cells/<hash>/config.json, rounds.parquet, responses.jsonl, metrics.json, or error.txt
+
+Every file is written aside and renamed when it is whole, and so is a cell's directory: what is there is complete. The
+pieces of a group become its cells when all are there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from filelock import FileLock, Timeout
+from pyarrow import parquet
+
+from ..contracts.errors import UsageError
+from .metrics import Metrics, Piece, RoundRecord
+from .recipe import CellConfig
+from .records import CellResult
+
+logger = logging.getLogger(__name__)
+
+#: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: rounds
+#: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept.
+FORMAT = 4
+
+_ROUNDS = pa.schema(
+    [
+        ("cell", pa.string()),
+        ("prompt", pa.int64()),
+        ("question_id", pa.string()),
+        ("category", pa.string()),
+        ("turn", pa.int64()),
+        ("round", pa.int64()),
+        ("tau", pa.int64()),
+        ("emitted", pa.int64()),
+        ("nodes", pa.int64()),
+        ("width", pa.int64()),
+        ("limit", pa.int64()),
+        ("survival", pa.float64()),
+    ]
+)
+#: What reading somebody's file may raise: not there, not text, not JSON, of another shape.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
+
+
+@dataclass
+class PieceResult:
+    """What one cell did with one piece of the prompts.
+
+    Attributes:
+        passes: forward passes of the drafting model.
+        peak_memory: bytes, see `Metrics.peak_memory`.
+    """
+
+    records: list[RoundRecord] = field(default_factory=list)
+    responses: list[dict[str, Any]] = field(default_factory=list)
+    piece: Piece = field(default_factory=lambda: Piece(0, {}))
+    passes: int = 0
+    peak_memory: int | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PieceResult:
+        """Raises KeyError, TypeError or ValueError for data of another shape."""
+        records = [RoundRecord(*row) for row in data["records"]]
+        return cls(**{**data, "records": records, "piece": Piece(**data["piece"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "records": [list(asdict(record).values()) for record in self.records]}
+
+
+class RunDirectory:
+    """The directory of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    # -- files of the run --------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory, so that no other process writes there.
+
+        Raises:
+            UsageError: another one holds it; says which.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        owner, lock = self.path / ".owner.json", FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            who = self.read_json(".owner.json")
+            known = f" (process {who['pid']} on {who['host']}, since {who['since']})" if "pid" in who else ""
+            raise UsageError(
+                f"another run writes to {self.path}{known}; wait until it is over, or choose another --out"
+            ) from None
+        except NotImplementedError:  # a file system without locks
+            logger.warning("crossdraft: %s cannot be locked; start no second run there", self.path)
+        try:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self.write_json(".owner.json", {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+            yield
+        finally:
+            owner.unlink(missing_ok=True)
+            lock.release()
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write_text(name, _json(value))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of the run, replacing it in one step; it is on the disk when this returns."""
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            with aside.open("w", encoding="utf-8", errors="surrogatepass") as opened:
+                opened.write(text)
+                opened.flush()
+                os.fsync(opened.fileno())
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A file of the run, empty if it is not there or damaged."""
+        try:
+            found = json.loads((self.path / name).read_text(encoding="utf-8", errors="surrogatepass"))
+        except _UNREADABLE:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # -- a group while it is measured ----------------------------------------------------------------------
+
+    def begin_group(self, group: str, head: dict[str, Any]) -> None:
+        """Start over with the pieces of a group; ``head`` says what they belong to."""
+        self.drop_group(group)
+        self.write_json(f"groups/{group}/group.json", head)
+
+    def group_head(self, group: str) -> dict[str, Any]:
+        """What was given to `begin_group`, empty if there is no such group."""
+        return self.read_json(f"groups/{group}/group.json")
+
+    def save_head(self, group: str, head: dict[str, Any]) -> None:
+        self.write_json(f"groups/{group}/group.json", head)
+
+    def save_piece(self, group: str, number: int, cells: Mapping[str, PieceResult]) -> None:
+        """Write what every cell of a group did with one piece."""
+        found = {name: piece.to_json() for name, piece in cells.items()}
+        self.write_text(f"groups/{group}/{number}.json", json.dumps(found))
+
+    def load_piece(self, group: str, number: int) -> dict[str, PieceResult] | None:
+        """What was saved for a piece, None if it is not there or damaged."""
+        found = self.read_json(f"groups/{group}/{number}.json")
+        try:
+            return {name: PieceResult.from_json(cell) for name, cell in found.items()} or None
+        except _UNREADABLE:
+            return None
+
+    def drop_group(self, group: str) -> None:
+        shutil.rmtree(self.path / "groups" / group, ignore_errors=True)
+
+    # -- finished cells --------------------------------------------------------------------------------------
+
+    def save(self, result: CellResult) -> None:
+        """Write a cell that is finished or has failed, in place of an earlier one."""
+        name, cells = result.config.hash, self.path / "cells"
+        aside = cells / f".{name}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        inside = RunDirectory(aside)
+        try:
+            head = {"format": FORMAT, "hash": name, "measured": result.measured, "error": result.error}
+            head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
+            inside.write_json("config.json", head)
+            if result.metrics is None:
+                inside.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
+            else:
+                self._save_numbers(aside, result)
+            shutil.rmtree(cells / name, ignore_errors=True)
+            aside.rename(cells / name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _save_numbers(self, aside: Path, result: CellResult) -> None:
+        inside = RunDirectory(aside)
+        assert result.metrics is not None
+        rows = [asdict(record) | {"cell": result.config.hash} for record in result.records]
+        parquet.write_table(pa.Table.from_pylist(rows, schema=_ROUNDS), aside / "rounds.parquet")
+        lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
+        inside.write_text("responses.jsonl", "".join(lines))
+        pieces = [asdict(piece) for piece in result.pieces]
+        inside.write_json("metrics.json", {"metrics": result.metrics.to_json(), "pieces": pieces})
+
+    def load(self, config: CellConfig) -> CellResult | None:
+        """A cell that was measured before, or None if it is not there or cannot be read."""
+        path = self.path / "cells" / config.hash
+        inside = RunDirectory(path)
+        if not (path / "config.json").is_file():
+            return None
+        try:
+            head = inside.read_json("config.json")
+            if head.get("format") != FORMAT:
+                raise ValueError(f"it has format {head.get('format', 1)}, this version reads {FORMAT}")
+            result = CellResult(config, provenance=dict(head["provenance"]), reused=True)
+            result.measured, _ = str(head["measured"]), dict(result.provenance["models"])
+            if head["error"] is not None:
+                result.error = str(head["error"])
+                return result
+            numbers = inside.read_json("metrics.json")
+            rows = parquet.read_table(path / "rounds.parquet").drop_columns(["cell"]).to_pylist()
+            lines = (path / "responses.jsonl").read_text(encoding="utf-8", errors="surrogatepass").split("\n")
+            result.metrics = Metrics.from_json(numbers["metrics"])
+            result.records = [RoundRecord(**row) for row in rows]
+            result.responses = [json.loads(line) for line in lines if line]
+            result.pieces = [Piece(**piece) for piece in numbers["pieces"]]
+            if len(result.records) != result.metrics.rounds or len(result.responses) != result.metrics.sequences:
+                raise ValueError("rounds or responses are missing")
+            return result
+        except _UNREADABLE as error:  # another version's, or damaged
+            logger.warning("crossdraft: %s cannot be read and is measured again: %s", path, error)
+            return None
+
+    def adopt(self, other: RunDirectory, configs: Sequence[CellConfig]) -> None:
+        """Copy cells of another run."""
+        for config in configs:
+            aside = self.path / "cells" / f".{config.hash}.{os.getpid()}"
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(other.path / "cells" / config.hash, aside)
+            shutil.rmtree(self.path / "cells" / config.hash, ignore_errors=True)
+            aside.rename(self.path / "cells" / config.hash)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

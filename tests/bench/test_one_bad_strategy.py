@@ -1,0 +1,139 @@
+"""One bad strategy costs one cell, whatever it does."""
+
+import sys
+import time
+from typing import Any
+
+import pytest
+from tiny_runs import ONE_GROUP
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.bench import interrupts
+from crossdraft.verifiers.token import Token
+
+SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
+
+
+class Worst(BaseException):
+    """What `except Exception` does not catch."""
+
+
+def exits() -> None:
+    sys.exit(0)
+
+
+def interrupts_itself() -> None:
+    raise KeyboardInterrupt
+
+
+def hangs() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def is_worst() -> None:
+    raise Worst("the worst")
+
+
+def generator() -> None:
+    raise GeneratorExit
+
+
+class Bad(PromptLookup):
+    name = "bad"
+    deed: Any = None
+    at = "propose"
+
+    def __init__(self, config: Any, context: Any):
+        super().__init__(config, context)
+        self._do("init")
+
+    def _do(self, place: str) -> None:
+        if place == type(self).at:
+            type(self).deed()
+
+    def propose(self, sequences: Any, rng: Any) -> Any:
+        self._do("propose")
+        return super().propose(sequences, rng)
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._do("retire")
+        super().retire(row, finish)
+
+
+@pytest.mark.parametrize(
+    "deed, at, said",
+    [
+        (exits, "propose", "SystemExit: 0"),
+        (exits, "init", "SystemExit: 0"),
+        (interrupts_itself, "retire", "KeyboardInterrupt"),
+        (interrupts_itself, "init", "KeyboardInterrupt"),
+        (is_worst, "propose", "Worst: the worst"),
+        (generator, "propose", "GeneratorExit"),
+    ],
+)
+def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed: Any, said: str) -> None:
+    monkeypatch.setattr(Bad, "deed", staticmethod(deed))
+    monkeypatch.setattr(Bad, "at", at)
+    install("drafters", ("bad", Bad))
+    code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2")
+    assert code == 1 and f"failed: bad × token: {said}\n" in err and "1 of 3 cells failed" in err
+    assert "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
+
+
+def test_a_round_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Bad, "deed", staticmethod(hangs))
+    install("drafters", ("bad", Bad))
+    code, out, err = bench(
+        *SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2", flags=["--round-limit", "2.0"]
+    )
+    assert code == 1 and "failed: bad × token: a round took longer than 2 s, the limit (--round-limit)" in err
+    assert "prompt-lookup  token" in out
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e300"])
+def test_a_limit_that_is_none(bench: Any, seconds: str) -> None:
+    code, _, err = bench(*SETTINGS, flags=[f"--round-limit={seconds}"])
+    assert code == 2 and "the limit for a round must be a number of seconds above 0" in err
+
+
+class Counting(PromptLookup):
+    name = "counting"
+    passes: Any = "many"
+
+
+def test_passes_that_are_no_number(bench: Any, install: Any) -> None:
+    install("drafters", ("counting", Counting))
+    code, out, err = bench(*SETTINGS, "drafters=[{name: counting}, prompt-lookup]", "limit=2")
+    assert code == 1 and "drafter 'counting' made 'many' passes, which is no number" in err
+    assert "prompt-lookup  token" in out
+
+
+class Quitting(Token):
+    name = "quitting"
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        sys.exit("enough")
+
+
+def test_a_verifier_that_quits(bench: Any, install: Any) -> None:
+    install("verifiers", ("quitting", Quitting))
+    code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[quitting, token]", "drafters=[prompt-lookup]", "limit=2")
+    assert code == 1 and "failed: prompt-lookup × quitting: SystemExit: enough" in err
+    assert "prompt-lookup  token" in out
+
+
+def test_the_second_signal_waits_for_the_summary(capsys: Any) -> None:
+    import os
+    import signal
+
+    with interrupts.Interrupts():
+        assert not interrupts.asked()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "writing what there is; once more ends at once" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.asked() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

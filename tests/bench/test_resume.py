@@ -1,0 +1,191 @@
+"""Nothing is lost and nothing leaks: pieces, resuming, memory of drafters, locks."""
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import ONE_GROUP, cells, said
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.runs.run_directory import RunDirectory
+
+SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
+
+
+class Remembering(PromptLookup):
+    """Drafts what any sequence before, its own or another, said after the same token."""
+
+    name = "remembering"
+    kill_after = 10**9
+
+    def __init__(self, config: Any, context: Any):
+        super().__init__(config, context)
+        self.reset()
+
+    def reset(self) -> None:
+        self.after: dict[int, int] = {}
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        type(self).kill_after -= 1
+        if not self.kill_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        drafts = []
+        for history, limit in zip(sequences.history, sequences.limit, strict=True):
+            draft = [self.after[history[-1]]] if history and limit and history[-1] in self.after else []
+            drafts.append(draft)
+        import torch
+
+        tokens = torch.tensor([[*draft, 0][:1] for draft in drafts])
+        return Draft.chain(tokens, torch.tensor([len(draft) for draft in drafts]))
+
+    def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
+        for history in sequences.history:
+            self.after |= dict(pairwise(history))
+
+
+def records(tmp_path: Path) -> dict[str, Any]:
+    """What every cell said, and what it did in each round."""
+    from pyarrow import parquet
+
+    return {d.name: (said(d), parquet.read_table(d / "rounds.parquet").to_pylist()) for d in cells(tmp_path)}
+
+
+@pytest.fixture
+def undisturbed(bench: Any, tmp_path: Path, install: Any) -> dict[str, Any]:
+    install("drafters", ("remembering", Remembering))
+    Remembering.kill_after = 10**9
+    assert bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")[0] == 0
+    found = records(tmp_path)
+    (tmp_path / "runs").rename(tmp_path / "undisturbed")
+    return found
+
+
+def test_the_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Cell, "warm_up", lambda self, length: None)
+    assert bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")[0] == 0
+    assert records(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("moment", [12, 25, 40])
+def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
+    bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int
+) -> None:
+    """SIGTERM in the middle of a piece: those before it are kept and shown, and a drafter remembers them."""
+    Remembering.kill_after = moment
+    code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
+    assert code == 130 and "interrupted: what was not finished is missing; run again to go on" in out
+    (group,) = tmp_path.glob("runs/*/groups/*")
+    kept = len(list(group.glob("[0-9]*.json")))
+    if kept:
+        assert f"cut short after piece {kept} of 6" in out and "remembering" in out
+    code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
+    assert code == 0 and (f"going on after piece {kept} of 6" in err) == (kept > 0)
+    assert records(tmp_path) == undisturbed
+    assert not list(tmp_path.glob("runs/*/groups/*"))
+
+
+def test_a_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    Remembering.kill_after = 40
+    bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
+    (last, *_) = sorted(tmp_path.glob("runs/*/groups/*/[0-9].json"), reverse=True)
+    last.write_text(last.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")[0] == 0
+    assert records(tmp_path) == undisturbed
+
+
+def test_a_second_run_is_refused(bench: Any, tmp_path: Path) -> None:
+    assert bench(*SETTINGS)[0] == 0
+    (directory,) = tmp_path.glob("runs/*")
+    with RunDirectory(directory).locked():
+        code, out, err = bench(*SETTINGS)
+    assert (code, out) == (2, "")
+    assert f"another run writes to {directory} (process {os.getpid()} on " in err
+    assert bench(*SETTINGS)[0] == 0
+
+
+def test_a_full_disk_keeps_what_is_whole(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    save, left = RunDirectory.save_piece, [3]
+
+    def full(self: Any, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        save(self, *arguments)
+
+    monkeypatch.setattr(RunDirectory, "save_piece", full)
+    code, out, err = bench(*SETTINGS)
+    assert code == 1 and "cut short after piece 3 of 6" in out and "stopped: cannot write to " in out
+    assert "Traceback" not in err and ": No space left on device" in err.splitlines()[-1]
+    monkeypatch.undo()
+    assert "going on after piece 3 of 6" in bench(*SETTINGS)[2]
+
+
+def test_a_summary_that_cannot_be_written_is_shown(bench: Any, monkeypatch: Any) -> None:
+    write = RunDirectory.write_text
+
+    def full(self: Any, name: str, text: str) -> None:
+        if name.startswith("summary"):
+            raise OSError(28, "No space left on device")
+        write(self, name, text)
+
+    monkeypatch.setattr(RunDirectory, "write_text", full)
+    code, out, err = bench(*SETTINGS)
+    assert code == 1 and "prompt-lookup" in out and "No space left on device" in err and "Traceback" not in err
+
+
+def test_a_group_survives_a_change_elsewhere(bench: Any, tmp_path: Path) -> None:
+    settings = [*SETTINGS[1:], "drafters=[prompt-lookup]"]
+    assert bench("matrix={batch_size: [1]}", *settings)[0] == 0
+    code, _, err = bench("matrix={batch_size: [1, 2]}", *settings)
+    assert code == 0 and "reusing 2 cells, measured in recipe-" in err and "running 2 cells\n" in err
+    assert len(list(tmp_path.glob("runs/*"))) == 2
+
+
+def test_files_have_the_permissions_that_the_user_wants(bench: Any, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        assert bench(*SETTINGS[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")[0] == 0
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "runs").rglob("*")]
+    assert made and all(path.stat().st_mode & 0o077 == 0 for path in made)
+
+
+def test_a_recipe_cannot_allow_remote_code(bench: Any) -> None:
+    code, _, err = bench("trust_remote_code=true")
+    assert code == 2
+    assert "unknown key 'trust_remote_code'; a recipe cannot allow that, only you: crossdraft run --trust" in err
+
+
+def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, install: Any, monkeypatch: Any) -> None:
+    import importlib
+    import sys
+
+    from crossdraft.framework.runs import sources
+
+    text = (
+        "from helping import LENGTH\n"
+        "from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup\n"
+        "class Mine(PromptLookup):\n    name = 'mine'\n"
+    )
+    (tmp_path / "my_drafter.py").write_text(text, encoding="utf-8")
+    (tmp_path / "helping.py").write_text("LENGTH = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install("drafters", ("mine", "my_drafter:Mine"))
+    settings = [*SETTINGS, "drafters=[mine]"]
+    assert "running 2 cells" in bench(*settings)[2]
+    assert "reusing 2 cells" in bench(*settings)[2]
+    (tmp_path / "helping.py").write_text("LENGTH = 2\n", encoding="utf-8")
+    sources._digest.cache_clear()  # another process would read the files anew
+    assert "measured again, because these have changed: the code of the drafter\n" in bench(*settings)[2]
+    found = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
+    assert all(one["provenance"]["verifier"]["distribution"] == "crossdraft" for one in found)
+    for name in ("my_drafter", "helping"):
+        sys.modules.pop(name)
+    importlib.invalidate_caches()

@@ -1,0 +1,118 @@
+"""Intervals cover what they say: simulated, at the numbers of pieces and prompts that runs have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossdraft.framework.runs.intervals import Estimate, estimate
+from crossdraft.framework.runs.metrics import Piece, speed_up
+
+Sums = np.ndarray
+
+
+def prompts(random: Any, n: int, accept: tuple[float, float], gamma: int, mixed: bool = False) -> Sums:
+    """``[n, 2]``: tokens and rounds of prompts that differ in how easily drafts are accepted, and (mixed) in length."""
+    a = random.beta(*accept, size=n)
+    if mixed:
+        a = np.where(random.random(n) < 0.2, 0.95, a)
+    length = random.integers(10 + gamma, 65, n) if mixed else np.full(n, 64)
+    emitted, rounds = np.zeros(n), np.zeros(n)
+    while (on := length - emitted > gamma).any():
+        tau = np.cumprod(random.random((n, gamma)) < a[:, None], 1).sum(1)
+        emitted, rounds = emitted + on * (tau + 1), rounds + on
+    return np.column_stack([emitted, rounds])
+
+
+def ratio(sums: Sums) -> Sums:
+    return sums[..., 0] / sums[..., 1]
+
+
+def coverage(draw: Callable[[], tuple[Estimate | None, float]], times: int) -> float:
+    hits = []
+    for _ in range(times):
+        found, truth = draw()
+        assert found is not None and found.low is not None and found.high is not None
+        hits.append(found.low <= truth <= found.high)
+    return float(np.mean(hits))
+
+
+CASES = {
+    "even": ((8.0, 4.0), 4, False),
+    "uneven": ((2.0, 1.0), 4, False),
+    "hard": ((2.0, 5.0), 4, False),
+    "mixed": ((2.0, 5.0), 4, True),
+    "long drafts, mixed": ((6.0, 2.0), 8, True),
+}
+
+
+def block_efficiency_coverage(case: str, n: int, times: int) -> float:
+    random = np.random.default_rng([n, len(case)])
+    truth = float(ratio(prompts(random, 200_000, *CASES[case]).sum(0)))
+    return coverage(lambda: (estimate(ratio, prompts(random, n, *CASES[case])), truth), times)
+
+
+@pytest.mark.parametrize("case", ["even", "mixed"])
+def test_block_efficiency_over_prompts(case: str) -> None:
+    assert 0.90 < block_efficiency_coverage(case, 8, 400) < 0.99  # of 400, three standard errors around 93 to 97 %
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 8, 24, 96])
+@pytest.mark.parametrize("case", CASES)
+def test_block_efficiency_over_prompts_in_full(case: str, n: int) -> None:
+    found = block_efficiency_coverage(case, n, 4000)
+    print(f"{case}, {n} prompts: {100 * found:.1f} %")
+    assert 0.92 < found < 0.98
+
+
+def pair(random: Any, n: int, each: int, drift: float) -> tuple[list[Piece], list[Piece]]:
+    """Pieces of a pair and of its baseline: rounds jitter, and the machine is a little faster or slower by piece."""
+    cells = []
+    sums = [prompts(random, each, (8.0, 4.0), 4).sum(0) for _ in range(n)]
+    for seconds, column in ((1.5, 1), (1.0, 0)):
+        pieces = []
+        for emitted, rounds in sums:
+            count = int((emitted, rounds)[column])
+            pace = seconds * np.exp(drift * random.standard_normal())
+            taken = list(pace * np.exp(0.08 * np.abs(random.standard_normal(count))))
+            pieces.append(Piece(int(emitted), {"target": float(sum(taken))}, rounds={"0 0": taken}))
+        cells.append(pieces)
+    return cells[0], cells[1]
+
+
+def speed_up_coverage(n: int, each: int, drift: float, times: int) -> float:
+    random = np.random.default_rng([n, each])
+    many = [found for _ in range(4) if (found := speed_up(*pair(random, 300, each, 0.0))) is not None]
+    truth = float(np.mean([found.value for found in many]))
+    return coverage(lambda: (speed_up(*pair(random, n, each, drift)), truth), times)
+
+
+def test_speed_up_over_pieces() -> None:
+    assert 0.89 < speed_up_coverage(3, 2, 0.02, 150) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drift", [0.0, 0.02, 0.05])
+@pytest.mark.parametrize("each", [1, 4])
+@pytest.mark.parametrize("n", [3, 6, 12])
+def test_speed_up_over_pieces_in_full(n: int, each: int, drift: float) -> None:
+    found = speed_up_coverage(n, each, drift, 1500)
+    print(f"{n} pieces of {each}, drift {drift}: {100 * found:.1f} %")
+    assert 0.92 < found < 0.985
+
+
+def test_nothing_is_said_where_nothing_can_be() -> None:
+    two = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert estimate(ratio, two) == Estimate(4 / 6)
+    assert estimate(ratio, np.array([[1.0, 2.0]] * 5)) == Estimate(0.5)
+    assert estimate(ratio, np.array([[1.0, 2.0]] * 2 + [[0.0, 0.0]] * 5)) == Estimate(0.5)
+
+
+def test_student_t_of_three_equal_pieces() -> None:
+    """1.5 degrees of freedom: t = 6.0167, between 12.706 of one and 4.303 of two."""
+    found = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
+    without = np.log([8 / 11, 8 / 10, 8 / 9])
+    error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())
+    assert found.value == 0.8 and found.high == pytest.approx(0.8 * np.exp(6.0167 * error), rel=1e-4)
