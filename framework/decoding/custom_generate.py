@@ -66,8 +66,8 @@ _OUTPUT = "only the sequences are returned"
 
 #: Fields that are refused: the values that ask for nothing (None always does), and why others cannot be honoured.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "min_new_tokens": ((0,), _LAW),  # before min_length, which transformers works out from it
     "min_length": ((0,), _LAW),
-    "min_new_tokens": ((0,), _LAW),
     "repetition_penalty": ((1.0,), _LAW),
     "encoder_repetition_penalty": ((1.0,), _LAW),
     "no_repeat_ngram_size": ((0,), _LAW),
@@ -179,7 +179,10 @@ def custom_generate(
             f"a prompt of {longest} tokens and {most} new ones exceed the model's context of {context} tokens; ask for "
             "fewer (max_new_tokens) or shorten the prompt"
         )
-    streamer, target = arguments["streamer"], LoadedModel(model, None, type(model).__name__, "given", "", ends, None)
+    streamer, target = (
+        arguments.get("streamer"),
+        LoadedModel(model, None, type(model).__name__, "given", "", ends, None),
+    )
     decoder = pair_decoder(
         target,
         drafter,
@@ -205,10 +208,12 @@ def custom_generate(
 def check_fields(config: GenerationConfig) -> None:
     """Raise UsageError for the first field that cannot be honoured; ``config`` as transformers merged it."""
     defaults = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
-    for name, value in vars(config).items():
-        # Entries that transformers does not know come with the files of some models; it does not read them either.
-        if name in REFUSED or (name in defaults.keys() - HONOURED - HARMLESS.keys() and not name.startswith("_")):
-            _refuse(name, value, *REFUSED.get(name, ((defaults.get(name),), _UNKNOWN[1])))
+    for name, (neutral, why) in REFUSED.items():
+        _refuse(name, getattr(config, name, None), neutral, why)
+    # Entries that transformers does not know come with the files of some models; it does not read them either.
+    for name in defaults.keys() - REFUSED.keys() - HONOURED - HARMLESS.keys():
+        if not name.startswith("_"):
+            _refuse(name, getattr(config, name, None), (defaults[name],), _UNKNOWN[1])
 
 
 def sampling_of(config: GenerationConfig) -> Sampling:
@@ -233,8 +238,10 @@ def sampling_of(config: GenerationConfig) -> Sampling:
 def _refuse(name: str, value: Any, neutral: Iterable[Any], why: str) -> None:
     """Raise UsageError unless ``value`` asks for nothing: it is None or one of ``neutral``."""
     if value is not None and not any(_equal(value, one) for one in neutral):
+        plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+        shown = reprlib.repr(value).replace("\n", " ") if plain else f"<{type(value).__name__}>"
         raise UsageError(
-            f"custom_generate cannot honour {name}={reprlib.repr(value)}: {why}; leave it out (the model's own "
+            f"custom_generate cannot honour {name}={shown}: {why}; leave it out (the model's own "
             "generation_config counts, too), or call generate without custom_generate"
         )
 
@@ -253,7 +260,7 @@ def _check_processors(processors: Iterable[Any], sampling: Sampling) -> None:
         if ours and type(processor) is type(ours[0]) and vars(processor) == vars(ours[0]):
             ours.pop(0)
         elif not _does_nothing(processor):
-            _refuse("logits_processor", type(processor).__name__, (), _LAW)
+            _refuse("logits_processor", [type(processor).__name__], (), _LAW)
 
 
 def _does_nothing(processor: Any) -> bool:
@@ -277,7 +284,7 @@ def _check_criteria(criteria: Iterable[Any], config: GenerationConfig) -> None:
                 continue
             case EosTokenCriteria() if set(_listed(criterion.eos_token_id)) == ends:
                 continue
-        _refuse("stopping_criteria", type(criterion).__name__, (), _STOP)
+        _refuse("stopping_criteria", [type(criterion).__name__], (), _STOP)
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:

@@ -153,9 +153,9 @@ def generate(
         on_round=on_round,
     )
     responses = sorted(decoder.run(prompts), key=lambda response: response.index)
-    tokenizer = target.tokenizer
-    for response in responses if tokenizer is not None else ():
-        response.text = str(tokenizer.decode(response.tokens, skip_special_tokens=True))
+    if target.tokenizer is not None:
+        for response in responses:
+            response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
     return responses
 
 
