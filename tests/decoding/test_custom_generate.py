@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,16 @@ def test_every_argument_of_this_transformers_is_in_one_table() -> None:
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     assert not door.HONOURED_ARGUMENTS & door.REFUSED_ARGUMENTS.keys()
     assert named == door.HONOURED_ARGUMENTS | door.REFUSED_ARGUMENTS.keys(), "decide: honoured or refused?"
+
+
+def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    honoured, rest = page.partition("**Honoured**")[2].split("**Refused**")
+    refused, harmless = rest.split("**Without effect")
+    parts = {honoured: door.HONOURED, refused: {**door.REFUSED, **door.REFUSED_ARGUMENTS}, harmless: door.HARMLESS}
+    for part, names in parts.items():
+        assert set(names) - set(re.findall(r"`(\w+)`", part)) == set()
+        assert not (set(re.findall(r"`(\w+)`", part)) & {*fields()}) - set(names) - {"top_p", "eos_token_id"}
 
 
 #: A value of each refused field that asks for something, where 3 would not.
