@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from .framework.contracts.training import Trainee, TrainingConfig
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.decoding.build import make_verifier
-    from .framework.decoding.generate import custom_generate, generate
+    from .framework.decoding.custom_generate import custom_generate
+    from .framework.decoding.generate import generate
     from .framework.models.device import cache_dir
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
@@ -118,7 +119,7 @@ _HOME = {
     "Verifier": ".framework.contracts.verifier",
     "VerifierTraits": ".framework.contracts.verifier",
     "cache_dir": ".framework.models.device",
-    "custom_generate": ".framework.decoding.generate",
+    "custom_generate": ".framework.decoding.custom_generate",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",

@@ -20,7 +20,7 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0, description="keep the k most probable tokens; 0 = off")
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
@@ -44,7 +44,7 @@ class Sampling(BaseModel):
             best = logits.argmax(-1, keepdim=True)
             p = torch.zeros_like(logits).scatter_(-1, best, 1.0)
             return p, logits.gather(-1, best).squeeze(-1).isfinite()
-        warpers = self._warpers()
+        warpers = self.warpers()
         if warpers:
             rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
             for warper in warpers:
@@ -53,10 +53,13 @@ class Sampling(BaseModel):
         p = logits.softmax(-1)
         return p, ~p[..., 0].isnan()
 
-    def _warpers(self) -> list:
+    def warpers(self) -> list:
+        """The warpers of transformers that make this law, in order; none at temperature 0, which takes the argmax."""
         from transformers.generation import logits_process as lp
 
         warpers = []
+        if self.temperature == 0:
+            return warpers
         if self.temperature != 1:
             warpers.append(lp.TemperatureLogitsWarper(self.temperature))
         if self.top_k:

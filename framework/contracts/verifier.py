@@ -96,9 +96,10 @@ def incompatible(
 ) -> str | None:
     """Why this pair cannot run, as a sentence, or ``None`` if it can. Decided before any model is loaded."""
     if traits.temperature_zero_only and sampling.temperature > 0:
+        better = "'token' or 'block'" if draft.drawn in ("chain", None) else "'traversal' or 'specinfer'"
         return (
             f"verifier '{verifier}' compares with the target's argmax and needs temperature 0, but the temperature is "
-            f"{sampling.temperature:g}; use 'token' or 'block' for sampling"
+            f"{sampling.temperature:g}; use {better} for sampling"
         )
     if draft.temperature_zero_only and sampling.temperature > 0:
         return f"drafter '{drafter}' needs temperature 0, but the temperature is {sampling.temperature:g}"

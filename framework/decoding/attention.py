@@ -11,7 +11,8 @@ shows what each costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..models.meanwhile import Meanwhile
 
 
 def grouped_sdpa(
@@ -56,12 +59,40 @@ def grouped_sdpa(
     return out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), None
 
 
+#: How many passes this thread is inside of.
+_here = threading.local()
+
+
+def _attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """`grouped_sdpa` for the threads inside `grouped_attention`; a model that another thread runs keeps its own."""
+    return (grouped_sdpa if getattr(_here, "passes", 0) else sdpa_attention_forward)(*arguments, **options)
+
+
+def _replace_sdpa() -> Callable[[], None]:
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        return lambda: None  # somebody put a function of their own there: that is what the model is to run
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
+
+    def take_back() -> None:
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is _attention:
+            # Taken away, not overwritten: an entry left here would hide what is registered for all models later.
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    return take_back
+
+
+_replaced = Meanwhile(_replace_sdpa)
+
+
 @contextmanager
 def grouped_attention() -> Iterator[None]:
-    """Models that use ``sdpa`` use `grouped_sdpa` meanwhile; the name stays, because models ask for it."""
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_sdpa
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+    """Models that use ``sdpa`` use `grouped_sdpa` meanwhile, in this thread; the name stays, because models ask for it.
+
+    Threads may overlap in any order: when the last has left, the registry is what it was.
+    """
+    with _replaced:
+        _here.passes = getattr(_here, "passes", 0) + 1
+        try:
+            yield
+        finally:
+            _here.passes -= 1

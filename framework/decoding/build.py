@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from ..contracts.drafter import DraftContext, Drafter, Runner
-from ..contracts.errors import ModelError, UsageError
+from ..contracts.errors import CrossdraftError, ModelError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.rng import CounterRng, RngSource
@@ -24,7 +24,7 @@ from ..contracts.verifier import Verifier, incompatible
 from ..models.checkpoint import load_checkpoint
 from ..models.load import load_model, same_tokenizer
 from ..models.shared_embedding import shares_embedding
-from ..plugins import get
+from ..plugins import entries, get
 from .cpu import speed_up_small_batches
 from .fitted import fitted
 from .fused import Fused
@@ -33,10 +33,19 @@ from .loop import Decoder
 from .stopwatch import Stopwatch
 from .transformers_lm import TransformersLM
 
-#: A drafter or verifier: its name, or a mapping with ``name`` and the keys of its Config.
-StrategyLike = str | Mapping[str, Any]
 #: The class of a drafter or verifier and its validated config.
 Configured = tuple[type[Any], Any]
+#: A drafter or verifier: its name, a mapping with ``name`` and the keys of its Config, its class, or class and config.
+StrategyLike = str | Mapping[str, Any] | type[Any] | Configured
+
+#: The rule for each kind of draft that ``docs/verifiers.md`` advises; all of them are lossless.
+BEST_RULE = {
+    "chain": "block",
+    "iid": "spectr",
+    "without_replacement": "traversal",
+    "greedy_draft": "greedy-draft-optimal",
+    "deterministic": "sample-match",
+}
 
 
 def configured(kind: str, strategy: StrategyLike) -> Configured:
@@ -44,20 +53,39 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
 
     Raises UnknownNameError, or UsageError naming the key that does not fit.
     """
-    options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise UsageError(f"a {kind[:-1]} needs a 'name', got {strategy!r}")
-    cls = get(kind, name)
+    one, base = kind[:-1], Drafter if kind == "drafters" else Verifier
+    cls: Any
+    if isinstance(strategy, tuple) and len(strategy) == 2 and _is_a(base, strategy[0]):
+        cls, config = strategy
+        if not isinstance(config, cls.Config):
+            raise UsageError(f"the config of {one} '{cls.name}' is {config!r}, not a {cls.__name__}.Config")
+        return cls, config
+    if _is_a(base, strategy):
+        cls, options = strategy, {}
+    elif isinstance(strategy, str | Mapping):
+        options = {"name": strategy} if isinstance(strategy, str) else {str(k): v for k, v in strategy.items()}
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise UsageError(f"a {one} needs a 'name', got {strategy!r}")
+        cls = get(kind, name)
+    else:
+        raise UsageError(
+            f"a {one} is given by its name, by a mapping with 'name' and its options, or by its class "
+            f"(a subclass of crossdraft.{base.__name__}); got {strategy!r}"
+        )
     try:
         return cls, cls.Config(**options)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{kind[:-1]} '{name}', key '{key}': {first['msg']}; "
+            f"{one} '{cls.name}', key '{key}': {first['msg']}; "
             f"its keys are {', '.join(cls.Config.model_fields) or 'none'}"
         ) from None
+
+
+def _is_a(base: type[Any], strategy: Any) -> bool:
+    return isinstance(strategy, type) and issubclass(strategy, base) and not strategy.__abstractmethods__
 
 
 def make_verifier(strategy: StrategyLike) -> Verifier:
@@ -67,11 +95,38 @@ def make_verifier(strategy: StrategyLike) -> Verifier:
 
 
 def check_pair(drafter: Configured, verifier: Configured, sampling: Sampling) -> None:
-    """Raise UsageError, a sentence, for a drafter and a verifier that cannot run together at these parameters."""
+    """Raise UsageError for a drafter and a verifier that cannot run together at these parameters.
+
+    It says why, and which rules fit the drafter.
+    """
+    if reason := _misfit(drafter, verifier, sampling):
+        rules = ", ".join(fitting_rules(drafter, sampling))
+        raise UsageError(f"{reason}; rules that fit here: {rules}" if rules else reason)
+
+
+def default_rule(drafter: Configured, sampling: Sampling) -> Configured:
+    """The verifier for a drafter where none is named: ``greedy`` at temperature 0, else that of `BEST_RULE`."""
+    drawn = drafter[0].traits(drafter[1], sampling).drawn
+    name = "greedy" if sampling.temperature == 0 else BEST_RULE[drawn or "chain"]
+    return configured("verifiers", name)
+
+
+def fitting_rules(drafter: Configured, sampling: Sampling) -> list[str]:
+    """The installed lossless rules that can judge the drafts of ``drafter``, by name, with their default options."""
+    found = []
+    for name in entries("verifiers"):
+        try:
+            rule = configured("verifiers", name)
+        except CrossdraftError:  # one that does not load, or needs options
+            continue
+        if rule[0].traits(rule[1]).lossless and _misfit(drafter, rule, sampling) is None:
+            found.append(name)
+    return found
+
+
+def _misfit(drafter: Configured, verifier: Configured, sampling: Sampling) -> str | None:
     (drafting, config), (rule, options) = drafter, verifier
-    traits = drafting.traits(config, sampling), rule.traits(options)
-    if reason := incompatible(drafting.name, traits[0], rule.name, traits[1], sampling):
-        raise UsageError(reason)
+    return incompatible(drafting.name, drafting.traits(config, sampling), rule.name, rule.traits(options), sampling)
 
 
 def slot_length(sequence: int, drafters: Iterable[Configured], sampling: Sampling) -> int:

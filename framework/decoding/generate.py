@@ -8,28 +8,33 @@ for response in generate(target, ["What is a token?"], drafter="prompt-lookup", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
+from pydantic import ValidationError
 
 from ..contracts.errors import UsageError
-from ..contracts.models import LoadedModel
+from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.rounds import Response, RoundEvent
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
 from ..models.load import load_model
 from .build import (
+    Configured,
     StrategyLike,
     TargetContext,
     build_decoder,
     check_pair,
     configured,
+    default_rule,
     load_drafting_model,
     make_slots,
     slot_length,
 )
+from .layers import own_modules
 from .loop import Decoder
 
 
@@ -48,19 +53,30 @@ def pair_decoder(
 ) -> Decoder:
     """A decoder for one pair, with slots of its own that are long enough for ``prompts`` and their outputs.
 
+    A transformers target is run in modules of its own, see `own_modules`: the caller's stay as they are.
+
     Args:
-        verifier: ``greedy`` at temperature 0 and ``block`` otherwise, if it is None.
+        verifier: if it is None, the one that ``docs/verifiers.md`` advises for the drafter, see `default_rule`.
         load: how drafting models are loaded.
         options: further ones of `build_decoder`.
+
+    Raises:
+        UsageError: a pair that is incompatible, or a prompt with an id outside of the target's vocabulary.
     """
-    verifier = verifier if verifier is not None else ("greedy" if sampling.temperature == 0 else "block")
-    pair = configured("drafters", drafter), configured("verifiers", verifier)
-    check_pair(*pair, sampling)
+    pair = fitting_pair(drafter, verifier, sampling)
+    if target.backend == TRANSFORMERS:
+        target = replace(target, model=own_modules(target.model))
     sequence = max(map(len, prompts)) + max_new_tokens
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
     lm = make_slots(target, batch_size, slot)
+    for i, prompt in enumerate(prompts):
+        if outside := [token for token in prompt if not 0 <= token < lm.vocab_size]:
+            raise UsageError(
+                f"prompt {i} has the token id {outside[0]}, but the ids of {target.name} go from 0 to "
+                f"{lm.vocab_size - 1}; encode the text with the target's own tokenizer"
+            )
     context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
     return build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
@@ -85,13 +101,20 @@ def generate(
 ) -> list[Response]:
     """Generate a continuation of every input with speculative decoding; the target's distribution is kept.
 
+    The process is left as it was: the modules of ``model`` are not changed, nor are global random generators used.
+
     Args:
         model: a target from :func:`load_model`, or its name.
-        inputs: texts, or lists of token ids.
-        drafter, verifier: a name, or a mapping with ``name`` and its options, e.g.
-            ``{"name": "small-lm", "model": "smollm2-small-lm", "gamma": 4}``. The default verifier is
-            ``greedy`` at temperature 0 and ``block`` otherwise.
-        batch_size: most sequences decoded at once.
+        inputs: texts, or lists of token ids; one text may stand alone, one list of ids is wrapped: ``[[1, 2, 3]]``.
+        drafter, verifier: a name, a mapping with ``name`` and its options, e.g.
+            ``{"name": "small-lm", "model": "smollm2-small-lm", "gamma": 4}``, or a class. The default verifier is
+            ``greedy`` at temperature 0; otherwise the rule that ``docs/verifiers.md`` advises for such drafts:
+            ``block`` for chains, ``spectr`` for K sequences, ``traversal`` for trees without replacement,
+            ``greedy-draft-optimal`` for greedy siblings, ``sample-match`` for deterministic trees.
+        max_new_tokens: most tokens of an answer, at least 1.
+        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding.
+        batch_size: most sequences decoded at once, at least 1.
+        seed: any integer; equal seeds give equal texts.
         chat: put texts into the model's chat template; by default if it has one.
         on_round: called after every round with what was drafted, scored and decided.
 
@@ -101,83 +124,117 @@ def generate(
     Raises:
         UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
     """
-    target = load_model(model) if isinstance(model, str) else model
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    texts = [inputs] if isinstance(inputs, str) else list(inputs)
+    sampling = checked_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    batch_size, most = whole("batch_size", batch_size, 1), whole("max_new_tokens", max_new_tokens, 1)
+    seed = whole("seed", seed)
+    if chat is not None and not isinstance(chat, bool):
+        raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
+    if on_round is not None and not callable(on_round):
+        raise UsageError(f"on_round={on_round!r} must be a function of a RoundEvent")
+    if not isinstance(model, str | LoadedModel):
+        raise UsageError(
+            f"a {type(model).__name__} is no model here; give a name or what crossdraft.load_model returns, or call "
+            "model.generate(..., custom_generate=crossdraft.custom_generate)"
+        )
+    texts = _separate(inputs)
+    pair = fitting_pair(drafter, verifier, sampling)  # before anything is loaded
     if not texts:
         return []
-    prompts = [
-        encode(target.tokenizer, [text], chat=chat) if isinstance(text, str) else [int(t) for t in text]
-        for text in texts
-    ]
+    target = load_model(model) if isinstance(model, str) else model
+    prompts = [_encoded(target, text, chat) if isinstance(text, str) else _ids(i, text) for i, text in enumerate(texts)]
     decoder = pair_decoder(
         target,
-        drafter,
-        verifier,
+        *pair,
         prompts,
         sampling=sampling,
         batch_size=min(batch_size, len(prompts)),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=most,
         seed=seed,
         on_round=on_round,
     )
     responses = sorted(decoder.run(prompts), key=lambda response: response.index)
-    for response in responses:
-        response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
+    if target.tokenizer is not None:
+        for response in responses:
+            response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
     return responses
 
 
-def custom_generate(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    generation_config: Any = None,
-    *,
-    drafter: StrategyLike = "prompt-lookup",
-    verifier: StrategyLike | None = None,
-    seed: int = 0,
-    **model_kwargs: Any,
-) -> torch.Tensor:
-    """For ``model.generate(..., custom_generate=crossdraft.custom_generate, drafter=..., verifier=...)``.
+def fitting_pair(
+    drafter: StrategyLike, verifier: StrategyLike | None, sampling: Sampling
+) -> tuple[Configured, Configured]:
+    """Drafter and verifier as classes and configs; `default_rule` for None. UsageError if they cannot run together."""
+    drafting = configured("drafters", drafter)
+    pair = drafting, default_rule(drafting, sampling) if verifier is None else configured("verifiers", verifier)
+    check_pair(*pair, sampling)
+    return pair
 
-    Reads temperature, top_k, top_p, min_p, max_new_tokens and eos from the generation config; rows may be padded
-    on the left as usual. Drafters that load another model need :func:`generate`.
 
-    Returns:
-        ``[B, longest]`` int64: prompt and output, padded on the right with the pad (or first EOS) id.
-    """
-    config = generation_config
-    sampling = Sampling(
-        temperature=(1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0,
-        top_k=(config.top_k or 0) if config.do_sample else 0,
-        top_p=(config.top_p or 1.0) if config.do_sample else 1.0,
-        min_p=(getattr(config, "min_p", None) or 0.0) if config.do_sample else 0.0,
-    )
-    mask = model_kwargs.get("attention_mask")  # named as a parameter, transformers would pass it twice
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
-    most = config.max_length - input_ids.shape[1]
-    eos = config.eos_token_id
-    ends = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    target = LoadedModel(model, None, type(model).__name__, "given", "", ends, None)  # type: ignore[arg-type]
+# -- what users hand over ---------------------------------------------------------------------------------
 
-    def no_model(*_: Any) -> LoadedModel:
-        raise UsageError("this drafter loads a model of its own; use crossdraft.generate instead of custom_generate")
 
-    decoder = pair_decoder(
-        target,
-        drafter,
-        verifier,
-        prompts,
-        sampling=sampling,
-        batch_size=len(prompts),
-        max_new_tokens=most,
-        seed=seed,
-        load=no_model,
-    )
-    outputs = {response.index: response.tokens for response in decoder.run(prompts)}
-    longest = max(len(tokens) for tokens in outputs.values())
-    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
-    new = [outputs[i] + [pad] * (longest - len(outputs[i])) for i in range(len(prompts))]
-    return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+def checked_sampling(**parameters: Any) -> Sampling:
+    """Sampling parameters from a user; UsageError names the first that cannot be."""
+    try:
+        return Sampling(**parameters)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, message = first["loc"][0], first["msg"]
+        raise UsageError(f"{name}={first['input']!r} cannot be: {message[0].lower()}{message[1:]}") from None
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """An integer from a user, of any integer type, at least ``least``; UsageError says what it is instead."""
+    found = _index(value)
+    if found is None or (least is not None and found < least):
+        raise UsageError(f"{name}={value!r} must be an integer{'' if least is None else f' of at least {least}'}")
+    return found
+
+
+def _index(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of numbers that are none, and of tensors with many
+        return None
+
+
+def _separate(inputs: Any) -> list[Any]:
+    """The inputs one by one; what is no list of texts or lists is refused."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        raise UsageError(
+            f"inputs is a {type(inputs).__name__}; give its token ids alone, without padding: a list of lists of ids"
+        )
+    if isinstance(inputs, bytes | bytearray | set | frozenset) or not isinstance(inputs, Iterable):
+        raise UsageError(
+            f"inputs must be a text, a list of texts or a list of lists of token ids, not {type(inputs).__name__}"
+        )
+    try:
+        found = list(inputs)
+    except TypeError:  # a tensor without dimensions
+        raise UsageError(f"inputs must be a list of texts or a list of lists of token ids, not {inputs!r}") from None
+    for i, one in enumerate(found):
+        if _index(one) is not None:
+            raise UsageError("inputs is one flat list of token ids; wrap it into a list of prompts: [[1, 2, 3]]")
+        if isinstance(one, bytes | bytearray | set | frozenset | Mapping) or not isinstance(one, Iterable):
+            raise UsageError(f"inputs[{i}] must be a text or a list of token ids, not {one!r}")
+    return found
+
+
+def _encoded(target: LoadedModel, text: str, chat: bool | None) -> list[int]:
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer; give lists of token ids instead of texts")
+    if chat and not getattr(target.tokenizer, "chat_template", None):
+        raise UsageError(f"chat=True, but the tokenizer of {target.name} has no chat template; leave chat out")
+    return encode(target.tokenizer, [text], chat=chat)
+
+
+def _ids(i: int, prompt: Any) -> list[int]:
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # tensors and arrays
+    found = [_index(token) for token in listed]
+    for token, index in zip(listed, found, strict=True):
+        if index is None:
+            raise UsageError(f"inputs[{i}] has {token!r} among its token ids, which are integers")
+    return [index for index in found if index is not None]

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..models.meanwhile import Meanwhile
+
 logger = logging.getLogger(__name__)
 
 #: Most recordings of one model. Each keeps its inputs and outputs, and the least recently used one makes way.
@@ -118,6 +120,15 @@ class Graphs:
         return tuple(None if output is None else output.clone() for output in recording.outputs)
 
 
+def _forbid_synchronisation() -> Callable[[], None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    return lambda: torch.cuda.set_sync_debug_mode(before)
+
+
+_no_synchronisation = Meanwhile(_forbid_synchronisation)
+
+
 class CudaRecorder:
     """Records CUDA graphs, which share one pool of memory for all that they do not return."""
 
@@ -127,12 +138,8 @@ class CudaRecorder:
 
     def rehearse(self, run: Callable[[], Outputs]) -> Outputs:
         # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder.
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with _no_synchronisation:
             return run()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
         with torch.cuda.device(self._device):

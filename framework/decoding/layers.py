@@ -1,4 +1,4 @@
-"""A model with some of its layers: everything is shared, nothing is copied."""
+"""A model in modules of its own, or with some of its layers: weights are shared, nothing is copied."""
 
 from __future__ import annotations
 
@@ -36,7 +36,31 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     return twin
 
 
+def own_modules(model: Any) -> Any:
+    """The same model in modules of its own, which share the weights.
+
+    What is done to them (eval mode, other classes of linear layers, hooks, buffers that a pass replaces) reaches
+    neither the caller's ``model`` nor another thread that decodes with it.
+    """
+    twins: dict[nn.Module, Any] = {}  # a module may stand in several places, or hold one that holds it
+
+    def twin(module: nn.Module) -> Any:
+        if module not in twins:
+            twins[module] = made = _shallow(module)
+            for name, child in module._modules.items():
+                made._modules[name] = None if child is None else twin(child)
+        return twins[module]
+
+    return twin(model)
+
+
+#: What every module holds by name (parameters, buffers, submodules, hooks): a copy needs containers of its own.
+_HELD = [name for name, held in vars(nn.Module()).items() if isinstance(held, dict | set)]
+
+
 def _shallow(module: nn.Module) -> Any:
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    held = vars(twin)  # directly: a module looks at whatever is set, which takes longer than all the rest
+    for name in _HELD:
+        held[name] = held[name].copy()
     return twin

@@ -6,9 +6,10 @@ about drafting.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ..contracts.errors import ModelError
 from ..contracts.models import LoadedModel, ResolvedModel
 from .device import pick_device, pick_dtype
 from .digests import weights_sha256
+from .meanwhile import Meanwhile
 from .resolve import first_line, listed, resolve
 from .shared_embedding import adopt_embedding, shared_embedding_of
 
@@ -43,7 +45,8 @@ def load_model(
     Args:
         dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
         device: a torch device or its name; for ``"auto"`` see `pick_device`.
-        trust_remote_code: let the model run Python code from its own directory.
+        trust_remote_code: let the model run Python code from its own directory. Consent is for this one model: not for
+            the owner of a shared embedding, nor for code that its files fetch from another repository.
         attn_implementation: passed to transformers, which chooses if it is None.
         share_with: for a model that leaves out its embedding, the loaded model to take it from: the very
             same tensor is used. Without it, the model that ``crossdraft.json`` names is loaded for it.
@@ -81,9 +84,14 @@ def load_transformers(
     place: torch.device = shares.device if device == "auto" and shares is not None else pick_device(device)
     precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
     shared = shared_embedding_of(found.path)
+    if trust_remote_code and (elsewhere := _code_elsewhere(found.path)):
+        raise ModelError(
+            f"{name} asks for Python code of another repository, {elsewhere}, which trust_remote_code does not cover: "
+            f"copy that code into {found.path} and take '{elsewhere}--' out of the auto_map there"
+        )
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
-    with _explained(name), _quiet(shared is not None):
+    with _explained(name), _quiet if shared is not None else nullcontext():
         from transformers import AutoModelForCausalLM
 
         model: Any
@@ -100,9 +108,7 @@ def load_transformers(
     missing, unexpected = set(loading["missing_keys"]), set(loading["unexpected_keys"])
     owner = None
     if shared is not None:
-        owner = share_with or load_model(
-            shared["model"], dtype=precision, device=place, trust_remote_code=trust_remote_code
-        )
+        owner = share_with or _owner(name, shared["model"], dtype=precision, device=place)
         missing -= adopt_embedding(name, model, owner, shared)
     elif unexpected:
         logger.warning("crossdraft: %s: weights that its model does not use: %s", name, listed(unexpected))
@@ -134,6 +140,35 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> st
     token = min((t for t in left if left[t] != right.get(t)), key=left.__getitem__)
     other = f"id {right[token]}" if token in right else "no id"
     return f"the tokenizers differ: {token!r} has id {left[token]} in one and {other} in the other"
+
+
+def _owner(name: str, model: str, **options: Any) -> LoadedModel:
+    """The model whose embedding ``name`` shares, loaded without anybody's consent to run code of its own."""
+    if shared_embedding_of(resolve(model).path) is not None:
+        raise ModelError(
+            f"{name} takes its embedding from {model}, which has none of its own; name that of a whole model"
+        )
+    try:
+        return load_model(model, **options)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; {name} takes its embedding from it: where it needs options of its own, load it and give it as "
+            "share_with"
+        ) from error
+
+
+def _code_elsewhere(path: Path) -> str | None:
+    """The other repository whose Python code the model at ``path`` asks for (``org/name--module.Class``), if any."""
+    for file in ("config.json", "tokenizer_config.json"):
+        try:
+            found = json.loads((path / file).read_text(encoding="utf-8"))["auto_map"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        references = found.values() if isinstance(found, dict) else [found]
+        for reference in (r for entry in references for r in (entry if isinstance(entry, list) else [entry])):
+            if isinstance(reference, str) and "--" in reference:
+                return reference.partition("--")[0]
+    return None
 
 
 def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[str, Any]) -> Any:
@@ -169,14 +204,13 @@ def _explained(name: str) -> Iterator[None]:
         raise ModelError(f"{name} could not be loaded: {reason}") from error
 
 
-@contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
+def _silence() -> Callable[[], None]:
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
-    if quiet:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
+    transformers_logging.set_verbosity_error()
+    return lambda: transformers_logging.set_verbosity(before)
+
+
+#: Meanwhile transformers logs errors alone.
+_quiet = Meanwhile(_silence)

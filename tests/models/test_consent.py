@@ -1,0 +1,134 @@
+"""Consent to a model's Python code is for that model alone. The code here leaves a marker where it has run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from tiny_models import save_model
+from transformers import AutoModelForCausalLM
+
+from crossdraft import generate, load_model
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.models.shared_embedding import SHARED, save_sharing_embedding
+
+CODE = """\
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class MarkedConfig(LlamaConfig):
+    model_type = "marked"
+
+class MarkedForCausalLM(LlamaForCausalLM):
+    config_class = MarkedConfig
+
+class MarkedTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_modules_cache(tmp_path: Path, monkeypatch: Any) -> None:
+    """transformers copies such code into a cache and imports it from there."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def marked(directory: Path, where: str = "") -> Path:
+    """A model that needs code of its own; the file that the code would leave. ``where``: whose code that is."""
+    save_model(directory)
+    marker = directory.with_suffix(".ran")
+    (directory / "marked.py").write_text(CODE.format(marker=str(marker)))
+    code = {"AutoConfig": f"{where}marked.MarkedConfig", "AutoModelForCausalLM": f"{where}marked.MarkedForCausalLM"}
+    edit(directory / "config.json", model_type="marked", auto_map=code)
+    return marker
+
+
+def test_code_runs_with_consent_alone(tmp_path: Path) -> None:
+    marker = marked(tmp_path / "it")
+    with pytest.raises(ModelError, match="brings Python code of its own"):
+        load_model(str(tmp_path / "it"))
+    assert not marker.exists()
+    assert type(load_model(str(tmp_path / "it"), trust_remote_code=True).model).__name__ == "MarkedForCausalLM"
+    assert marker.exists()
+
+
+def test_the_owner_of_a_shared_embedding_needs_its_own(tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "plain"))
+    save_sharing_embedding(plain, tmp_path / "student", embedding_of=str(tmp_path / "owner"))
+    marker = marked(tmp_path / "owner")
+    with pytest.raises(ModelError, match=r"owner could not be loaded: it brings Python code of its own"):
+        load_model(str(tmp_path / "student"), trust_remote_code=True)
+    assert not marker.exists()
+
+
+def test_an_owner_without_an_embedding(tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "plain"))
+    save_sharing_embedding(plain, tmp_path / "student", embedding_of=str(tmp_path / "student"))
+    with pytest.raises(ModelError, match=r"student takes its embedding from .*student, which has none of its own"):
+        load_model(str(tmp_path / "student"))
+
+
+@pytest.mark.parametrize("drafter", ["small-lm", "small-lm-tree"])
+def test_a_drafting_model_needs_its_own(tmp_path: Path, drafter: str) -> None:
+    marked(tmp_path / "target")
+    marker = marked(tmp_path / "small")
+    target = load_model(str(tmp_path / "target"), trust_remote_code=True, dtype="float32")
+    with pytest.raises(ModelError, match="small could not be loaded: it brings Python code of its own"):
+        generate(target, [[5, 6]], drafter={"name": drafter, "model": str(tmp_path / "small")}, max_new_tokens=2)
+    assert not marker.exists()
+
+
+def test_a_tokenizer_of_another_model_needs_its_own(tmp_path: Path) -> None:
+    marked(tmp_path / "target")
+    save_model(tmp_path / "small")
+    marker = tmp_path / "tokenizer.ran"
+    (tmp_path / "small" / "marked.py").write_text(CODE.format(marker=str(marker)))
+    code = {"AutoTokenizer": [None, "marked.MarkedTokenizer"]}
+    edit(tmp_path / "small" / "tokenizer_config.json", tokenizer_class="MarkedTokenizer", auto_map=code)
+    target = load_model(str(tmp_path / "target"), trust_remote_code=True, dtype="float32")
+    small = {"name": "small-lm", "model": str(tmp_path / "small")}
+    with pytest.raises(ModelError, match="small could not be loaded: it brings Python code of its own"):
+        generate(target, [[5, 6]], drafter=small, max_new_tokens=2)
+    assert not marker.exists()
+
+
+def test_heads_bring_no_code(tmp_path: Path) -> None:
+    marker = marked(tmp_path / "heads")
+    assert load_checkpoint(str(tmp_path / "heads")).tensors
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_another_repository_is_not_covered(tmp_path: Path, file: str) -> None:
+    save_model(tmp_path / "it")
+    code = {"AutoConfig": "org/name--marked.MarkedConfig"}
+    if file == "tokenizer_config.json":
+        code = {"AutoTokenizer": [None, "org/name--marked.MarkedTokenizer"]}
+    edit(tmp_path / "it" / file, auto_map=code)
+    with pytest.raises(
+        ModelError, match=r"code of another repository, org/name, which trust_remote_code does not cover"
+    ):
+        load_model(str(tmp_path / "it"), trust_remote_code=True)
+    assert torch.isfinite(next(load_model(str(tmp_path / "it")).model.parameters())).all()  # as a plain Llama it may
+
+
+def test_a_student_may_name_an_owner_that_is_shared(tmp_path: Path) -> None:
+    """The way out: the user loads the owner, with consent for that one, and shares it."""
+    marked(tmp_path / "owner")
+    owner = load_model(str(tmp_path / "owner"), trust_remote_code=True, dtype="float32")
+    save_sharing_embedding(owner.model, tmp_path / "student", embedding_of=str(tmp_path / "owner"))
+    edit(tmp_path / "student" / "config.json", model_type="llama")
+    assert (tmp_path / "student" / SHARED).is_file()
+    student = load_model(str(tmp_path / "student"), share_with=owner)
+    assert student.model.get_input_embeddings().weight is owner.model.get_input_embeddings().weight
