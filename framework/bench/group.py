@@ -250,7 +250,7 @@ class Group:
         return memory.explain(models, config.batch_size, self._slot, positions(config), available)
 
 
-def cut(conversations: Sequence[Conversation], batch_size: int, random: Random) -> list[Sequence[Conversation]]:
+def cut(conversations: Sequence[Conversation], batch_size: int, random: Random) -> Sequence[Sequence[Conversation]]:
     """Pieces of nearly equal size, each of one category where all of them are large enough, in random order.
 
     Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few

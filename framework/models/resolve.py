@@ -124,7 +124,7 @@ def _from_registered(name: str, found: Any, heads: bool) -> ResolvedModel:
     return from_path(name, Path(found), f"plug-in {provider}", heads=heads)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The class of an error and what its first line says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
