@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .draft import Draft, Scores, Verdict
+from .errors import NumericalError
 
 
 @dataclass
@@ -36,9 +38,11 @@ class Response:
     Attributes:
         index: which prompt it answers (its position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
-        finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
+        finish: ``"eos"``, ``"length"`` (max_new_tokens reached), ``"context"`` (no room left), or ``"error"`` (numbers
+            that cannot be right; only where `Decoder.run` was asked to go on with the others).
         rounds: its rounds, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
+        error: what went wrong, a sentence, where ``finish`` is ``"error"``.
     """
 
     index: int
@@ -46,6 +50,17 @@ class Response:
     finish: str
     rounds: list[Round]
     text: str | None = None
+    error: str | None = None
+
+
+def raise_failed(responses: Sequence[Response]) -> None:
+    """Raise NumericalError if a sequence ended in an error; ``responses`` go with it, the finished ones whole."""
+    failed = [response.error for response in responses if response.error is not None]
+    if failed:
+        more = f"; {len(failed) - 1} more of {len(responses)} inputs failed" if len(failed) > 1 else ""
+        error = NumericalError(f"{failed[0]}{more}")
+        error.responses = responses
+        raise error
 
 
 @dataclass(frozen=True)

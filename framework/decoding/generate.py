@@ -16,7 +16,7 @@ import torch
 from ..contracts.errors import UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response, RoundEvent
+from ..contracts.rounds import Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
 from ..models.load import load_model
@@ -100,6 +100,7 @@ def generate(
 
     Raises:
         UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
+        NumericalError: NaN in some sequences; the others are finished first, see its ``responses``.
     """
     target = load_model(model) if isinstance(model, str) else model
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -121,9 +122,10 @@ def generate(
         seed=seed,
         on_round=on_round,
     )
-    responses = sorted(decoder.run(prompts), key=lambda response: response.index)
+    responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
     for response in responses:
         response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
+    raise_failed(responses)
     return responses
 
 

@@ -75,7 +75,7 @@ def test_a_draft_beyond_the_limit_breaks_the_contract(toys: dict[str, Toy], tree
         sampling=Sampling(temperature=0),
         max_new_tokens=4,
     )
-    with pytest.raises(ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep in slot 0, but .* allows 3"):
+    with pytest.raises(ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep, but .* allows 3, in slot 0"):
         list(loop.run([[2], [2]]))
 
 
