@@ -288,8 +288,8 @@ class Verdict:
         token: ``[B]`` int64, the correction (or bonus) token drawn after them.
         path: ``[B, D]`` int64, indices of the accepted nodes, padded with -1; ``None`` = the first tau nodes,
             which is what accepting a prefix of a chain means.
-        survival: optional ``[B, D]`` float64, Pr(tau >= i | this draft), which single-draft rules know in
-            closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
+        survival: optional ``[B, D]`` float64, Pr(tau >= i | the first i tokens of this draft), which single-draft rules
+            know in closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
     """
 
     length: Tensor

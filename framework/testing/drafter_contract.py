@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from ..decoding.loop import Decoder
 from ..decoding.validation import validate_draft
 from ..plugins import get
 from .draws import Counted
+from .interruptions import Interrupted, Place, interrupted
 from .settings import Setting, Toys
 
 #: Rules that look at q in different ways; those that accept a drafter's drafts are used.
@@ -235,6 +236,23 @@ class DrafterContract:
                 f"reset() leaves something behind: prompt {i} has drafts of {_taus(response)} accepted tokens after a "
                 f"warm-up and {_taus(fresh[i])} without one"
             )
+
+    def test_an_interrupted_round_leaves_nothing(self) -> None:
+        """After an error in the drafter, the target or the verifier a decoder drafts as a new one."""
+        temperature = self.each_temperature()[0]
+        fresh = self.decode(2, temperature)
+        decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
+        for place in get_args(Place):
+            with interrupted(decoder, place), pytest.raises(Interrupted):
+                list(decoder.run(self.setting.prompts))
+            decoder.drafter.reset()
+            for i, response in _by_index(decoder.run(self.setting.prompts)).items():
+                same = response.tokens == fresh[i].tokens and _taus(response) == _taus(fresh[i])
+                assert same, (
+                    f"an error in the {place}, in the middle of a round, leaves something behind: prompt {i} has "
+                    f"drafts of {_taus(response)} accepted tokens afterwards and {_taus(fresh[i])} in a new decoder; "
+                    "forget it in begin()"
+                )
 
     def test_retire_is_told_how_a_sequence_ended(self) -> None:
         """retire(row, finish) is called once for every sequence, and may be called for one that is given up."""
