@@ -239,14 +239,14 @@ class DrafterContract:
 
     def test_an_interrupted_round_leaves_nothing(self) -> None:
         """After an error in the drafter, the target or the verifier a decoder drafts as a new one."""
-        temperature = self.each_temperature()[0]
-        fresh = self.decode(2, temperature)
-        decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
+        temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
+        fresh = self.decode(2, temperature, [0, 1], **short)
+        decoder = self.decoder(2, temperature, **short)
         for place in get_args(Place):
             with interrupted(decoder, place), pytest.raises(Interrupted):
-                list(decoder.run(self.setting.prompts))
+                list(decoder.run(prompts))
             decoder.drafter.reset()
-            for i, response in _by_index(decoder.run(self.setting.prompts)).items():
+            for i, response in _by_index(decoder.run(prompts)).items():
                 same = response.tokens == fresh[i].tokens and _taus(response) == _taus(fresh[i])
                 assert same, (
                     f"an error in the {place}, in the middle of a round, leaves something behind: prompt {i} has "
