@@ -111,7 +111,7 @@ class RaggedCache(Cache):
     def clear(self, row: int) -> None:
         """Zeros in every slot of ``row``: a masked slot enters the product with weight 0, and 0 x NaN is NaN."""
         for layer in self.layers:
-            for buffer in (layer.keys, layer.values):
+            for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
                 if buffer is not None:
                     buffer[row].zero_()
 
