@@ -47,8 +47,8 @@ class Draft:
         probes: so many of the last nodes are scored, but are no candidates: the verifier never sees them, and the
             drafter finds what the target says after them in ``Scores`` (lookahead's window). A probe's parent may be a
             candidate or a probe; probes do not count towards ``sequences.limit``.
-        finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: the loop ends with a sentence
-            that names the drafter; ``None`` = the drafter does not say.
+        finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: that sequence ends with a
+            sentence that names the drafter; ``None`` = the drafter does not say.
 
     Siblings never carry the same token. The loop checks all of this, see `Decoder`.
 

@@ -20,7 +20,7 @@ class Round:
         width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
         limit: how deep the draft was allowed to be (``sequences.limit``): where that is less than the drafter could
             go, the end of the sequence cut the round, not the pair.
-        survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
+        survival: sum over i of Pr(tau >= i | the first i drafted tokens), if the verifier knows it.
     """
 
     tau: int

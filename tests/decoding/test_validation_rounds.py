@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from oracle_trees import verifier_class
-from seeded_strategies import B, Seeded, at, decoder
+from seeded_strategies import KINDS, B, Seeded, at, decoder, honest
+from torch.overrides import TorchFunctionMode
 
 from crossdraft.framework.certificate.tablelm import TableLM, ToyContext
 from crossdraft.framework.contracts.draft import Draft
@@ -91,3 +92,32 @@ def test_a_chain_is_no_wider_than_the_widest_row() -> None:
     assert widths == [(2, 3)] and loop.target_rows == B * 3
     assert Draft.chain(torch.ones(2, 5, dtype=torch.long), [1, 3]).tokens.shape == (2, 3)
     assert Draft.chain(torch.ones(2, 5, dtype=torch.long), [0, 0]).width == 0
+
+
+class Looks(TorchFunctionMode):
+    """Notes what reads the values of a tensor on the host."""
+
+    READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in self.READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("validate, transfers", [("never", 1), ("always", 3)])
+def test_a_round_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
+    """What is checked in every round travels with the accepted lengths; a validated round asks twice more."""
+    loop = decoder(kind, validate=validate)
+    draft = honest(kind)  # Draft.iid looks once itself
+    loop.drafter.config = Seeded.Config(kind="chain", change=lambda *_: draft)
+    for row in range(B):
+        loop.begin(row, [10 + row], row, row)
+    with Looks() as looks:
+        loop.round()
+    assert looks.seen == ["tolist"] * transfers
