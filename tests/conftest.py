@@ -137,6 +137,7 @@ def decoder() -> Callable[..., Decoder]:
         model = lm(target, batch_size, max_length)
         sampling = Sampling(temperature=temperature)
         context = GivenContext(model, sampling, max_length, load_lm=lambda name: lm(drafting, batch_size, max_length))
+        loop = {"validate": "always", **loop}
         return Decoder(model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop)
 
     return make

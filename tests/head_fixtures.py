@@ -66,7 +66,7 @@ def make_decoder(
         target_model=target,
         final_law=rule.traits(rule.Config()).modifies_target,
     )
-    return Decoder(model, drafting(config, context), rule(), sampling=sampling, **loop)
+    return Decoder(model, drafting(config, context), rule(), sampling=sampling, **{"validate": "always", **loop})
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ class OracleTrees(Drafter):
             if not history:
                 continue
             ahead = self.answer[row][len(history) - self.started[row] :]
-            right, depth = {-1}, {-1: 0}
+            right, depth, taken = {-1}, {-1: 0}, set()
             for node in range(self.random.randint(0, n)):
                 parent = self.random.choice([i for i in depth if depth[i] < sequences.limit[row]] or [None])
                 if parent is None:
@@ -65,6 +65,10 @@ class OracleTrees(Drafter):
                 token = self.random.randrange(self.context.vocab_size)
                 if parent in right and self.random.random() < 0.7:
                     token = ahead[depth[parent]]
+                if (parent, token) in taken:  # siblings differ
+                    break
+                taken.add((parent, token))
+                if parent in right and token == ahead[depth[parent]]:
                     right.add(node)
                 tokens[row, node], parents[row, node], valid[row, node] = token, parent, True
                 depth[node] = depth[parent] + 1

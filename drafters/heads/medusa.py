@@ -198,6 +198,8 @@ class Medusa(Drafter):
                     "with the drafter's traits.hidden_layers"
                 )
             self._features[row] = hidden[-1, 0]
+        else:  # what the last sequence left may be NaN
+            self._features[row] = 0
 
     def retire(self, row: int, finish: str | None = None) -> None:
         self._known[row] = False

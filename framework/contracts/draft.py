@@ -35,8 +35,9 @@ class Draft:
         valid: ``[B, N]`` bool. Rows may be ragged, 0 nodes allowed. In a chain, invalid nodes come last in their row;
             in a tree they may stand anywhere, and what hangs below one is invalid too.
         q: ``[B, M, V]`` float32 (float64 on exact models), the laws the tokens were *actually* drawn from,
-            after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass.
-            A chain may have one row more than nodes: the law after its last token (`DraftContext.final_law`).
+            after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass. Finite in
+            padding, too, because rules multiply it by 0. A chain may have more rows than nodes: the law after a last
+            token (`DraftContext.final_law`), and what was cut.
         law: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
         drawn: how siblings are related, see :data:`Drawn`.
         sequences: ``[B, K, L]`` int64 for ``iid``: the node that token i of sequence k is, -1 = past its end;
@@ -46,8 +47,10 @@ class Draft:
         probes: so many of the last nodes are scored, but are no candidates: the verifier never sees them, and the
             drafter finds what the target says after them in ``Scores`` (lookahead's window). A probe's parent may be a
             candidate or a probe; probes do not count towards ``sequences.limit``.
-        finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: the loop ends with a sentence
-            that names the drafter; ``None`` = the drafter does not say.
+        finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: that sequence ends with a
+            sentence that names the drafter; ``None`` = the drafter does not say.
+
+    Siblings never carry the same token. The loop checks all of this, see `Decoder`.
 
     The q contract: ``q`` must be the law of the draw, and a token that was looked at (to decide whether to go
     on, say) must be kept in the draft. Breaking either changes what the target says; ``crossdraft certify``
@@ -66,8 +69,16 @@ class Draft:
     finite: Tensor | None = None
 
     @classmethod
-    def chain(cls, tokens: Tensor, length: Tensor, q: Tensor | None = None, *, finite: Tensor | None = None) -> Draft:
-        """A chain per row: ``tokens [B, N]``, of which the first ``length [B]`` count; ``q [B, N, V]`` or None."""
+    def chain(
+        cls, tokens: Tensor, length: Tensor | Sequence[int], q: Tensor | None = None, *, finite: Tensor | None = None
+    ) -> Draft:
+        """A chain per row: ``tokens [B, N]``, of which the first ``length [B]`` count; ``q [B, N, V]`` or None.
+
+        Lengths that are known on the host, a list, cut the columns that no row fills: the target evaluates every column
+        for every row. Of a tensor they cannot be known without waiting for the device.
+        """
+        if not isinstance(length, Tensor):
+            tokens, length = tokens[:, : max(length, default=0)], on_device(list(length), tokens.device)
         order = torch.arange(tokens.shape[1], device=tokens.device)
         return cls(
             tokens=tokens,
@@ -151,6 +162,15 @@ class Draft:
         nodes = {"tokens": self.tokens[:, :n], "parents": self.parents[:, :n], "valid": self.valid[:, :n]}
         law = None if self.law is None else self.law[:, :n]
         return replace(self, **nodes, law=law, probes=0)
+
+    def trimmed(self, most: int) -> Draft:
+        """A chain without its columns beyond ``most``, which no row has room for; other drafts as they are."""
+        if not self.is_chain or self.width <= most:
+            return self
+        law = None if self.law is None else self.law[:, :most]
+        return replace(
+            self, tokens=self.tokens[:, :most], parents=self.parents[:, :most], valid=self.valid[:, :most], law=law
+        )
 
     @property
     def point_mass(self) -> bool:
@@ -268,8 +288,8 @@ class Verdict:
         token: ``[B]`` int64, the correction (or bonus) token drawn after them.
         path: ``[B, D]`` int64, indices of the accepted nodes, padded with -1; ``None`` = the first tau nodes,
             which is what accepting a prefix of a chain means.
-        survival: optional ``[B, D]`` float64, Pr(tau >= i | this draft), which single-draft rules know in
-            closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
+        survival: optional ``[B, D]`` float64, Pr(tau >= i | the first i tokens of this draft), which single-draft rules
+            know in closed form: averaging it estimates block efficiency with less noise than the 0/1 outcome.
     """
 
     length: Tensor

@@ -6,7 +6,8 @@ sentence without a traceback and leaves with ``exit_code``.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class CrossdraftError(Exception):
@@ -40,7 +41,12 @@ class ContractError(CrossdraftError):
 
 
 class NumericalError(CrossdraftError):
-    """Numbers that cannot be right: NaN, a law that does not sum to one, a drawn token of mass zero."""
+    """Numbers that cannot be right: NaN, a law that does not sum to one, a drawn token of mass zero.
+
+    ``responses``: where `crossdraft.generate` raises it, what it made of all inputs, the finished ones whole.
+    """
+
+    responses: Sequence[Any] = ()
 
 
 class ModelError(CrossdraftError):

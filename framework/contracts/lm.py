@@ -32,7 +32,7 @@ class LM(Protocol):
     hidden_layers: tuple[float, ...]
 
     def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        """Slot ``row`` starts over with all of ``prompt`` but its last token.
+        """Slot ``row`` starts over with all of ``prompt`` but its last token; nodes that were not kept are dropped.
 
         Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers asked for, if any were.
         """
@@ -60,7 +60,7 @@ class LM(Protocol):
         ...
 
     def retire(self, row: int) -> None:
-        """Forget slot ``row``."""
+        """Forget slot ``row``, NaN in its keys and values too: what comes next must not attend over it."""
         ...
 
     def fork(self, layers: Sequence[int]) -> LM:

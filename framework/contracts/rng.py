@@ -39,7 +39,10 @@ class RoundRng(Protocol):
         ...
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
-        """Draw a token ``[B]`` per row of ``weights [B, V]`` (need not sum to 1), never one of weight 0."""
+        """Draw a token ``[B]`` per row of ``weights [B, V]`` (need not sum to 1), never one of weight 0.
+
+        Of weights that are NaN, or all 0, comes some id of the vocabulary, which means nothing; the loop finds the NaN.
+        """
         ...
 
 
@@ -70,7 +73,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> n
 
 def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
     """Index per row of ``weights [B, V]`` by inverse CDF in float64: ``uniform [B]`` in [0, 1) finds a block of tokens,
-    ``within [B]`` in [0, 1) a token in it; a small vocabulary is one block, found by ``uniform`` alone.
+    ``within [B]`` in [0, 1) a token in it; a small vocabulary is one block, found by ``uniform`` alone. Always below V.
 
     Why two: passes that differ by rounding alone (in other batches, say) should draw the same token. A uniform falls
     between the two places of a step of the CDF as often as the step moved. With one number there are V steps, each
@@ -90,9 +93,8 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
     token = first[:, None] + torch.arange(BLOCK, device=weights.device)
     if whole < v:
         inside = weights.gather(1, token.clamp(max=v - 1)).masked_fill(token >= v, 0.0)
-    else:
-        inside = weights.gather(1, token)
-    return first + _find(inside, within)
+        return (first + _find(inside, within)).clamp_(max=v - 1)  # past the end where the weights are NaN or 0
+    return first + _find(weights.gather(1, token), within)
 
 
 def _find(weights: Tensor, uniform: Tensor) -> Tensor:

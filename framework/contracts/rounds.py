@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .draft import Draft, Scores, Verdict
+from .errors import NumericalError
 
 
 @dataclass
@@ -18,7 +20,7 @@ class Round:
         width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
         limit: how deep the draft was allowed to be (``sequences.limit``): where that is less than the drafter could
             go, the end of the sequence cut the round, not the pair.
-        survival: sum over i of Pr(tau >= i | the draft), if the verifier knows it.
+        survival: sum over i of Pr(tau >= i | the first i drafted tokens), if the verifier knows it.
     """
 
     tau: int
@@ -36,9 +38,11 @@ class Response:
     Attributes:
         index: which prompt it answers (its position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
-        finish: ``"eos"``, ``"length"`` (max_new_tokens reached) or ``"context"`` (no room left).
+        finish: ``"eos"``, ``"length"`` (max_new_tokens reached), ``"context"`` (no room left), or ``"error"`` (numbers
+            that cannot be right; only where `Decoder.run` was asked to go on with the others).
         rounds: its rounds, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
+        error: what went wrong, a sentence, where ``finish`` is ``"error"``.
     """
 
     index: int
@@ -46,6 +50,17 @@ class Response:
     finish: str
     rounds: list[Round]
     text: str | None = None
+    error: str | None = None
+
+
+def raise_failed(responses: Sequence[Response]) -> None:
+    """Raise NumericalError if a sequence ended in an error; ``responses`` go with it, the finished ones whole."""
+    failed = [response.error for response in responses if response.error is not None]
+    if failed:
+        more = f"; {len(failed) - 1} more of {len(responses)} inputs failed" if len(failed) > 1 else ""
+        error = NumericalError(f"{failed[0]}{more}")
+        error.responses = responses
+        raise error
 
 
 @dataclass(frozen=True)

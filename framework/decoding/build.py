@@ -225,6 +225,7 @@ def build_decoder(
     stopwatch: Stopwatch | None = None,
     on_round: Callable[[RoundEvent], None] | None = None,
     compile_verifier: bool = False,
+    validate: str = "sampled",
 ) -> Decoder:
     """A decoder for a pair, over the slots of ``context.target``.
 
@@ -232,7 +233,7 @@ def build_decoder(
         drafter: its class and config, or what makes it.
         verifier: its class and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
-        eos, max_new_tokens, rng, stopwatch, on_round: see `Decoder`.
+        eos, max_new_tokens, rng, stopwatch, on_round, validate: see `Decoder`.
 
     Raises:
         UsageError: a pair that is incompatible (says why); only classes and configs are checked.
@@ -253,4 +254,5 @@ def build_decoder(
         rng=rng if rng is not None else CounterRng(0),
         stopwatch=stopwatch,
         on_round=on_round,
+        validate=validate,
     )

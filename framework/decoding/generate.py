@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ..contracts.errors import UsageError
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response, RoundEvent
+from ..contracts.rounds import Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
 from ..models.load import load_model
@@ -123,6 +123,7 @@ def generate(
 
     Raises:
         UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
+        NumericalError: NaN in some sequences; the others are finished first, see its ``responses``.
     """
     sampling = checked_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     batch_size, most = whole("batch_size", batch_size, 1), whole("max_new_tokens", max_new_tokens, 1)
@@ -152,10 +153,11 @@ def generate(
         seed=seed,
         on_round=on_round,
     )
-    responses = sorted(decoder.run(prompts), key=lambda response: response.index)
+    responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
     if target.tokenizer is not None:
         for response in responses:
             response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
+    raise_failed(responses)
     return responses
 
 

@@ -107,6 +107,14 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.move(rows, source, target)  # type: ignore[union-attr]
 
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Zeros in every slot of ``row``: a masked slot enters the product with weight 0, and 0 x NaN is NaN."""
+        for layer in self.layers:
+            for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
+                if buffer is not None:
+                    buffer[row].zero_()
+
     def nbytes(self) -> int:
         """Memory held by keys and values, in bytes."""
         return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)  # type: ignore[union-attr]

@@ -7,7 +7,8 @@ so a run "at batch size B" really runs B rows while prompts remain. There is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,13 +16,21 @@ from torch import Tensor
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
-from ..contracts.errors import ContractError, NumericalError, UsageError
+from ..contracts.errors import ContractError, ModelError, NumericalError, UsageError
 from ..contracts.lm import LM
-from ..contracts.rng import CounterRng, RngSource
+from ..contracts.rng import CounterRng, RngSource, RoundRng
 from ..contracts.rounds import Response, Round, RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
+from .forms import Watch, check_draft, check_verdict
 from .stopwatch import Stopwatch
+from .transfer import check_rows, failures, to_host
+from .validation import validate_draft, validate_verdict
+
+#: ``validate="sampled"``: these first rounds of a decoder, and every so many-th one, are validated.
+FIRST, EVERY = 8, 64
+#: When drafts and verdicts are validated, and what happens to the others where a row's numbers cannot be right.
+VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
 
 
 @dataclass
@@ -46,11 +55,14 @@ class Decoder:
         rng: the source of randomness; equal seeds give equal random numbers whatever B is.
         stopwatch: phase timer, or None for a fresh one.
         on_round: called after every round with a `RoundEvent`; what it raises ends the run.
+        validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
+            device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
+            NaN, counts and emitted tokens are checked in every round, for nothing.
 
     Raises:
-        NumericalError: the target or the drafter produced NaN; names the sequence and position.
-        ContractError: the drafter returned a draft that breaks the contract.
-        UsageError: a prompt is empty or leaves no room in the context.
+        NumericalError: the target or the drafter produced NaN, or a q is no law; names the sequence and position.
+        ContractError: the drafter returned a draft, or the verifier a verdict, that breaks the contract.
+        UsageError: a prompt is empty or leaves no room in the context; an option that there is not.
     """
 
     def __init__(
@@ -65,14 +77,20 @@ class Decoder:
         rng: RngSource | None = None,
         stopwatch: Stopwatch | None = None,
         on_round: Callable[[RoundEvent], None] | None = None,
+        validate: str = "sampled",
     ):
+        if validate not in VALIDATE:
+            raise UsageError(f"validate is one of {', '.join(VALIDATE)}, not {validate!r}")
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.sampling, self.eos, self.max_new_tokens = sampling, frozenset(eos), max_new_tokens
         self.rng = rng if rng is not None else CounterRng(0)
         self.stopwatch = stopwatch or Stopwatch(target.device)
-        self.on_round = on_round
+        self.on_round, self.validate = on_round, validate
+        self.traits = drafter.traits(drafter.config, sampling)
+        rule = getattr(verifier, "rule", verifier)  # of compiled code, the rule that was compiled
+        self._lossless = rule.traits(rule.config).lossless
         #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
-        self.hidden_layers = drafter.traits(drafter.config, sampling).hidden_layers
+        self.hidden_layers = self.traits.hidden_layers
         b = target.batch_size
         length = drafter.context.max_length
         self.sequences = Sequences(
@@ -82,6 +100,7 @@ class Decoder:
             stream=[0] * b,
         )
         self._slots: list[_Slot | None] = [None] * b
+        self._made, self._on_error = 0, "raise"  # rounds that were started
         #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_rounds = 0
         self.target_rows = 0
@@ -96,12 +115,19 @@ class Decoder:
         prompts: Iterable[Sequence[int]],
         streams: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
+        on_error: str = "raise",
     ) -> Iterator[Response]:
         """Decode all prompts (lists of token ids); responses come as they finish, in no particular order.
 
         ``streams[i]`` is the random stream of prompt i, its position by default; ``names[i]`` is what error messages
-        call it.
+        call it. Where the numbers of one sequence cannot be right (NaN), ``on_error="raise"`` raises NumericalError at
+        once; ``"finish"`` ends that sequence with ``Response.error``, and the others go on.
         """
+        if on_error not in ON_ERROR:
+            raise UsageError(f"on_error is one of {', '.join(ON_ERROR)}, not {on_error!r}")
+        if self.occupied:
+            raise UsageError("this decoder is in the middle of other sequences; finish that run, or abandon() it")
+        self._on_error = on_error
         queue = list(prompts)
         names = [f"prompt {i}" for i in range(len(queue))] if names is None else names
         for name, prompt in zip(names, queue, strict=True):
@@ -124,11 +150,14 @@ class Decoder:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give up every sequence that is not finished: all slots are free again."""
+        """Give up every sequence that is not finished: all slots are free again, as in a new decoder."""
+        self._on_error = "raise"
+        rows = [row for row, history in enumerate(self.sequences.history) if history]
+        for row in rows:  # before anybody is told, who might raise
+            self._free(row)
         self.target.keep([0] * self.target.batch_size)
-        for row, slot in enumerate(self._slots):
-            if slot is not None:
-                self._retire(row)
+        for row in rows:
+            self._retired(row)
 
     @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0, name: str = "the prompt") -> None:
@@ -152,54 +181,134 @@ class Decoder:
         """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
         clock, seqs = self.stopwatch, self.sequences
         clock.start()
+        sampled = self.validate == "sampled" and (self._made < FIRST or not self._made % EVERY)
+        full, self._made = sampled or self.validate == "always", self._made + 1
         rng = self.rng.round(seqs.stream, [len(h) for h in seqs.history], self.target.device)
         clock.mark("rest")
-        draft = self.drafter.propose(seqs, rng)
-        clock.mark("draft")
-        scores = self._score(draft)
-        clock.mark("target")
+        drafted = self._propose(rng, full)
+        draft = drafted.trimmed(max(seqs.limit))
         judged = draft.candidates
-        verdict = self.verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
+        with self._explained(drafted):
+            scores = self._score(draft)
+            clock.mark("target")
+            verdict = self.verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
         clock.mark("verify")
 
-        accepted, emitted, nodes, depths, finite, honest, survival = self._to_host(judged, scores, verdict)
-        self._check_numbers(finite, honest)
-        self._check_depth(depths)
-        kept = [tau + 1 if slot else 0 for tau, slot in zip(accepted, self._slots, strict=True)]
-        self.target.keep(kept, self._kept_path(draft, verdict))
+        check_verdict(judged, verdict, verifier=self._verifier)
+        rows = to_host(drafted.candidates, judged, scores, verdict)
+        where = {
+            row: f"{slot.name} at position {len(seqs.history[row])}" for row, slot in enumerate(self._slots) if slot
+        }
+        failed = failures(rows, where, self._drafter)
+        if failed and self._on_error == "raise":
+            raise NumericalError(next(iter(failed.values())))
+        where = {row: place for row, place in where.items() if row not in failed}
+        check_rows(rows, where, seqs.limit, self.target.vocab_size, self._drafter, self._verifier)
+        if full:
+            self._validate_verdict(judged, scores, verdict, where)
+        for row in failed:
+            rows[row] = rows[row]._replace(tau=0, nodes=0)
+        busy = [slot is not None and row not in failed for row, slot in enumerate(self._slots)]
+        accepted, nodes = [row.tau for row in rows], [row.nodes for row in rows]
+        kept = [tau + 1 if on else 0 for tau, on in zip(accepted, busy, strict=True)]
+        self.target.keep(kept, self._kept_path(judged, verdict))
         self.batch_rounds += 1
         self.target_rows += self.occupied * (draft.width + 1)
         finished, committed = [], [[] for _ in self._slots]
         for row, slot in enumerate(self._slots):
             if slot is None:
                 continue
-            new = committed[row] = self._until_eos(emitted[row][: accepted[row] + 1])
+            if not busy[row]:  # its slot looks free from here on, and is, once the round is over
+                tokens = seqs.history[row][slot.prompt_length :]
+                finished.append(Response(slot.index, tokens, "error", slot.rounds, error=failed[row]))
+                seqs.history[row], seqs.limit[row] = [], 0
+                continue
+            new = committed[row] = self._until_eos(rows[row].tokens[: accepted[row] + 1])
             seqs.append(row, new)
             slot.wanted -= len(new)
             tau, limit = min(accepted[row], len(new)), seqs.limit[row]
-            slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival[row]))
+            survival = rows[row].survival if verdict.survival is not None else None
+            slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival))
             self._set_limit(row)
+        watch = Watch(seqs, full)
         clock.mark("rest")
         self.drafter.observe(seqs, draft, verdict, accepted, scores)
+        watch.check(self._drafter)
         clock.mark("draft")
         self.verifier.observe(accepted, nodes)
         if self.on_round is not None:
-            prompts = [slot.index if slot else None for slot in self._slots]
+            prompts = [slot.index if slot and on else None for slot, on in zip(self._slots, busy, strict=True)]
             self.on_round(RoundEvent(draft, scores, verdict, prompts, accepted, committed))
         for row, slot in enumerate(self._slots):
-            if slot is not None and (finish := self._finish(row, slot)):
+            finish = "error" if row in failed else slot and self._finish(row, slot)
+            if slot is None or not finish:
+                continue
+            if row not in failed:
                 tokens = seqs.history[row][slot.prompt_length :]
                 finished.append(Response(slot.index, tokens, finish, slot.rounds))
-                self._retire(row, finish)
+            self._free(row)
+            self._retired(row, finish)
         clock.mark("rest")
         return finished
 
     # -- pieces of a round --------------------------------------------------------------------------------
 
+    def _propose(self, rng: RoundRng, full: bool) -> Draft:
+        """The drafter's draft, checked: its form, and in a validated round all that it holds."""
+        seqs = self.sequences
+        watch = Watch(seqs, full)
+        try:
+            draft = self.drafter.propose(seqs, rng)
+        except ModelError as error:  # slots have room for traits.nodes behind the longest sequence
+            raise ContractError(
+                f"{self._drafter} could not draft: {error}; it must not go deeper than sequences.limit, nor feed more "
+                "nodes than traits.nodes and the room that it asked for"
+            ) from error
+        self.stopwatch.mark("draft")
+        watch.check(self._drafter)
+        if full:
+            self._validate_draft(draft, finite=False)
+            self.stopwatch.mark("rest")
+        else:
+            check_draft(draft, self.traits, seqs, self.target.vocab_size, drafter=self._drafter)
+        return draft
+
+    @contextmanager
+    def _explained(self, draft: Draft) -> Iterator[None]:
+        """What is raised while a draft is scored and judged may have its reason in the draft: then that is raised."""
+        try:
+            yield
+        except ContractError:
+            raise
+        except Exception:
+            self._validate_draft(draft, finite=True)
+            raise
+
+    def _validate_draft(self, draft: Draft, finite: bool) -> None:
+        validate_draft(
+            draft,
+            self.traits,
+            self.sequences,
+            self.target.vocab_size,
+            drafter=self._drafter,
+            prompts=self._prompts,
+            final_law=self.drafter.context.final_law,
+            finite=finite,
+        )
+
+    def _validate_verdict(self, draft: Draft, scores: Scores, verdict: Verdict, rows: Collection[int]) -> None:
+        validate_verdict(
+            draft,
+            verdict,
+            self.target.vocab_size,
+            verifier=self._verifier,
+            prompts=self._prompts,
+            rows=rows,
+            p=scores.p if self._lossless else None,
+        )
+
     def _score(self, draft: Draft) -> Scores:
         seqs = self.sequences
-        if draft.tokens.shape[0] != seqs.batch_size:
-            raise ContractError(f"{self._drafter} drafted {draft.tokens.shape[0]} rows for {seqs.batch_size} slots")
         root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
         tokens = torch.cat([root, draft.tokens], 1)
         if draft.is_chain:
@@ -212,42 +321,13 @@ class Decoder:
         inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
         return Scores(p, (finite | ~inside).all(1), logits, hidden)
 
-    def _to_host(
-        self, draft: Draft, scores: Scores, verdict: Verdict
-    ) -> tuple[list[int], list[list[int]], list[int], list[int], list[bool], list[bool], list[float | None]]:
-        """The round's one synchronisation: per row tau, emitted tokens, nodes, depth, sanity of target and drafter,
-        and survival."""
-        if draft.width:
-            order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
-            path = order if verdict.path is None else verdict.path.clamp(min=0)
-            along = draft.tokens.gather(1, path)
-        else:
-            along = draft.tokens
-        emitted = torch.cat([along, torch.zeros_like(verdict.token)[:, None]], 1)
-        emitted.scatter_(1, verdict.length[:, None], verdict.token[:, None])
-        depth = draft.count if draft.is_chain or not draft.width else torch.where(draft.valid, draft.depth, 0).amax(1)
-        known = verdict.survival is not None
-        survival = verdict.survival.sum(1) if verdict.survival is not None else torch.zeros_like(depth)
-        drafter_finite = torch.ones_like(scores.finite) if draft.finite is None else draft.finite
-        # float64 holds every token id exactly.
-        meta = [verdict.length, draft.count, depth, scores.finite, drafter_finite, survival]
-        host = torch.cat([torch.stack(meta, 1).double(), emitted.double()], 1).tolist()
-        return (
-            [int(r[0]) for r in host],
-            [[int(token) for token in r[6:]] for r in host],
-            [int(r[1]) for r in host],
-            [int(r[2]) for r in host],
-            [bool(r[3]) for r in host],
-            [bool(r[4]) for r in host],
-            [r[5] if known else None for r in host],
-        )
-
     def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:
         """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""
         if verdict.path is None:
             return None
         root = torch.zeros_like(verdict.token)[:, None]
-        return torch.cat([root, torch.where(verdict.path >= 0, verdict.path + 1, -1)], 1)
+        inside = verdict.path.clamp(max=draft.width - 1)  # rows whose numbers are wrong may name any node
+        return torch.cat([root, torch.where(inside >= 0, inside + 1, -1)], 1)
 
     def _until_eos(self, new: list[int]) -> list[int]:
         for i, token in enumerate(new):
@@ -274,19 +354,29 @@ class Decoder:
             room = min(room, self.target.context_length - len(self.sequences.history[row]))
         self.sequences.limit[row] = max(room - 1, 0)
 
-    def _retire(self, row: int, finish: str | None = None) -> None:
-        self.target.retire(row)
-        self.drafter.retire(row, finish)
-        self.verifier.retire(row)
+    def _free(self, row: int) -> None:
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
         self._slots[row] = None
+
+    def _retired(self, row: int, finish: str | None = None) -> None:
+        self.target.retire(row)
+        self.drafter.retire(row, finish)
+        self.verifier.retire(row)
 
     # -- checks -------------------------------------------------------------------------------------------
 
     @property
     def _drafter(self) -> str:
         return f"drafter '{getattr(self.drafter, 'name', type(self.drafter).__name__)}'"
+
+    @property
+    def _verifier(self) -> str:
+        return f"verifier '{getattr(self.verifier, 'name', type(self.verifier).__name__)}'"
+
+    @property
+    def _prompts(self) -> list[str | None]:
+        return [slot.name if slot else None for slot in self._slots]
 
     def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
         if not len(prompt):
@@ -297,22 +387,3 @@ class Decoder:
                 f"{name} has {len(prompt)} tokens, but the target's context is {room} tokens; "
                 "shorten the prompt or take a target with a longer context"
             )
-
-    def _check_numbers(self, target: list[bool], drafter: list[bool]) -> None:
-        for row, slot in enumerate(self._slots):
-            if slot is None or (target[row] and drafter[row]):
-                continue
-            who = self._drafter if target[row] else "the target"
-            position = len(self.sequences.history[row])
-            raise NumericalError(
-                f"{who} produced NaN or infinite logits for {slot.name} at position {position}; "
-                "try dtype float32, another attention implementation, or check the weights"
-            )
-
-    def _check_depth(self, depths: list[int]) -> None:
-        for row, (depth, limit) in enumerate(zip(depths, self.sequences.limit, strict=True)):
-            if self._slots[row] is not None and depth > limit:
-                raise ContractError(
-                    f"{self._drafter} drafted {depth} tokens deep in slot {row}, but sequences.limit allows {limit}; "
-                    "propose() must not exceed the limit of each row"
-                )

@@ -104,7 +104,7 @@ class TransformersLM:
 
         ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
         """
-        self.lengths[row] = 0
+        self.lengths[row], self._grown, self._tree = 0, 0, None  # an interrupted round may have left nodes
         hidden = []
         body = on_device([list(prompt[:-1])], self.device)
         for start in range(0, body.shape[1], PREFILL_CHUNK):
@@ -160,6 +160,7 @@ class TransformersLM:
 
     def retire(self, row: int) -> None:
         self.lengths[row] = 0
+        self.cache.clear(row)
         for fork in self._forks:
             fork.follow()
 

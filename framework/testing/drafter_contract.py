@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from ..certificate.certify import TOLERANCE, certify
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response, RoundEvent
+from ..contracts.rounds import Response
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..decoding.build import build_decoder
 from ..decoding.loop import Decoder
+from ..decoding.validation import validate_draft
 from ..plugins import get
-from .draft_checks import check_draft, draws
+from .draws import Counted
+from .interruptions import Interrupted, Place, interrupted
 from .settings import Setting, Toys
 
 #: Rules that look at q in different ways; those that accept a drafter's drafts are used.
@@ -78,7 +79,8 @@ class DrafterContract:
         sampling = Sampling(temperature=temperature)
         context = self.setting.context(batch_size, sampling)
         rule = self.rules(sampling)[0]
-        return build_decoder(context, self.make, rule(rule.Config()), rng=CounterRng(7), **loop)
+        options = {"rng": CounterRng(7), "validate": "always", **loop}
+        return build_decoder(context, self.make, rule(rule.Config()), **options)
 
     def decode(self, batch_size: int, temperature: float, prompts: Sequence[int] | None = None, **loop: Any) -> Any:
         """Responses by prompt; ``prompts`` are indices into the setting's."""
@@ -112,24 +114,15 @@ class DrafterContract:
                 f"no lossless rule judges '{traits.drawn}' drafts at temperature {temperature:g}"
             )
 
-    def test_every_draft_keeps_the_shapes(self) -> None:
-        """Tokens, parents, laws and limits of every draft of some dozens of rounds."""
+    def test_every_draft_keeps_the_contract(self) -> None:
+        """Tokens, parents, laws and limits of every draft of some dozens of rounds, see `validate_draft`."""
         for temperature in self.each_temperature():
-            drafts = 0
-            decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos])
-            propose = decoder.drafter.propose
-
-            def checked(sequences: Sequences, rng: Any, propose: Any = propose, loop: Decoder = decoder) -> Draft:
-                nonlocal drafts
-                draft = propose(sequences, rng)
-                self.check(draft, sequences, loop)
-                drafts += draft.width > 0
-                return draft
-
-            decoder.drafter.propose = checked  # type: ignore[method-assign]
+            widths: list[int] = []
+            watched = {"on_round": lambda event, widths=widths: widths.append(event.draft.width)}
+            decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos], **watched)
             list(decoder.run(self.setting.prompts))
             if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
-                assert drafts, "nothing was ever drafted: choose options or prompts that make it draft"
+                assert any(widths), "nothing was ever drafted: choose options or prompts that make it draft"
 
     def test_q_is_the_law_of_the_draw(self) -> None:
         """Over thousands of drafts, tokens come as often as the q that is reported for them says.
@@ -207,7 +200,7 @@ class DrafterContract:
         for limits in ([0, 0, 0], [1, 0, 2], [0, 3, 1]):
             decoder.sequences.limit[:] = limits
             draft = self._propose(decoder)
-            self.check(draft, decoder.sequences, decoder)
+            self._validate(draft, decoder)
             decoder.drafter.observe(decoder.sequences, draft, *self._rejected(decoder, draft))
 
     def test_an_end_of_sequence_inside_a_draft(self) -> None:
@@ -243,6 +236,23 @@ class DrafterContract:
                 f"reset() leaves something behind: prompt {i} has drafts of {_taus(response)} accepted tokens after a "
                 f"warm-up and {_taus(fresh[i])} without one"
             )
+
+    def test_an_interrupted_round_leaves_nothing(self) -> None:
+        """After an error in the drafter, the target or the verifier a decoder drafts as a new one."""
+        temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
+        fresh = self.decode(2, temperature, [0, 1], **short)
+        decoder = self.decoder(2, temperature, **short)
+        for place in get_args(Place):
+            with interrupted(decoder, place), pytest.raises(Interrupted):
+                list(decoder.run(prompts))
+            decoder.drafter.reset()
+            for i, response in _by_index(decoder.run(prompts)).items():
+                same = response.tokens == fresh[i].tokens and _taus(response) == _taus(fresh[i])
+                assert same, (
+                    f"an error in the {place}, in the middle of a round, leaves something behind: prompt {i} has "
+                    f"drafts of {_taus(response)} accepted tokens afterwards and {_taus(fresh[i])} in a new decoder; "
+                    "forget it in begin()"
+                )
 
     def test_retire_is_told_how_a_sequence_ended(self) -> None:
         """retire(row, finish) is called once for every sequence, and may be called for one that is given up."""
@@ -294,11 +304,11 @@ class DrafterContract:
                         f".tolist(), a mask as an index). Say asks_device = True if it must ({error})"
                     ) from error
 
-    def check(self, draft: Draft, sequences: Sequences, decoder: Decoder) -> None:
-        traits = self.drafting.traits(self.config, decoder.sampling)
-        check_draft(self.drafting.name, draft, traits, sequences, decoder.target.vocab_size)
-
     # -- pieces -----------------------------------------------------------------------------------------------
+
+    def _validate(self, draft: Draft, decoder: Decoder) -> None:
+        vocabulary, name = decoder.target.vocab_size, f"drafter '{self.drafting.name}'"
+        validate_draft(draft, decoder.traits, decoder.sequences, vocabulary, drafter=name)
 
     def _depth(self) -> int:
         """Of the deepest draft, which is what enumeration calls gamma."""
@@ -336,39 +346,15 @@ class DrafterContract:
 
     def _bias(self, sampling: Sampling) -> tuple[float, float | None]:
         """How far, in standard deviations, drawn tokens are from their q: those that count, and all that have a q."""
-        sums: dict[str, Tensor | None] = {"kept": None, "kept2": None, "all": None, "all2": None}
-        seen = 0
-
-        def count(event: RoundEvent) -> None:
-            nonlocal seen
-            if event.draft.q is None:
-                return
-            busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
-            tokens, law, valid = draws(event.draft.candidates)
-            off = (torch.zeros_like(law).scatter_(2, tokens[..., None], 1.0) - law).double()
-            for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
-                here = off * counts[..., None]
-                sums[name] = _add(sums[name], here.sum(0))
-                sums[f"{name}2"] = _add(sums[f"{name}2"], here.square().sum(0))
-            seen += int(busy.sum())
-
+        counted = Counted()
         rule = self.rules(sampling)[0]
         context = self.setting.context(ROWS, sampling)
-        decoder = build_decoder(context, self.make, rule(rule.Config()), on_round=count, max_new_tokens=96)
+        decoder = build_decoder(context, self.make, rule(rule.Config()), on_round=counted, max_new_tokens=96)
         prompts = [self.setting.prompts[i % len(self.setting.prompts)] for i in range(self.setting.drafts)]
         for _ in decoder.run(prompts):
-            if seen >= self.setting.drafts or sums["kept"] is None:
+            if counted.drafts >= self.setting.drafts or not counted.drafts:
                 break
-        if sums["kept"] is None:
-            return 0.0, None
-
-        def far(name: str) -> float:
-            total, squares = sums[name], sums[f"{name}2"]
-            assert total is not None and squares is not None
-            deviation = squares.sqrt().clamp(min=5.0)  # of a sum of independent terms; few terms say little
-            return float((total.abs() / deviation).max())
-
-        return far("kept"), far("all")
+        return (counted.far("kept"), counted.far("all")) if counted.drafts else (0.0, None)
 
 
 def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, Response]:
@@ -378,13 +364,3 @@ def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, R
 
 def _taus(response: Response) -> list[int]:
     return [r.tau for r in response.rounds]
-
-
-def _add(total: Tensor | None, here: Tensor) -> Tensor:
-    """The sum of tables of ``[N, V]`` whose N may differ."""
-    if total is None:
-        return here
-    long, short = (total, here) if len(total) >= len(here) else (here, total)
-    out = long.clone()
-    out[: len(short)] += short
-    return out

@@ -20,6 +20,7 @@ from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..decoding.build import build_decoder
+from ..decoding.validation import validate_verdict
 from ..plugins import get
 from .settings import Toys
 
@@ -118,11 +119,13 @@ class VerifierContract:
                         f"from the target's law (total variation, toy {toy.name}). Declare lossless=False, or mend it"
                     )
 
-    def test_verdicts_keep_the_shapes(self) -> None:
-        """tau within the draft, a path that goes down from the root, tokens of the vocabulary."""
+    def test_verdicts_keep_the_contract(self) -> None:
+        """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
         for label, draft, p, numbers, streams, position in self.recorded():
             verdict = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
-            self._check_verdict(label, draft, p, verdict)
+            said = p if self.traits.lossless else None
+            name = f"on '{label}' drafts, verifier '{self.rule.name}'"
+            validate_verdict(draft, verdict, p.shape[2], verifier=name, p=said)
 
     def test_rows_do_not_share_state(self) -> None:
         """A row is judged alone as in a batch: with the same numbers to the same verdict."""
@@ -195,30 +198,6 @@ class VerifierContract:
                 assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
 
     # -- pieces -----------------------------------------------------------------------------------------------
-
-    def _check_verdict(self, label: str, draft: Draft, p: Tensor, verdict: Verdict) -> None:
-        name, where = self.rule.name, f"on '{label}' drafts"
-        for field in ("length", "token"):
-            shape = tuple(getattr(verdict, field).shape)
-            assert shape == (ROWS,), f"'{name}': verdict.{field} has shape {shape}, not [B] = {(ROWS,)}: a shape is off"
-            assert getattr(verdict, field).dtype == torch.long, f"'{name}': verdict.{field} must be int64"
-        assert bool(((verdict.token >= 0) & (verdict.token < p.shape[2])).all()), (
-            f"'{name}' emits a token outside of the vocabulary {where}"
-        )
-        deepest = torch.where(draft.valid, draft.depth, 0).amax(1) if draft.width else torch.zeros(ROWS)
-        assert bool(((verdict.length >= 0) & (verdict.length <= deepest)).all()), (
-            f"'{name}' accepts {verdict.length.tolist()} tokens of drafts {deepest.tolist()} deep {where}"
-        )
-        if verdict.path is None:
-            assert draft.is_chain or not draft.width, f"'{name}': a tree's verdict needs a path {where}"
-            return
-        for row in range(ROWS):
-            tau = int(verdict.length[row])
-            path = verdict.path[row, :tau].tolist()
-            parents = [int(draft.parents[row, node]) for node in path]
-            assert parents == [-1, *path][:tau] and bool(draft.valid[row, path].all()), (
-                f"'{name}': the path {path} of row {row} does not go down from the root, node by node, {where}"
-            )
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import torch
 import transformers
 from oracle_trees import drafter_class, verifier_class
 
+from crossdraft import DraftModel
 from crossdraft.framework.certificate.tablelm import TableLM, Toy, ToyContext
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
@@ -75,8 +76,56 @@ def test_a_draft_beyond_the_limit_breaks_the_contract(toys: dict[str, Toy], tree
         sampling=Sampling(temperature=0),
         max_new_tokens=4,
     )
-    with pytest.raises(ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep in slot 0, but .* allows 3"):
+    with pytest.raises(ContractError, match=r"drafter 'too-deep' drafted 5 tokens deep, but .* allows 3, in slot 0"):
         list(loop.run([[2], [2]]))
+
+
+class FeedsTooMuch(Drafter):
+    """Grows its own model beyond what the slots were made for."""
+
+    name = "feeds-too-much"
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.model = DraftModel(context.load_lm("m"))
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Any) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=True, nodes=5)
+
+    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+        self.model.begin(row, prompt)
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        logits = self.model.root(sequences)
+        while True:
+            logits = self.model.grow(logits.argmax(-1)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("validate", ["always", "never"])
+@pytest.mark.parametrize(
+    "drafter, options, sentence",
+    [
+        (TooDeep, {"tree": False}, "drafter 'too-deep' drafted 5 tokens deep, but sequences.limit allows 3, in slot 0"),
+        (TooDeep, {"tree": True}, "drafter 'too-deep' drafted 5 tokens deep, but sequences.limit allows 3, in slot 0"),
+        (FeedsTooMuch, {}, "drafter 'feeds-too-much' could not draft: .* exceed max_length 7; it must not go deeper"),
+    ],
+    ids=["chain", "tree", "own model"],
+)
+def test_who_drafts_beyond_the_slots_is_named(
+    tiny_model: Callable, decoder: Callable, drafter: Any, options: Any, sentence: str, validate: str
+) -> None:
+    """Not the target, whose slots are full, and not by the number of tokens in them."""
+    made = {
+        "batch_size": 2,
+        "max_new_tokens": 4,
+        "max_length": 7,
+        "drafting": tiny_model("llama"),
+        "validate": validate,
+    }
+    loop = decoder(tiny_model("llama"), drafter, options, verifier_class("greedy"), **made)
+    with pytest.raises(ContractError, match=f"^{sentence}"):
+        list(loop.run([[2, 3, 4], [2, 3]]))
 
 
 def test_a_draft_of_the_wrong_batch_breaks_the_contract(toys: dict[str, Toy]) -> None:

@@ -1,0 +1,63 @@
+"""Drawn tokens, counted against the law that is reported for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..contracts.draft import Draft, take_rows
+from ..contracts.rounds import RoundEvent
+
+
+class Counted:
+    """How often tokens were drawn and how often q says they would be, over rounds: an ``on_round``.
+
+    Attributes:
+        drafts: rows of drafts that had a q.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def __call__(self, event: RoundEvent) -> None:
+        if event.draft.q is None:
+            return
+        busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
+        tokens, law, valid = draws(event.draft.candidates)
+        off = (torch.zeros_like(law).scatter_(2, tokens[..., None], 1.0) - law).double()
+        for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
+            here = off * counts[..., None]
+            for key, terms in ((name, here.sum(0)), (f"{name}2", here.square().sum(0))):
+                self._sums[key] = _add(self._sums[key], terms) if key in self._sums else terms
+        self.drafts += int(busy.sum())
+
+    def far(self, name: Literal["kept", "all"]) -> float:
+        """How many standard deviations a token is off: of those that count, or of all that were drawn."""
+        # Of a sum of independent terms; few terms say little.
+        return float((self._sums[name].abs() / self._sums[f"{name}2"].sqrt().clamp(min=5.0)).max())
+
+
+def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+    """What was drawn: tokens ``[B, E]``, their laws ``[B, E, V]``, and which of them count ``[B, E]``.
+
+    That is the nodes; of independent sequences, which share nodes where they agree, the tokens of every sequence.
+    """
+    assert draft.q is not None
+    law = torch.arange(draft.width).expand_as(draft.tokens) if draft.law is None else draft.law
+    tokens, valid = draft.tokens, draft.valid
+    if draft.sequences is not None:
+        entry = draft.sequences.transpose(1, 2).flatten(1)
+        valid, entry = entry >= 0, entry.clamp(min=0)
+        tokens, law = tokens.gather(1, entry), law.gather(1, entry)
+    return tokens, take_rows(draft.q, law), valid
+
+
+def _add(total: Tensor, here: Tensor) -> Tensor:
+    """The sum of tables of ``[N, V]`` whose N may differ."""
+    long, short = (total, here) if len(total) >= len(here) else (here, total)
+    out = long.clone()
+    out[: len(short)] += short
+    return out
