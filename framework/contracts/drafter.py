@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
 from .errors import ModelError
 from .lm import LM
 from .models import Checkpoint, LoadedModel
+from .options import Options
 from .rng import RoundRng
 from .sampling import Sampling
 
@@ -27,10 +27,8 @@ from .sampling import Sampling
 Runner = Callable[..., tuple[Tensor | None, ...]]
 
 
-class StrategyConfig(BaseModel):
+class StrategyConfig(Options):
     """Base of every drafter's and verifier's ``Config``: a misspelt key is an error, not a silent default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True)
