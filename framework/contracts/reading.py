@@ -1,7 +1,7 @@
 """Reading files that somebody else wrote: whatever is wrong with one becomes a sentence with the file and the line.
 
-Nothing here waits, and nothing is read that is larger than it may be: a directory, a device or a pipe is refused by what
-the file system says of it, a file by its size.
+Nothing here waits, and nothing is read that is larger than it may be: a directory, a device or a pipe is refused by
+what the file system says of it, a file by its size.
 """
 
 from __future__ import annotations

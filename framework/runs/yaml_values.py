@@ -1,8 +1,8 @@
 """From YAML to plain values, within bounds: what recipes, ``--set`` and other files for people are read with.
 
-A parser's events are put together here, without recursion, so that nothing is built that is nested too deeply or holds too
-many values, copies behind aliases counted. Only texts, numbers, truth values, null, lists and mappings from texts are
-values: a tag for anything else is refused, and a date is the text that it is. Numbers are finite.
+A parser's events are put together here, without recursion, so that nothing is built that is nested too deeply or holds
+too many values, copies behind aliases counted. Only texts, numbers, truth values, null, lists and mappings from texts
+are values: a tag for anything else is refused, and a date is the text that it is. Numbers are finite.
 """
 
 from __future__ import annotations
