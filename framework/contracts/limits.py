@@ -34,7 +34,7 @@ MOST_SIBLINGS = Limit(256, "every one of them is a row of the drafter's own pass
 # -- a run -----------------------------------------------------------------------------------------------------
 
 MOST_CELLS = Limit(10_000, "each of them is measured on every prompt")
-MOST_EXCLUDED = Limit(1000, "every cell is compared with each of them")
+MOST_EXCLUDED = Limit(200, "every cell is compared with each of them")
 MOST_ROWS = Limit(65_536, "every row of a batch has a cache of its own")
 MOST_TOKENS = Limit(2**20, "every token of every row has its place in the cache")
 MOST_PROMPTS = Limit(200_000, "every cell answers each of them")

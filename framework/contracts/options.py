@@ -6,6 +6,7 @@ which Python takes for 1.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -34,8 +35,9 @@ class Options(BaseModel):
         return {key: _marked(value) if _numeric(cls, key) else value for key, value in given.items()}
 
 
-def _numeric(cls: type[BaseModel], key: Any) -> bool:
-    field = cls.model_fields.get(key) if isinstance(key, str) else None
+@lru_cache(maxsize=4096)
+def _numeric(cls: type[BaseModel], key: str) -> bool:
+    field = cls.model_fields.get(key)
     kinds = _kinds(field.annotation) if field is not None else set()
     return bool not in kinds and bool(kinds & {int, float})
 
