@@ -34,10 +34,11 @@ MOST_SIBLINGS = Limit(256, "every one of them is a row of the drafter's own pass
 # -- a run -----------------------------------------------------------------------------------------------------
 
 MOST_CELLS = Limit(10_000, "each of them is measured on every prompt")
+MOST_LISTED = Limit(1000, "every drafter meets every verifier")
 MOST_EXCLUDED = Limit(200, "every cell is compared with each of them")
 MOST_ROWS = Limit(65_536, "every row of a batch has a cache of its own")
 MOST_TOKENS = Limit(2**20, "every token of every row has its place in the cache")
-MOST_PROMPTS = Limit(200_000, "every cell answers each of them")
+MOST_PROMPTS = Limit(50_000, "every cell answers each of them")
 MOST_SEED = Limit(2**64 - 1, "the random numbers are keyed by 64 bits")
 MOST_REPEATS = Limit(1000, "each is a pass at every point")
 MOST_POINTS = Limit(10_000, "each of them is measured")

@@ -97,7 +97,7 @@ def read_lines(path: Path, most: Limit, line: Limit, *, what: str = "") -> Itera
                 number += 1
                 if reason := line.refusal(data):
                     raise UsageError(f"{about}:{number}: the line is too long (in bytes, {reason})")
-                yield number, _decoded(data, about, UsageError, number)
+                yield number, _decoded(data.rstrip(b"\r\n"), about, UsageError, number)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {about}: {_reason(error)}") from None
 

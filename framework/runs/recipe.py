@@ -35,7 +35,7 @@ from pydantic import (
 
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError, quoted
-from ..contracts.limits import MOST_EXCLUDED, MOST_NAME, MOST_PROMPTS, MOST_ROWS, MOST_SEED, MOST_TOKENS
+from ..contracts.limits import MOST_EXCLUDED, MOST_LISTED, MOST_NAME, MOST_PROMPTS, MOST_ROWS, MOST_SEED, MOST_TOKENS
 from ..contracts.options import Options
 from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
@@ -183,8 +183,8 @@ class Recipe(Options):
     trust_remote_code: bool = False
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
-    drafters: list[Strategy] = Field(min_length=1)
-    verifiers: list[Strategy] = Field(min_length=1)
+    drafters: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
+    verifiers: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
     matrix: dict[str, list[Any]] = Field(default={})
     exclude: list[dict[str, Any]] = Field(
         default=[], max_length=MOST_EXCLUDED, description="leave out what matches an entry"

@@ -213,8 +213,10 @@ def _sentence(
         message = "should be a name, or a mapping of keys to values"
     elif kind == "too_short":
         message = f"needs at least {problem['ctx']['min_length']} entry"
-    elif kind in ("too_long", "string_too_long"):
-        message = f"is too long; the most is {problem['ctx']['max_length']}"
+    elif kind == "too_long":
+        message = f"has {problem['ctx']['actual_length']} entries; the most is {problem['ctx']['max_length']}"
+    elif kind == "string_too_long":
+        message = f"has {len(problem['input'])} characters; the most is {problem['ctx']['max_length']}"
     elif kind == "less_than_equal" and (why := _why(models.get(parent), key)):
         message += f" ({why})"
     shown = "" if kind in ("value_error", "too_short", "too_long") else f", not {quoted(problem['input'])}"
