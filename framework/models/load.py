@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.errors import ModelError
+from ..contracts.errors import CrossdraftError, ModelError, first_line, quoted
 from ..contracts.models import LoadedModel, ResolvedModel
+from .configs import read_config
 from .device import pick_device, pick_dtype
 from .digests import weights_sha256
-from .resolve import first_line, listed, resolve
-from .shared_embedding import adopt_embedding, shared_embedding_of
+from .resolve import listed, resolve
+from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,9 @@ def load_transformers(
     place: torch.device = shares.device if device == "auto" and shares is not None else pick_device(device)
     precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
     shared = shared_embedding_of(found.path)
+    if shared is not None and share_with is None:
+        check_owner(name, found.path)
+    read_config(found.path)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
     with _explained(name), _quiet(shared is not None):
@@ -119,7 +123,7 @@ def load_transformers(
         name=name,
         source=found.source,
         sha256=weights_sha256(found.path),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=_eos_token_ids(name, model, tokenizer),
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
     )
 
@@ -147,22 +151,25 @@ def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[s
     return owner.tokenizer
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _eos_token_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     found: set[int] = set()
     for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+        for one in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
+            if type(one) is not int or one < 0:
+                raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
+            found.add(one)
     return tuple(sorted(found))
 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn what transformers and safetensors raise about a bad directory into one sentence."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (CrossdraftError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # code of the model's own may raise anything, SystemExit too
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
