@@ -66,9 +66,13 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, after the name of its class if it is not one of ours."""
+    """The first line of what an error says, after the name of its class if it is not one of ours.
+
+    And the second, if the first one announces it with a colon.
+    """
     try:
-        text = str(error).strip().partition("\n")[0]
+        text, _, rest = str(error).strip().partition("\n")
+        text += f" {rest.strip().partition(chr(10))[0]}" if text.endswith(":") else ""
     except Exception:  # its own __str__ fails
         text = ""
     if isinstance(error, CrossdraftError):
