@@ -259,10 +259,8 @@ class Roofline:
         """
         found = sum(self.parts(batch_size, width, context).values())
         if not 0 < found < math.inf:
-            raise UsageError(
-                f"{self.shape.name} on {self.accelerator.name} comes to {found} seconds a pass, which is no time; check "
-                "the numbers of both"
-            )
+            what = f"a pass of {self.shape.name} on {self.accelerator.name}"
+            raise UsageError(f"{what} comes to {found} seconds, which is no time; check the numbers of both")
         return found
 
     def parts(self, batch_size: float, width: float, context: float) -> dict[str, float]:
