@@ -285,7 +285,7 @@ class _Expansion:
         """That `name` can be a model; whether it can be had is known only when it is loaded."""
         known = plugins.entries("models")
         try:
-            if name in known or kind_of(name):
+            if name in known or (name and kind_of(name)):
                 return
         except UsageError as error:
             raise self.places.error(path, str(error)) from None

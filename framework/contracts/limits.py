@@ -53,7 +53,7 @@ MOST_WIDTH = Limit(2**24, "it is the side of a matrix")
 # -- a file ----------------------------------------------------------------------------------------------------
 
 MOST_NESTING = Limit(64, "what reads it goes down level by level")
-MOST_VALUES = Limit(50_000, "each of them is checked")
+MOST_VALUES = Limit(30_000, "each of them is checked")
 MOST_DIGITS = Limit(40, "no key takes a number that long")
 MOST_NAME = Limit(200, "tables and directories are to show it")
 RECIPE_BYTES = Limit(2**20, "a recipe is read whole")

@@ -34,7 +34,7 @@ from pydantic import (
 )
 
 from .. import plugins
-from ..contracts.errors import UnknownNameError, UsageError, quoted
+from ..contracts.errors import UnknownNameError, UsageError, printable, quoted
 from ..contracts.limits import MOST_EXCLUDED, MOST_LISTED, MOST_NAME, MOST_PROMPTS, MOST_ROWS, MOST_SEED, MOST_TOKENS
 from ..contracts.options import Options
 from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
@@ -249,7 +249,7 @@ def _find(name: str) -> Path:
     if path.suffix in (".yaml", ".yml", ".json") or kind == "directory":
         what = "is a directory" if kind else "does not exist"
         names = ", ".join(sorted(known)) or "none"
-        raise UsageError(f"the recipe file {name} {what}; recipes by name: {names}")
+        raise UsageError(f"the recipe file {printable(name)} {what}; recipes by name: {names}")
     raise UnknownNameError.among("recipe", name, known, "Or give the path of a YAML file.")
 
 
