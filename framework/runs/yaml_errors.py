@@ -94,7 +94,7 @@ def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] |
         parts = key.split(".")
         if reason := MOST_NESTING.refusal(parts):
             raise UsageError(f"{place}: the key has {len(parts)} parts; {reason}")
-        places.put(_set(data, parts, value, place), place)
+        places.put(_set(data, parts, value, place, places), place)
 
 
 def _given(key: str, value: Any) -> tuple[str, Any, str]:
@@ -124,7 +124,7 @@ def _short(setting: str) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-def _set(data: Any, parts: list[str], value: Any, place: str) -> KeyPath:
+def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) -> KeyPath:
     """Walk to the parent of the last part, making mappings on the way, and set it; a bare name becomes a mapping.
 
     Returns the path: parts that are positions in lists as numbers.
@@ -146,8 +146,11 @@ def _set(data: Any, parts: list[str], value: Any, place: str) -> KeyPath:
             holder[step] = value
             break
         child = holder.get(step) if isinstance(data, dict) else holder[step]
-        if child is None or isinstance(child, str):
-            child = {} if child is None else {"name": child}
+        if child is None:
+            child = {}
+            places.put(path, place)
+        elif isinstance(child, str):
+            child = {"name": child}
         holder[step] = data = child
     return path
 
