@@ -233,10 +233,9 @@ class _Expansion:
         try:
             with plugins.guarded(side.kind, side.strategy.name, "its Config, written as JSON and read again,", ()):
                 plain = config.model_dump(mode="json")
-                text = json.dumps(plain, allow_nan=False, sort_keys=True)
-                again = json.dumps(type(config)(**json.loads(text)).model_dump(mode="json"), sort_keys=True)
-                if again != text:
-                    raise ValueError(f"it becomes {again} from {text}")
+                again = type(config)(**json.loads(json.dumps(plain, allow_nan=False)))
+                if again != config:
+                    raise ValueError(f"{config} becomes {again}")
         except ContractError as error:
             raise self.places.error(side.path, str(error), ContractError) from error.__cause__
         return plain
