@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .framework.contracts.hookspecs import Register, hookimpl
+    from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.contracts.lm import LM
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
     from .framework.contracts.rng import RoundRng
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LM",
+    "MOST_LEVELS",
+    "MOST_NODES",
+    "MOST_SIBLINGS",
     "Backend",
     "Checkpoint",
     "ContractError",
@@ -49,6 +53,7 @@ __all__ = [
     "DraftTraits",
     "Drafter",
     "Drawn",
+    "Limit",
     "LoadedModel",
     "ModelError",
     "ModelSource",
@@ -87,6 +92,9 @@ __all__ = [
 #: Where each public name is defined.
 _HOME = {
     "LM": ".framework.contracts.lm",
+    "MOST_LEVELS": ".framework.contracts.limits",
+    "MOST_NODES": ".framework.contracts.limits",
+    "MOST_SIBLINGS": ".framework.contracts.limits",
     "Backend": ".framework.contracts.models",
     "Checkpoint": ".framework.contracts.models",
     "ContractError": ".framework.contracts.errors",
@@ -97,6 +105,7 @@ _HOME = {
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
     "Drawn": ".framework.contracts.draft",
+    "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",

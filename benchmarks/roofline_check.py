@@ -25,9 +25,10 @@ from statistics import median
 
 from tabulate import tabulate
 
+from crossdraft.framework.cost.accelerators import accelerator
 from crossdraft.framework.cost.curve import Curve
 from crossdraft.framework.cost.prediction import CellStatistics, predict
-from crossdraft.framework.cost.roofline import EFFICIENCY, Roofline, Shape, accelerator
+from crossdraft.framework.cost.roofline import EFFICIENCY, Roofline, Shape
 
 #: Tokens a row holds: none of the publications says; MT-bench and short answers come to a few hundred.
 CONTEXT = 512

@@ -2,22 +2,27 @@
 
 Plug-ins are found through the entry-point group ``crossdraft``; the built-in drafters and verifiers use the
 same door. A plug-in that fails to import or to register is recorded in `broken` and skipped with a warning:
-somebody else's mistake never stops a run that does not need it. Nothing here imports PyTorch, and looking at
-`entries` imports no drafter: only `get` does.
+somebody else's mistake never stops a run that does not need it. Whatever else of a plug-in is called is called inside
+`guarded`. Nothing here imports PyTorch, and looking at `entries` imports no drafter: only `get` does.
 """
 
 import importlib
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
 from .contracts import hookspecs
-from .contracts.errors import ContractError, CrossdraftError, UnknownNameError
+from .contracts.errors import ContractError, CrossdraftError, UnknownNameError, first_line, quoted
+from .contracts.limits import MOST_NAME
+from .contracts.reading import UNPRINTABLE, flaw
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ class Manager(pluggy.PluginManager):
             self.check_pending()
             if not self.get_hookcallers(plugin):
                 raise ContractError("it implements no hook; mark its functions with @hookimpl")
-        except Exception:
+        except BaseException:
             if not known and self.is_registered(plugin):
                 self.unregister(plugin)
             raise
@@ -78,14 +83,31 @@ class Manager(pluggy.PluginManager):
 
     def load_entry_points(self) -> None:
         """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
-        found = [(*_distribution(point), point) for point in entry_points(group="crossdraft")]
+        found = [(*_distribution(point), point) for point in self._entry_points()]
         for distribution, version, point in sorted(found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
             name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
             try:
-                self.register(point.load(), name)
+                with redirect_stdout(sys.stderr):
+                    self.register(point.load(), name)
                 self.providers[name] = provider
-            except Exception as error:  # whatever a third party's module may raise
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever a third party's module may raise, SystemExit too
                 self.broken_plugins.append(_skipped(f"{provider}, {point.value}", error))
+
+    def _entry_points(self) -> list[EntryPoint]:
+        try:
+            return list(entry_points(group="crossdraft"))
+        except Exception:  # one distribution with damaged metadata would cost all the others
+            return [point for found in distributions() for point in self._of_distribution(found)]
+
+    def _of_distribution(self, distribution: Any) -> list[EntryPoint]:
+        try:
+            return list(distribution.entry_points.select(group="crossdraft"))
+        except Exception as error:
+            where = getattr(distribution, "_path", "a distribution")
+            self.broken_plugins.append(_skipped(f"the entry points of {where}", error))
+            return []
 
     def collected(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
         """All names by kind, and what is broken; collected once, until a plug-in comes or goes."""
@@ -100,8 +122,11 @@ class Manager(pluggy.PluginManager):
             provider = self.providers.get(plugin_name, f"{plugin_name} (in this process)")
             try:
                 # All the hooks of one plug-in, then its names: it is in, or it is out.
-                registered = [(kind, entry) for kind in KINDS for entry in self._ask(plugin, kind, provider)]
-            except Exception as error:
+                with redirect_stdout(sys.stderr):
+                    registered = [(kind, entry) for kind in KINDS for entry in self._ask(plugin, kind, provider)]
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 broken.append(_skipped(provider, error))
                 continue
             for kind, entry in registered:
@@ -116,10 +141,14 @@ class Manager(pluggy.PluginManager):
         found: list[Entry] = []
 
         def register(name: str, reference: Any, summary: str = "") -> None:
-            if not isinstance(name, str) or not name or name != name.strip():
-                raise ContractError(f"{name!r} is not a name for one of its {kind}")
+            if not isinstance(name, str) or not name or name != name.strip() or flaw(name, UNPRINTABLE):
+                raise ContractError(f"{quoted(name)} is not a name for one of its {kind}")
+            if reason := MOST_NAME.refusal(name):
+                raise ContractError(f"{quoted(name)} is too long a name for one of its {kind}; {reason}")
             if isinstance(reference, str) and not all(reference.partition(":")):
-                raise ContractError(f"the reference of {name!r}, {reference!r}, is not 'module:object'")
+                raise ContractError(f"the reference of {name!r}, {quoted(reference)}, is not 'module:object'")
+            if not isinstance(summary, str) or flaw(summary, UNPRINTABLE):
+                raise ContractError(f"the summary of {name!r}, {quoted(summary)}, is not a line of text")
             found.append(Entry(name, reference, summary, provider))
 
         for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
@@ -158,13 +187,52 @@ def get(kind: str, name: str) -> Any:
     if name not in known:
         raise UnknownNameError.among(_singular(kind), name, known)
     entry = known[name]
-    try:
+    with guarded(kind, name, passing=()):
         found = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
         _check(kind, name, found)
-    except Exception as error:
-        raise ContractError(
-            f"the {_singular(kind)} {name!r} of {entry.provider} is unusable: {_sentence(error)}"
-        ) from error
+    return found
+
+
+@contextmanager
+def guarded(
+    kind: str, name: str, doing: str = "", passing: tuple[type[BaseException], ...] = (CrossdraftError,)
+) -> Iterator[None]:
+    """Run code of the plug-in that provides ``name``: what it raises becomes a ContractError that names it.
+
+    SystemExit does, too; only what the user breaks off (KeyboardInterrupt) and what is ``passing`` goes on. What the
+    code prints goes to standard error: standard output is the command's.
+
+    Args:
+        doing: what is called, for the sentence: "traits()".
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (KeyboardInterrupt, *passing):
+        raise
+    except BaseException as error:
+        raise unusable(kind, name, f"{doing} raised {first_line(error)}" if doing else first_line(error)) from error
+
+
+def unusable(kind: str, name: str, why: str) -> ContractError:
+    """The error to raise for something registered that does not keep its contract."""
+    entry = entries(kind).get(name)
+    provider = f" of {entry.provider}" if entry is not None else ""
+    return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
+
+
+def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
+    """What a drafter's or verifier's ``traits`` say. Raises ContractError for traits that raise or are nonsense."""
+    from .contracts.drafter import DraftTraits
+    from .contracts.verifier import VerifierTraits
+
+    with guarded(kind, cls.name, "traits()"):
+        found = cls.traits(config, *sampling)
+    expected: Any = DraftTraits if kind == "drafters" else VerifierTraits
+    if not isinstance(found, expected):
+        raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(found)}")
+    if problem := found.problem():
+        raise unusable(kind, cls.name, f"traits() say {problem}")
     return found
 
 
@@ -172,9 +240,12 @@ def notify(hook: str, **arguments: Any) -> None:
     """Tell every plug-in that implements the notification `hook`; one that raises is logged, not fatal."""
     for implementation in getattr(manager().hook, hook).get_hookimpls():
         try:
-            implementation.function(*[arguments[argument] for argument in implementation.argnames])
-        except Exception as error:
-            logger.warning("crossdraft: %s of %s: %s", hook, implementation.plugin_name, _sentence(error))
+            with redirect_stdout(sys.stderr):
+                implementation.function(*[arguments[argument] for argument in implementation.argnames])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            logger.warning("crossdraft: %s of %s: %s", hook, implementation.plugin_name, first_line(error))
 
 
 def _import(reference: str) -> Any:
@@ -211,22 +282,23 @@ def _check_class(kind: str, name: str, found: Any) -> None:
         raise ContractError(f"{found!r} is not a subclass of crossdraft.{base.__name__}")
     if missing := sorted(found.__abstractmethods__):
         raise ContractError(f"{found.__name__} does not define {', '.join(missing)}")
-    if kind in ("drafters", "verifiers") and not callable(getattr(found, "traits", None)):
-        raise ContractError(f"{found.__name__}.traits must be a classmethod that returns the traits for a config")
+    if kind in ("drafters", "verifiers"):
+        from .contracts.drafter import StrategyConfig
+
+        if not callable(getattr(found, "traits", None)):
+            raise ContractError(f"{found.__name__}.traits must be a classmethod that returns the traits for a config")
+        config: Any = getattr(found, "Config", None)
+        if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
+            raise ContractError(f"{found.__name__}.Config is {quoted(config)}, no crossdraft.StrategyConfig")
     own = getattr(found, "name", None)
     if own != name:
         raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")
 
 
-def _skipped(provider: str, error: Exception) -> Broken:
-    found = Broken(provider, _sentence(error))
+def _skipped(provider: str, error: BaseException) -> Broken:
+    found = Broken(provider, first_line(error))
     logger.warning("crossdraft: skipped a plug-in (%s): %s", found.provider, found.error)
     return found
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"
 
 
 def _singular(kind: str) -> str:
@@ -235,4 +307,4 @@ def _singular(kind: str) -> str:
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
     found = entry_point.dist
-    return (found.name, found.version) if found else ("unknown distribution", "")
+    return (str(found.name), str(found.version)) if found else ("unknown distribution", "")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Drawn, on_device
+from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 
@@ -23,8 +24,6 @@ from ...framework.contracts.sampling import Sampling
 Expand = Callable[[Tensor, Tensor], Tensor]
 #: Nodes as lists of the sibling ranks that lead to them.
 Choices = tuple[tuple[int, ...], ...]
-#: Most nodes of a tree that is drafted.
-MOST_NODES = 4096
 #: How the children of one node are chosen.
 Siblings = Literal["without-replacement", "top-k", "greedy"]
 DRAWN: dict[str, Drawn] = {
@@ -58,10 +57,12 @@ class Shape:
         """Every node of level i has ``children[i]`` children: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
 
         Raises:
-            ValueError: a number below 1, or more nodes than `MOST_NODES`.
+            ValueError: a number below 1, or a tree larger than `contracts.limits` allow.
         """
-        if any(count < 1 for count in children):
-            raise ValueError(f"branching must hold positive numbers, got {list(children)}")
+        check_most(MOST_LEVELS, len(children), "levels")
+        if min(children, default=1) < 1:
+            raise ValueError(f"branching must hold positive numbers, got {list(children)!r:.80}")
+        check_most(MOST_SIBLINGS, max(children, default=0), "children of a node")
         check_size(sum(accumulate(children, mul)))  # before anything is built
         parents, ranks, width = [], [], 1
         for count in children:
@@ -75,10 +76,12 @@ class Shape:
         """Medusa's choice lists (T. Cai et al. 2024): a node is the list of ranks that lead to it.
 
         Raises:
-            ValueError: a list is empty or given twice, its parent is missing, or (``contiguous``) a rank is; or there
-                are more than `MOST_NODES`.
+            ValueError: a list is empty or given twice, its parent is missing, or (``contiguous``) a rank is; or the
+                tree is larger than `contracts.limits` allow.
         """
         check_size(len(paths))
+        check_most(MOST_LEVELS, max(map(len, paths), default=0), "levels")
+        check_most(MOST_SIBLINGS, max((rank + 1 for path in paths for rank in path), default=0), "ranks of siblings")
         wanted = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         if len(wanted) != len(paths) or any(not path or min(path) < 0 for path in wanted):
             raise ValueError("choices must be distinct lists of ranks, each of at least one rank, counted from 0")
@@ -115,8 +118,14 @@ def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, cont
 
 def check_size(nodes: int) -> None:
     """Raise ValueError for a draft that is too large to be meant."""
-    if nodes > MOST_NODES:
-        raise ValueError(f"the draft has {nodes} nodes; the most is {MOST_NODES}")
+    check_most(MOST_NODES, nodes, "nodes")
+
+
+def check_most(limit: Limit, n: int, what: str) -> None:
+    """Raise ValueError for a draft with more of something than there may be."""
+    if reason := limit.refusal(n):
+        count = n if n < 10**12 else "more than 10^12"
+        raise ValueError(f"the draft has {count} {what}; {reason}")
 
 
 def check_candidates(depth: int, top_k: int, nodes: int) -> None:
@@ -125,6 +134,7 @@ def check_candidates(depth: int, top_k: int, nodes: int) -> None:
     if nodes > candidates:
         raise ValueError(f"depth {depth} and top_k {top_k} give {candidates} nodes, not {nodes}")
     check_size(nodes)
+    check_most(MOST_NODES, (depth - 1) * top_k, "expanded nodes")
 
 
 def dynamic_room(depth: int, top_k: int, nodes: int) -> int:

@@ -54,10 +54,10 @@ def is_eagle3(tensors: Mapping[str, Tensor]) -> bool:
     return "layers.0.hidden_norm.weight" in tensors
 
 
-def count_layers(tensors: Mapping[str, Tensor]) -> int:
+def count_layers(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> int:
     """Decoder layers, counted by key; 1 at least, so that what is missing is named."""
-    indices = {int(found[1]) for key in tensors if (found := re.match(r"layers\.(\d+)\.", key))}
-    return max(indices, default=0) + 1
+    found = ((re.match(r"layers\.(\d+)\.", key), key) for key in tensors)
+    return max((checkpoint.number(match[1], key) for match, key in found if match), default=0) + 1
 
 
 def biased(tensors: Mapping[str, Tensor]) -> frozenset[str]:
@@ -76,18 +76,34 @@ def layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     raw = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    if not isinstance(raw, dict):
+        raise checkpoint.refused(f"transformer_layer_config is {raw!r:.80} in config.json; it is a mapping")
     lacking = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if not raw.get(key)]
     if lacking:
         raise checkpoint.refused(f"config.json lacks {', '.join(lacking)}")
     known = {key: raw[key] for key in _LAYER_KEYS if raw.get(key) is not None}
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise checkpoint.refused(f"rope_scaling is {rope!r:.80} in config.json; it is a mapping")
+    rope = dict(rope)
     kind = rope.pop("type", "default")
     rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta") or 10000.0, **rope}
     qk_norm = "layers.0.self_attn.q_norm.weight" in tensors
     try:
-        return make_config(qk_norm=qk_norm, num_hidden_layers=count_layers(tensors), rope_parameters=rope, **known)
+        layers = count_layers(checkpoint, tensors)
+        config = make_config(qk_norm=qk_norm, num_hidden_layers=layers, rope_parameters=rope, **known)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise checkpoint.refused(f"config.json is no config of decoder layers: {error}") from None
+        raise checkpoint.refused(f"config.json is no config of decoder layers: {str(error)!r:.300}") from None
+    # Modules are made before they are compared with the tensors: none of a size that no tensor has.
+    sides = {side for tensor in tensors.values() for side in tensor.shape}
+    sizes = {
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads times head_dim": config.num_attention_heads * config.head_dim,
+    }
+    for key, size in sizes.items():
+        if sides and size not in sides:
+            raise checkpoint.refused(f"config.json says {key} {size}, but no tensor has such a side")
+    return config
 
 
 def make_config(*, qk_norm: bool = False, **options: Any) -> Any:

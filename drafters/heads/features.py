@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.errors import ContractError, ModelError
+from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.chains import grow_chain
@@ -33,7 +34,6 @@ from ..autoregressive.trees import (
     Shape,
     Siblings,
     check_candidates,
-    check_size,
     dynamic_room,
     grow_dynamic,
     grow_fixed,
@@ -49,7 +49,7 @@ class HeadConfig(StrategyConfig):
     tree: Literal["static", "dynamic"] | None = Field(
         None, description="static: of branching or choices; dynamic: EAGLE-2's; default: a chain"
     )
-    gamma: int = Field(default=5, ge=0, description="a chain's draft length")
+    gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="a chain's draft length")
     policy: Policy = Field(
         default=Static(),
         description="a chain's length policy: static, heuristic or confidence, e.g. {name: confidence}",
@@ -59,9 +59,11 @@ class HeadConfig(StrategyConfig):
         None, description="static tree, instead of branching: nodes as lists of sibling ranks, e.g. [[0], [1], [0, 0]]"
     )
     siblings: Siblings = Field("top-k", description="static tree: top-k (point masses), without-replacement or greedy")
-    depth: int = Field(default=4, ge=1, description="dynamic tree: levels, one pass of the head each")
-    top_k: int = Field(default=4, ge=1, description="dynamic tree: nodes expanded per level, and children of each")
-    nodes: int = Field(default=12, ge=1, description="dynamic tree: nodes kept")
+    depth: int = Field(default=4, ge=1, le=MOST_LEVELS, description="dynamic tree: levels, one pass of the head each")
+    top_k: int = Field(
+        default=4, ge=1, le=MOST_SIBLINGS, description="dynamic tree: nodes expanded per level, and children of each"
+    )
+    nodes: int = Field(default=12, ge=1, le=MOST_NODES, description="dynamic tree: nodes kept")
     temperature: float | None = Field(
         None, ge=0, description="drafting temperature of sampled drafts; default: the target's"
     )
@@ -89,7 +91,6 @@ class HeadConfig(StrategyConfig):
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
         if self.tree is None:
-            check_size(self.gamma)
             self.policy.start(self.gamma, 1)
         elif self.tree == "dynamic":
             check_candidates(self.depth, self.top_k, self.nodes)

@@ -23,10 +23,11 @@ from torch.nn import functional
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.errors import ContractError, ModelError, UsageError
+from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES
 from ...framework.contracts.models import Checkpoint
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
-from ..autoregressive.trees import MOST_NODES, Choices, Shape, ordered, tree_shape
+from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
 from .medusa_weights import read_heads
 
 #: A chain is at most this long unless gamma says so.
@@ -84,9 +85,14 @@ class Medusa(Drafter):
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of heads made for the target")
-        heads: int | None = Field(None, ge=1, description="use so many heads; needed if their config miscounts them")
+        heads: int | None = Field(
+            None, ge=1, le=MOST_LEVELS, description="use so many heads; needed if their config miscounts them"
+        )
         gamma: int | None = Field(
-            None, ge=0, description=f"length of a chain; default: one token a head, {MOST_HEADS} at most"
+            None,
+            ge=0,
+            le=MOST_LEVELS,
+            description=f"length of a chain; default: one token a head, {MOST_HEADS} at most",
         )
         choices: Choices | Literal["mc_sim_7b_63"] | None = Field(
             None, description="a tree: nodes as lists of ranks, e.g. [[0], [1], [0, 0]], or the published mc_sim_7b_63"

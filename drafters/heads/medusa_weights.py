@@ -13,6 +13,7 @@ Multiple Decoding Heads", ICML 2024, equation 1. Layouts are told apart by their
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from itertools import islice
@@ -147,8 +148,9 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
             f"no layout of Medusa heads has these keys: {shown}; known are 0.0.linear.weight (perhaps behind "
             "medusa_head.) and blocks.0.layers.0.weight"
         )
-    layers = 1 + max(int(match[2]) for match in blocks)
-    there = 1 + max(map(_head, tensors))
+    layers = 1 + max(checkpoint.number(match[2], match[0]) for match in blocks)
+    number = {key: _head(checkpoint, key) for key in tensors}
+    there = 1 + max(number.values())
     names = slice(None if vllm else 1)
     _check_count(checkpoint, "block", _LAYERS[names], layers)
     if heads is None:
@@ -156,7 +158,7 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
     elif heads > there:
         raise checkpoint.refused(f"the drafter's config asks for heads: {heads}, but the tensors hold {there}")
     used = there if heads is None else heads
-    tensors = {key: t for key, t in tensors.items() if _head(key) < used}
+    tensors = {key: t for key, t in tensors.items() if number[key] < used}
 
     if (weight := tensors.get("0.0.linear.weight")) is not None and weight.shape[-1] != hidden_size:
         raise checkpoint.refused(
@@ -172,7 +174,10 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
         rows = len(token_map)
     if rows is not None and rows > vocab_size:
         raise checkpoint.refused(f"their logits have {rows} entries, but the target's vocabulary has {vocab_size}")
-    if projections and (scale := checkpoint.config.get("logit_scale", 1.0)) != 1:
+    scale = checkpoint.config.get("logit_scale", 1.0)
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in their config, which is no number")
+    if projections and scale != 1:
         tensors |= {key: tensors[key] * scale for key in projections}
     if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise checkpoint.refused(f"{broken[0]} holds numbers that are not finite")
@@ -202,7 +207,7 @@ def _renamed(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None, 
     """Tensors by their names in v0.1; the token map; is the layout vLLM's; do all heads share one projection?"""
     inside = {key: t for key, t in checkpoint.tensors.items() if key.startswith(_INSIDE)}
     tensors = {key.removeprefix(_INSIDE).removeprefix(_PREFIX): t for key, t in (inside or checkpoint.tensors).items()}
-    layers = [int(match[2]) for match in map(_BLOCK.fullmatch, tensors) if match]
+    layers = [checkpoint.number(match[2], match[0]) for match in map(_BLOCK.fullmatch, tensors) if match]
     if not layers:
         return tensors, None, False, False
     config = checkpoint.config
@@ -248,7 +253,7 @@ def _checked_map(checkpoint: Checkpoint, token_map: Tensor, rows: int | None, vo
     return ids
 
 
-def _head(key: str) -> int:
+def _head(checkpoint: Checkpoint, key: str) -> int:
     """The head a key in the names of v0.1 belongs to, -1 if none."""
     first = key.partition(".")[0]
-    return int(first) if first.isdigit() else -1
+    return checkpoint.number(first, key) if first.isdecimal() else -1

@@ -28,7 +28,7 @@ from .feature_head import FeatureHead
 from .features import FeatureDrafter
 
 #: DeepSeek's names, inside ``model.layers.{L}``, L the number of the target's layers, and Qwen's, inside ``mtp``.
-_DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+_DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d{1,4})\.(.+)")
 _RENAMED = {
     "shared_head.norm.": "norm.",
     "shared_head.head.": "lm_head.",

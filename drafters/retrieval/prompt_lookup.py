@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 
@@ -55,9 +56,9 @@ class PromptLookup(Drafter):
     name = "prompt-lookup"
 
     class Config(StrategyConfig):
-        gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")
-        max_ngram: int = Field(default=3, ge=1, description="longest suffix looked up, in tokens")
-        min_ngram: int = Field(default=1, ge=1, description="shortest suffix looked up, in tokens")
+        gamma: int = Field(default=10, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
+        max_ngram: int = Field(default=3, ge=1, le=MOST_LEVELS, description="longest suffix looked up, in tokens")
+        min_ngram: int = Field(default=1, ge=1, le=MOST_LEVELS, description="shortest suffix looked up, in tokens")
         match: Literal["first", "latest"] = Field("latest", description="which earlier occurrence to continue from")
 
         @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ...framework.contracts.limits import MOST_LEVELS
 from ..autoregressive.policies import Confidence, LengthPolicy
 from .small_lm import ChainConfig, SmallLM
 
@@ -20,7 +21,7 @@ class DynamicThreshold(SmallLM):
     name = "dynamic-threshold"
 
     class Config(ChainConfig):
-        gamma: int = Field(default=10, ge=0, description="most tokens a draft may have")
+        gamma: int = Field(default=10, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
         stop: Literal["after", "before"] = Field("after", description=Confidence.model_fields["stop"].description)
         threshold: float | None = Field(None, ge=0, le=1, description=Confidence.model_fields["threshold"].description)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.draft_model import DraftModel
@@ -28,9 +29,13 @@ class SmallLMDynamicTree(Drafter):
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
-        depth: int = Field(default=4, ge=1, description="levels of the tree, one pass of the small model each")
-        top_k: int = Field(default=4, ge=1, description="nodes expanded per level, and children of each")
-        nodes: int = Field(default=12, ge=1, description="nodes kept")
+        depth: int = Field(
+            default=4, ge=1, le=MOST_LEVELS, description="levels of the tree, one pass of the small model each"
+        )
+        top_k: int = Field(
+            default=4, ge=1, le=MOST_SIBLINGS, description="nodes expanded per level, and children of each"
+        )
+        nodes: int = Field(default=12, ge=1, le=MOST_NODES, description="nodes kept")
         temperature: None = Field(None, description="ranking does not depend on it")
 
         @model_validator(mode="after")

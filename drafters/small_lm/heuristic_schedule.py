@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from ...framework.contracts.limits import MOST_LEVELS
 from ..autoregressive.policies import START, Heuristic, LengthPolicy
 from .small_lm import ChainConfig, SmallLM
 
@@ -18,7 +19,7 @@ class HeuristicSchedule(SmallLM):
     name = "heuristic-schedule"
 
     class Config(ChainConfig):
-        gamma: int = Field(default=20, ge=1, description="most tokens a draft may have")
+        gamma: int = Field(default=20, ge=1, le=MOST_LEVELS, description="most tokens a draft may have")
         start: int | None = Field(
             default=None, ge=1, description=f"tokens of a sequence's first draft; null: {START}, or gamma if it is less"
         )

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.limits import MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ..autoregressive.trees import check_size
 from .small_lm import ChainConfig, SmallLM
 
 
@@ -26,7 +28,12 @@ class SmallLMIid(Drafter):
     name = "small-lm-iid"
 
     class Config(ChainConfig):
-        K: int = Field(default=2, ge=1, description="number of draft sequences")
+        K: int = Field(default=2, ge=1, le=MOST_SIBLINGS, description="number of draft sequences")
+
+        @model_validator(mode="after")
+        def _size(self) -> Any:
+            check_size(self.gamma * self.K)
+            return self
 
     config: Config
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.chains import grow_chain, law_after
@@ -32,7 +33,7 @@ class ModelConfig(StrategyConfig):
 class ChainConfig(ModelConfig):
     """The options of every drafter that draws chains from a small LM. A subclass says which length policy."""
 
-    gamma: int = Field(default=5, ge=0, description="draft length")
+    gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="draft length")
 
     def lengths(self, batch_size: int) -> LengthPolicy:
         """The policy, for B slots. Raises ValueError if it does not fit gamma."""

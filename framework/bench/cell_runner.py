@@ -237,6 +237,7 @@ class Cell:
             max_new_tokens=config.max_new_tokens,
             rng=CounterRng(config.seed),
             compile_verifier=config.compile_verifier,
+            validate=validate,
             on_round=lambda event: self._rounds.add(event),
         )
         self._rounds = _Rounds(self.decoder, on_round)

@@ -17,9 +17,8 @@ from random import Random
 from statistics import median_low
 from typing import Any
 
-from ..contracts.errors import CrossdraftError
+from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
-from ..models.resolve import first_line
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
 from ..runs.prompts import Prompt

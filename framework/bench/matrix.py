@@ -6,8 +6,10 @@ Names, configs and pairs are decided from registered classes and their traits; n
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import torch
 from pydantic import ValidationError
 
 from .. import plugins
-from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
+from ..contracts.limits import MOST_CELLS
+from ..contracts.reading import kind_of
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..models.device import pick_dtype
@@ -68,8 +72,10 @@ def plan(recipe: Recipe) -> Plan:
     """Check all names and configs of a recipe, and expand its matrix.
 
     Raises:
-        UsageError: with the place; an unknown name or key, a config that its drafter or verifier refuses, or drafters
-            and verifiers of which none, or one in no cell, can be paired.
+        UsageError: with the place; an unknown name or key, a config that its drafter or verifier refuses, drafters and
+            verifiers of which none, or one in no cell, can be paired, the same pair twice, an exclude that matches
+            nothing, or more cells than anybody can measure.
+        ContractError: with the place; a plug-in whose config or traits cannot be used.
     """
     return _Expansion(recipe, recipe.places).plan()
 
@@ -84,11 +90,26 @@ class _Side:
     cls: Any
     paired: int = 0
     refused: list[str] = field(default_factory=list)
+    #: What was resolved before, by the places in the matrix of what it took.
+    known: dict[str, _Resolved] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind.removesuffix('s')} '{self.strategy.name}'"
 
     @property
     def fields(self) -> set[str]:
         """The config keys that the matrix may set; a sampling or run key of that name means the run's."""
         return set(self.cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
+
+
+@dataclass
+class _Resolved:
+    """A strategy with its whole config, defaults included, and its traits by sampling."""
+
+    strategy: Strategy
+    config: Any
+    traits: dict[Sampling | None, Any] = field(default_factory=dict)
 
 
 class _Expansion:
@@ -105,31 +126,38 @@ class _Expansion:
         self._check_matrix()
         self._check_exclude()
         drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # it is always there
+        self._check_count(drafters)
         plan = Plan()
         found: dict[str, CellConfig] = {}
+        excluded: set[int] = set()  # entries of exclude that matched
         for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
             base = self._baseline(run_point)
             group = {base.hash: base}
+            sides: dict[str, tuple[_Side, _Side]] = {}
             for drafter, verifier in itertools.product(drafters, self.verifiers):
                 for point in self._points(sorted(drafter.fields | verifier.fields)):
-                    pair = {
-                        "drafter": self._resolved(drafter, point),
-                        "verifier": self._resolved(verifier, point),
-                    }
-                    cell = base.model_copy(update=pair)
-                    if self._excluded(cell):
+                    pair = self._resolved(drafter, point), self._resolved(verifier, point)
+                    cell = base.model_copy(update={"drafter": pair[0].strategy, "verifier": pair[1].strategy})
+                    if matching := self._excluding(cell):
+                        excluded |= matching
                         continue
-                    if reason := self._incompatible(cell, drafter, verifier):
+                    if reason := self._incompatible(drafter, verifier, pair, cell.sampling):
                         if reason not in plan.skipped:
                             plan.skipped.append(reason)
                         continue
-                    group.setdefault(cell.hash, cell)
+                    key = cell.hash
+                    self._check_twice(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
+                    group.setdefault(key, cell)
             if len(group) > 1 or not drafters:
                 found |= group
         if drafters:
             self._check_pairs(drafters, plan.skipped)
         if not found:
             raise self.places.error(("exclude",), "exclude leaves no cell to run")
+        for i, entry in enumerate(self.recipe.exclude):
+            if drafters and i not in excluded:
+                what = f"exclude[{i}], {quoted(entry)}, matches no cell; correct it or leave it out"
+                raise self.places.error(("exclude", i), what)
         plan.cells = _labelled(list(found.values()))
         return plan
 
@@ -177,24 +205,48 @@ class _Expansion:
                 raise self.places.error(where.get(("dtype",), ("dtype",)), str(error)) from None
         return cell
 
-    def _resolved(self, side: _Side, point: Mapping[str, Any]) -> Strategy:
+    def _resolved(self, side: _Side, point: Mapping[str, Any]) -> _Resolved:
         """The strategy with its whole config, defaults included, checked by its own class."""
         mine = {key: value for key, value in point.items() if key in side.fields}
-        where = {(): side.path} | self._in_matrix(mine)
-        try:
-            config = side.cls.Config(**side.strategy.config | mine)
-        except ValidationError as error:
-            owner = f"{side.kind.removesuffix('s')} '{side.strategy.name}'"
-            raise explain(error, self.places, where=where, models={(): side.cls.Config}, owner=owner) from None
-        if isinstance(model := getattr(config, "model", None), str):
-            self._check_model(model, where.get(("model",), (*side.path, "model")))
-        return side.strategy.model_copy(update={"config": config.model_dump(mode="json")})
+        at = json.dumps({key: self.at[key] for key in mine})
+        if at not in side.known:
+            side.known[at] = self._configured(side, mine)
+        return side.known[at]
 
-    def _incompatible(self, cell: CellConfig, drafter: _Side, verifier: _Side) -> str | None:
+    def _configured(self, side: _Side, mine: Mapping[str, Any]) -> _Resolved:
+        where = {(): side.path} | self._in_matrix(mine)
+        name, Config = side.strategy.name, side.cls.Config
+        try:
+            with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
+                config = Config(**side.strategy.config | mine)
+        except ValidationError as error:
+            raise explain(error, self.places, where=where, models={(): Config}, owner=side.title) from None
+        except ContractError as error:
+            raise self.places.error(side.path, str(error), ContractError) from error.__cause__
+        # A field that is set, not whatever else the class calls a model.
+        if "model" in Config.model_fields and isinstance(model := config.model, str):
+            self._check_model(model, where.get(("model",), (*side.path, "model")))
+        return _Resolved(side.strategy.model_copy(update={"config": self._plain(side, config)}), config)
+
+    def _plain(self, side: _Side, config: Any) -> dict[str, Any]:
+        """A config as JSON, which records hold and cells are built from."""
+        try:
+            with plugins.guarded(side.kind, side.strategy.name, "its Config, written as JSON and read again,", ()):
+                plain = config.model_dump(mode="json")
+                again = type(config)(**json.loads(json.dumps(plain, allow_nan=False)))
+                if again != config:
+                    raise ValueError(f"{config} becomes {again}")
+        except ContractError as error:
+            raise self.places.error(side.path, str(error), ContractError) from error.__cause__
+        return plain
+
+    def _incompatible(
+        self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], sampling: Sampling
+    ) -> str | None:
         names = drafter.strategy.name, verifier.strategy.name
-        traits = drafter.cls.traits(drafter.cls.Config(**cell.drafter.config), cell.sampling)
-        rule = verifier.cls.traits(verifier.cls.Config(**cell.verifier.config))
-        reason = incompatible(names[0], traits, names[1], rule, cell.sampling)
+        traits = self._traits(drafter, pair[0], sampling)
+        rule = self._traits(verifier, pair[1])
+        reason = incompatible(names[0], traits, names[1], rule, sampling)
         for side in (drafter, verifier):
             if reason is None:
                 side.paired += 1
@@ -202,9 +254,19 @@ class _Expansion:
                 side.refused.append(reason)
         return reason
 
-    def _excluded(self, cell: CellConfig) -> bool:
-        entries = self.recipe.exclude
-        return any(all(_matches(cell, key, value) for key, value in entry.items()) for entry in entries)
+    def _traits(self, side: _Side, resolved: _Resolved, sampling: Sampling | None = None) -> Any:
+        if sampling not in resolved.traits:
+            given = () if sampling is None else (sampling,)
+            try:
+                resolved.traits[sampling] = plugins.traits_of(side.kind, side.cls, resolved.config, *given)
+            except ContractError as error:
+                raise self.places.error(side.path, str(error), ContractError) from error.__cause__
+        return resolved.traits[sampling]
+
+    def _excluding(self, cell: CellConfig) -> set[int]:
+        """The entries of exclude that leave the cell out."""
+        entries = enumerate(self.recipe.exclude)
+        return {i for i, entry in entries if all(_matches(cell, key, value) for key, value in entry.items())}
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -221,10 +283,13 @@ class _Expansion:
     def _check_model(self, name: str, path: KeyPath) -> None:
         """That `name` can be a model; whether it can be had is known only when it is loaded."""
         known = plugins.entries("models")
-        if name in known or Path(name).expanduser().exists():
-            return
+        try:
+            if name in known or (name and kind_of(name)):
+                return
+        except UsageError as error:
+            raise self.places.error(path, str(error)) from None
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-            raise self.places.error(path, f"there is no model directory {name}")
+            raise self.places.error(path, f"there is no model directory {printable(name)}")
         if "/" not in name:
             raise self._unknown(path, "model", name, known, "Or give a directory, or a Hub id (org/name).")
 
@@ -251,14 +316,31 @@ class _Expansion:
                 sides = self.drafters if key == "drafter" else self.verifiers
                 known = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
                 for name in value if isinstance(value, list) else [value]:
+                    if not isinstance(name, str):
+                        raise self.places.error(path, f"{dotted(path)}: should be a name or a list, not {quoted(name)}")
                     if name not in known:
-                        raise self._unknown(path, key, str(name), known)
+                        raise self._unknown(path, key, name, known)
+
+    def _check_count(self, drafters: list[_Side]) -> None:
+        """Count the cells before any is made."""
+        rows = {key: len(values) for key, values in self.recipe.matrix.items()}
+        outer = prod(rows.get(key, 1) for key in (*RUN_KEYS, *SAMPLING_KEYS))
+        pairs = itertools.product(drafters, self.verifiers)
+        inner = sum(prod(rows.get(key, 1) for key in drafter.fields | verifier.fields) for drafter, verifier in pairs)
+        if reason := MOST_CELLS.refusal(outer * (inner + 1)):
+            raise self.places.error(("matrix",), f"the recipe comes to {outer * (inner + 1)} cells; {reason}")
+
+    def _check_twice(self, first: tuple[_Side, _Side], now: tuple[_Side, _Side]) -> None:
+        """Refuse a drafter or verifier that an earlier one of the recipe is already, under whatever label."""
+        for old, new in zip(first, now, strict=True):
+            if old is not new:
+                which = f"{dotted(new.path)}: {new.title} is the same as {dotted(old.path)}, with the same options"
+                raise self.places.error(new.path, f"{which} (of the matrix, too); leave one of them out")
 
     def _check_pairs(self, drafters: list[_Side], skipped: list[str]) -> None:
         for side in (*drafters, *self.verifiers):
             if side.refused and not side.paired:
-                what = f"{side.kind.removesuffix('s')} '{side.strategy.name}' runs in no cell"
-                raise self.places.error(side.path, f"{what}: {side.refused[0]}")
+                raise self.places.error(side.path, f"{side.title} runs in no cell: {side.refused[0]}")
         if len(self.verifiers) == 1 and skipped:  # a choice, not what a cross product leaves over
             raise self.places.error(self.verifiers[0].path, f"{skipped[0]}, or exclude these cells")
 
@@ -279,16 +361,19 @@ def _matches(cell: CellConfig, key: str, wanted: Any) -> bool:
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
     """Give each strategy a label; the config keys that differ tell apart those that would share one."""
     for kind in ("drafter", "verifier"):
-        variants: dict[str, list[dict[str, Any]]] = {}
         strategies: list[Strategy] = [getattr(cell, kind) for cell in cells]
+        variants: dict[str, dict[str, dict[str, Any]]] = {}  # of the same title: configs by their JSON
         for cell, strategy in zip(cells, strategies, strict=True):
-            configs = variants.setdefault(strategy.title, [])
-            if strategy.config not in configs and not cell.is_baseline:
-                configs.append(strategy.config)
+            if not cell.is_baseline:
+                variants.setdefault(strategy.title, {})[json.dumps(strategy.config)] = strategy.config
+        values: dict[str, dict[str, set[str]]] = {}  # what their options are, null for one that a variant lacks
+        for title, configs in variants.items():
+            keys = {key for config in configs.values() for key in config}
+            values[title] = {key: {json.dumps(config.get(key)) for config in configs.values()} for key in keys}
         for i, strategy in enumerate(strategies):
             label, config = strategy.title, strategy.config
-            others = variants[label]
-            differ = [key for key in config if any(v.get(key) != config[key] for v in others)]
+            known = values.get(label, {})
+            differ = [key for key, value in config.items() if known.get(key, set()) - {json.dumps(value)}]
             label += "".join(f" {key}={_shown(config[key])}" for key in differ)
             cells[i] = cells[i].model_copy(update={kind: strategy.model_copy(update={"label": label})})
     return cells

@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import ModelError, UsageError
+from .cost_options import add_arguments as add_arguments
+from .cost_options import check
 
 if TYPE_CHECKING:
     from ..cost.curve import CostCurve, Curve
@@ -22,48 +23,9 @@ CONTEXT_ELSEWHERE = 1024
 ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", help="model to measure; with --on a config.json, or a directory with one: no weights are loaded"
-    )
-    parser.add_argument("--drafter", metavar="MODEL", help="drafting model; with --on its config.json or directory")
-    parser.add_argument("--batch-size", type=_integers, metavar="B,B,...", help="rows (1,2,4,8,16; --on: up to 256)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    measuring = parser.add_argument_group("measuring on this machine")
-    measuring.add_argument("--width", type=_integers, metavar="W,W,...", help="new tokens a row (1,2,3,5,9,17)")
-    measuring.add_argument("--context", type=_integers, metavar="C,C,...", help="tokens held (128,512; --on: 1024)")
-    measuring.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each pass (5)")
-    measuring.add_argument("--dtype", default="auto")
-    measuring.add_argument("--device", default="auto")
-    measuring.add_argument("--fresh", action="store_true", help="measure again what was measured before")
-    measuring.add_argument("--quiet", action="store_true", help="no progress bar")
-    predicting = parser.add_argument_group("predicting")
-    predicting.add_argument("--gamma", type=int, metavar="N", help="draft length of a chain (4)")
-    predicting.add_argument(
-        "--acceptance",
-        type=_floats,
-        metavar="A,A,...",
-        help="probability that a drafted token is accepted, for token verification of chains (0.6,0.7,0.8,0.9)",
-    )
-    predicting.add_argument(
-        "--run", type=Path, metavar="DIR", help="take the pairs and their acceptance from a finished run (runs/...)"
-    )
-    machine = parser.add_argument_group("another machine")
-    machine.add_argument("--on", metavar="NAME", help="accelerator (h100, a100-80g, ...), or a YAML file with one")
-    machine.add_argument("--devices", type=int, default=1, metavar="N", help="tensor-parallel devices (1)")
-    machine.add_argument("--weight-bytes", type=float, default=2, metavar="X", help="bytes of a weight (2: bfloat16)")
-    machine.add_argument("--cache-bytes", type=float, default=2, metavar="X", help="bytes of a key or value (2)")
-    machine.add_argument(
-        "--efficiency",
-        type=_floats,
-        metavar="M,C",
-        help="shares of the stated bandwidth and FLOP rate that are reached (0.8,0.7)",
-    )
-
-
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): options that do not fit, a name that nothing provides, no curve measured."""
-    _check(args)
+    check(args)
     if args.on:
         report = _elsewhere(args)
     elif args.target:
@@ -72,27 +34,6 @@ def main(args: argparse.Namespace) -> int:
         report = _of_run(args)
     print(json.dumps(report["json"], indent=2) if args.json else "\n\n".join(report["text"]))
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not args.target and (args.on or not args.run):
-        raise UsageError("cost needs --target: a model to measure, or with --on the config.json of one")
-    if args.run and args.acceptance:
-        raise UsageError("--run and --acceptance both say how many tokens are accepted; give one of them")
-    for name in ("batch_size", "width", "context"):
-        if any(value < 1 for value in getattr(args, name) or ()):
-            raise UsageError(f"--{name.replace('_', '-')} takes positive numbers")
-    for name in ("repeats", "devices", "weight_bytes", "cache_bytes"):
-        if getattr(args, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be positive")
-    if args.gamma is not None and args.gamma < 1:
-        raise UsageError("--gamma must be at least 1")
-    if any(not 0 <= a <= 1 for a in args.acceptance or ()):
-        raise UsageError("--acceptance takes probabilities between 0 and 1")
-    if args.efficiency and (len(args.efficiency) != 2 or any(not 0 < share <= 1 for share in args.efficiency)):
-        raise UsageError("--efficiency takes two shares between 0 and 1, of the bandwidth and of the FLOP rate")
-    if args.on and args.context and len(args.context) > 1:
-        raise UsageError("--context takes one value with --on")
 
 
 # -- this machine -----------------------------------------------------------------------------------------------
@@ -168,13 +109,22 @@ def _measured(
 ) -> CostCurve:
     from tqdm import tqdm
 
+    from ..bench import memory
     from ..bench.passes import measure_curve
 
     total = len(batch_sizes) * len(widths) * len(contexts) * (args.repeats + 1)
     disable = True if args.quiet else None  # None: no bar unless standard error is a terminal
     with tqdm(total=total, unit="pass", desc=loaded.name, leave=False, disable=disable) as bar:
         grid = {"batch_sizes": batch_sizes, "widths": widths, "contexts": contexts}
-        return measure_curve(loaded, **grid, repeats=args.repeats, advance=bar.update)
+        try:
+            return measure_curve(loaded, **grid, repeats=args.repeats, advance=bar.update)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.exhausted(error):
+                raise
+            most = f"{max(batch_sizes)} rows of {max(contexts)} tokens and {max(widths)} new ones"
+            raise ModelError(
+                f"there is not enough memory to measure {loaded.name} with {most}; ask for less"
+            ) from error
 
 
 def _curve_table(curve: CostCurve) -> str:
@@ -259,7 +209,8 @@ def _pair(result: CellResult) -> list[str]:
 
 def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
     """The roofline of a target, and of a drafting model, on named accelerators."""
-    from ..cost.roofline import EFFICIENCY, Roofline, accelerator, read_shape
+    from ..cost.accelerators import accelerator
+    from ..cost.roofline import EFFICIENCY, Roofline, read_shape
 
     device, context = accelerator(args.on), (args.context or [CONTEXT_ELSEWHERE])[0]
     options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
@@ -385,11 +336,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     from tabulate import tabulate
 
     return tabulate(rows, headers=list(header), tablefmt="simple", disable_numparse=True, stralign="right")
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]

@@ -6,6 +6,11 @@ from typing import Any
 
 from .. import plugins
 from ..contracts.errors import UnknownNameError
+from ..contracts.limits import RECIPE_BYTES
+from ..contracts.reading import read_text
+
+#: The default of an option that has none.
+_REQUIRED = "(required)"
 
 
 def list_names(args: argparse.Namespace) -> int:
@@ -37,14 +42,15 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":
         facts |= {"path": str(value)}
-        lines += [f"file: {value}", "", value.read_text(encoding="utf-8").rstrip()]
+        lines += [f"file: {value}", "", read_text(value, RECIPE_BYTES, what="the recipe").rstrip()]
     elif value is not None:
-        for key, field in value.Config.model_fields.items():
-            default = "(required)" if field.is_required() else json.dumps(field.default, default=_plain)
-            options.append({"option": key, "default": default, "meaning": field.description or ""})
+        with plugins.guarded(kind, name, "its Config"):
+            options = [_option(key, field) for key, field in value.Config.model_fields.items()]
         facts |= {"options": options}
-        if kind == "verifiers":
-            traits = value.traits(value.Config())
+        if kind == "verifiers" and not any(option["default"] == _REQUIRED for option in options):
+            with plugins.guarded(kind, name, "its Config"):
+                config = value.Config()
+            traits = plugins.traits_of(kind, value, config)
             facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
             judged = ", ".join(sorted(traits.drawn))
             lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {judged}")
@@ -55,6 +61,13 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     if options:
         _print_table(["option", "default", "meaning"], [list(option.values()) for option in options])
     return 0
+
+
+def _option(key: str, field: Any) -> dict[str, str]:
+    default = _REQUIRED
+    if not field.is_required():
+        default = json.dumps(field.get_default(call_default_factory=True), default=_plain)
+    return {"option": key, "default": default, "meaning": str(field.description or "")}
 
 
 def _plain(value: Any) -> Any:

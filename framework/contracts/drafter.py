@@ -10,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from math import isfinite
+from typing import Any, ClassVar, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
-from .errors import ModelError
+from .errors import ModelError, quoted
+from .limits import MOST_NODES
 from .lm import LM
 from .models import Checkpoint, LoadedModel
+from .options import Options
 from .rng import RoundRng
 from .sampling import Sampling
 
@@ -27,10 +29,8 @@ from .sampling import Sampling
 Runner = Callable[..., tuple[Tensor | None, ...]]
 
 
-class StrategyConfig(BaseModel):
+class StrategyConfig(Options):
     """Base of every drafter's and verifier's ``Config``: a misspelt key is an error, not a silent default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,34 @@ class DraftTraits:
     temperature_zero_only: bool = False
     levels: int | None = None
 
+    def problem(self) -> str | None:
+        """What is wrong with these traits, for people; None if a draft can be as they say."""
+        if self.drawn is not None and self.drawn not in get_args(Drawn):
+            return f"drawn={quoted(self.drawn)}, which is none of {', '.join(get_args(Drawn))}"
+        if not _is_count(self.nodes) or MOST_NODES.refusal(self.nodes):
+            return f"nodes={quoted(self.nodes)}, which is no number of nodes; the most is {int(MOST_NODES)}"
+        if self.levels is not None and not (_is_count(self.levels) and self.levels <= self.nodes):
+            return f"levels={quoted(self.levels)}, which is no depth of a draft of {self.nodes} nodes"
+        layers = self.hidden_layers
+        if not isinstance(layers, tuple) or any(type(x) not in (int, float) or not isfinite(x) for x in layers):
+            return f"hidden_layers={quoted(layers)}, which is no tuple of layers"
+        if self.branching is not None and not (
+            isinstance(self.branching, tuple) and all(_is_count(n) and n for n in self.branching)
+        ):
+            return f"branching={quoted(self.branching)}, which is no tuple of numbers of children"
+        for key in ("point_mass", "replayable", "temperature_zero_only"):
+            if not isinstance(value := getattr(self, key), bool):
+                return f"{key}={quoted(value)}, which is neither True nor False"
+        return None
+
     @property
     def depth(self) -> int:
         """Depth of the deepest node there can be."""
         return self.nodes if self.levels is None else self.levels
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import ModelError
+from .errors import ModelError, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,16 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     source: str
     sha256: str
+
+    def number(self, digits: str, key: str) -> int:
+        """The number of a head, a layer or a block, ``digits`` in the name ``key`` of a tensor.
+
+        Raises:
+            ModelError: there are not as many tensors as that, so others are missing: nothing is built for it.
+        """
+        if not digits.isascii() or not digits.isdecimal() or len(digits) > 9 or int(digits) >= len(self.tensors):
+            raise self.refused(f"{quoted(key)} counts further than the {len(self.tensors)} tensors they hold")
+        return int(digits)
 
     def refused(self, why: str) -> ModelError:
         """The error to raise for a checkpoint that does not fit, with the sentence ``why``."""

@@ -8,19 +8,19 @@ always accepts.
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from .options import Options
 
-class Sampling(BaseModel):
+
+class Sampling(Options):
     """Sampling parameters, with transformers' names and meanings.
 
     ``temperature`` 0 is greedy decoding: the law is one-hot at the argmax (lowest id on a tie).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0, description="keep the k most probable tokens; 0 = off")
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")

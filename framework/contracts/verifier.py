@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
 from .draft import Draft, Drawn, Verdict
 from .drafter import DraftTraits, StrategyConfig
+from .errors import quoted
 from .rng import RoundRng
 from .sampling import Sampling
 
@@ -40,6 +41,15 @@ class VerifierTraits:
     temperature_zero_only: bool = False
     stateful: bool = False
     modifies_target: bool = False
+
+    def problem(self) -> str | None:
+        """What is wrong with these traits, for people; None if they can be a rule's."""
+        if not isinstance(self.drawn, frozenset | set) or not self.drawn <= set(get_args(Drawn)):
+            return f"drawn={quoted(self.drawn)}, which is no set of {', '.join(get_args(Drawn))}"
+        for key in ("pairs_only", "lossless", "temperature_zero_only", "stateful", "modifies_target"):
+            if not isinstance(value := getattr(self, key), bool):
+                return f"{key}={quoted(value)}, which is neither True nor False"
+        return None
 
 
 class Verifier(ABC):

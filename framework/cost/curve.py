@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import UsageError, first_line
+from ..contracts.limits import CONFIG_BYTES
+from ..contracts.reading import read_json
 from ..models.device import cache_dir
 from ..runs.recipe import digest
 
@@ -117,7 +120,20 @@ class CostCurve:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostCurve:
-        return cls(**{**data, "points": tuple(Point(*point) for point in data["points"])})
+        """What `to_json` made. Raises ValueError or TypeError for anything else."""
+        points = tuple(Point(*point) for point in data["points"])
+        for point in points:
+            if any(type(n) is not int or n < 0 for n in point[:3]) or not point.batch_size or not point.width:
+                raise ValueError(f"{point[:3]} are no batch size, width and context")
+            if any(type(t) not in (int, float) or not 0 <= t < math.inf for t in point[3:]) or not point.median:
+                raise ValueError(f"{point[3:]} are no seconds")
+        curve = cls(**{**data, "points": points})
+        texts = (curve.model, curve.sha256, curve.dtype, curve.measured)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(curve.device, dict):
+            raise ValueError("model, sha256, dtype and measured are texts, device is a mapping")
+        if type(curve.repeats) is not int:
+            raise ValueError("repeats is a number")
+        return curve
 
 
 def _between(at: float, places: Sequence[int], values: np.ndarray) -> np.ndarray:
@@ -155,9 +171,9 @@ def stored_curves() -> list[CostCurve]:
     curves = []
     for path in sorted(curves_dir().glob("*.json")):
         try:
-            curves.append(CostCurve.from_json(json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("crossdraft: the cost curve %s cannot be read and is left out: %s", path, error)
+            curves.append(CostCurve.from_json(read_json(path, CONFIG_BYTES)))
+        except Exception as error:  # whatever stands there: a run goes on without a prediction
+            logger.warning("crossdraft: the cost curve %s cannot be read and is left out: %s", path, first_line(error))
     return curves
 
 

@@ -14,17 +14,17 @@ possible, the FLOP rate stays that of bfloat16), and every reason why a kernel m
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from .. import plugins
-from ..contracts.errors import ModelError, UnknownNameError, UsageError
+from ..contracts.errors import ModelError, UsageError, first_line, printable, quoted
+from ..contracts.limits import CONFIG_BYTES
+from ..contracts.reading import kind_of, path_of, read_json
+from ..models.configs import checked_config
+from .accelerators import Accelerator
 
 #: Share of the stated memory bandwidth and FLOP rate that a pass is taken to reach.
 EFFICIENCY = (0.8, 0.7)
@@ -46,26 +46,6 @@ class Work(NamedTuple):
 
     bytes: float
     flops: float
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """One device, as its vendor describes it.
-
-    Attributes:
-        bandwidth: of its memory, bytes/s.
-        flops: dense bfloat16 matrix products, FLOP/s.
-        memory: bytes.
-        link: to its neighbours, bytes/s in one direction.
-        source: which data sheet says so.
-    """
-
-    name: str
-    bandwidth: float
-    flops: float
-    memory: float
-    link: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -107,7 +87,10 @@ class Shape:
 
         Raises ModelError for a family whose products are not known here: a guess would be a wrong number.
         """
-        config = _transformers_config(config).get_text_config()
+        try:
+            config = _transformers_config(config).get_text_config()
+        except AttributeError as error:
+            raise ModelError(f"the config cannot be read: {first_line(error)}") from None
         kind = config.model_type
         if kind not in (*_GATED, *_PLAIN):
             raise ModelError(
@@ -124,7 +107,7 @@ class Shape:
         window = get("sliding_window")
         experts = get("num_experts", "num_local_experts")
         dense, step = getattr(config, "mlp_only_layers", None) or [], get("decoder_sparse_step", default=1)
-        return cls(
+        shape = cls(
             name=name or kind,
             layers=layers,
             hidden=hidden,
@@ -143,6 +126,11 @@ class Shape:
             window=window,
             window_layers=(types.count("sliding_attention") if types else layers) if window else 0,
         )
+        if shape.active > shape.experts:
+            raise ModelError(f"the config says that {shape.active} of {shape.experts} experts are active")
+        if shape.heads % shape.kv_heads:
+            raise ModelError(f"the config shares {shape.kv_heads} keys among {shape.heads} heads, which is no division")
+        return shape
 
     @property
     def parameters(self) -> int:
@@ -258,9 +246,22 @@ class Roofline:
     layer_overhead: float = LAYER_OVERHEAD
     all_reduce: bool = field(default=True)
 
+    def __post_init__(self) -> None:
+        for name in ("devices", "weight_bytes", "cache_bytes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name.replace('_', ' ')} must be a positive number, not {getattr(self, name)}")
+
     def seconds(self, batch_size: float, width: float, context: float) -> float:
-        """One pass over ``width`` tokens in each of ``batch_size`` rows that hold ``context`` tokens each."""
-        return sum(self.parts(batch_size, width, context).values())
+        """One pass over ``width`` tokens in each of ``batch_size`` rows that hold ``context`` tokens each.
+
+        Raises:
+            UsageError: numbers of the model or the machine that lead to no time at all.
+        """
+        found = sum(self.parts(batch_size, width, context).values())
+        if not 0 < found < math.inf:
+            what = f"a pass of {self.shape.name} on {self.accelerator.name}"
+            raise UsageError(f"{what} comes to {found} seconds, which is no time; check the numbers of both")
+        return found
 
     def parts(self, batch_size: float, width: float, context: float) -> dict[str, float]:
         """The same by part, in seconds; ``other`` is launching kernels and waiting for other devices."""
@@ -291,63 +292,29 @@ class Roofline:
         return weights + batch_size * kv * ((shape.layers - shape.window_layers) * context + shape.window_layers * near)
 
 
-@cache
-def accelerators() -> dict[str, Accelerator]:
-    """The built-in accelerators by name, from ``accelerators.yaml``."""
-    return _read_accelerators(Path(__file__).with_name("accelerators.yaml"))
-
-
-def accelerator(name: str) -> Accelerator:
-    """The accelerator called ``name``, or the one that a YAML file written like ``accelerators.yaml`` holds.
-
-    Raises UsageError (UnknownNameError for a name).
-    """
-    if name.endswith((".yaml", ".yml")):
-        found = _read_accelerators(Path(name))
-        if len(found) != 1:
-            raise UsageError(f"{name} holds {len(found)} accelerators; a file for --on holds one")
-        return next(iter(found.values()))
-    if name not in accelerators():
-        hint = "Or give a YAML file with one accelerator, see docs/cost.md."
-        raise UnknownNameError.among("accelerator", name, accelerators(), hint)
-    return accelerators()[name]
-
-
-def _read_accelerators(path: Path) -> dict[str, Accelerator]:
-    try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-        numbers = ("bandwidth", "flops", "memory", "link")
-        return {
-            name: Accelerator(name, *(float(row[key]) for key in numbers), source=str(row["source"]))
-            for name, row in rows.items()
-        }
-    except OSError as error:
-        raise UsageError(f"cannot read the accelerator file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
-        keys = "bandwidth, flops, memory, link and source"
-        raise UsageError(f"{path}: an accelerator is a name with the keys {keys} ({error})") from None
-
-
 def read_shape(name: str) -> Shape:
     """The shape of the model in a ``config.json``, in the directory of one, or of a registered name; loads no weights.
 
     Raises UsageError for what is none of these, ModelError for a config that cannot be read or is not known.
     """
-    path = Path(name).expanduser()
-    if name in plugins.entries("models") and not path.exists():
+    path = path_of(name)
+    if name in plugins.entries("models") and not kind_of(path):
         from ..models.resolve import resolve
 
         path = resolve(name).path
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(f"{name} is no config.json, no model directory and no registered model; give one of them")
+    directory = kind_of(path) == "directory"
+    file = path / "config.json" if directory else path
+    if kind_of(file) != "file":
+        raise UsageError(
+            f"{printable(name)} is no config.json, no model directory and no registered model; give one of them"
+        )
+    config = checked_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} is not the config of a model: it holds no mapping of keys to values")
-    return Shape.from_config(config, name=(path.name if path.is_dir() else path.stem) or name)
+        return Shape.from_config(config, name=(path.name if directory else path.stem) or name)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{file} describes no decoder whose costs can be told: {first_line(error)}") from None
 
 
 def _transformers_config(config: Any) -> Any:
@@ -362,5 +329,7 @@ def _transformers_config(config: Any) -> Any:
         raise ModelError('the config has no model_type to tell its family; add one, as in "model_type": "llama"')
     try:
         return AutoConfig.for_model(kind, **options)
-    except ValueError as error:
-        raise ModelError(f"transformers cannot read a config of model_type {kind!r}: {error}") from None
+    except Exception as error:  # of transformers and of its checks
+        raise ModelError(
+            f"transformers cannot read a config of model_type {quoted(kind)}: {first_line(error)}"
+        ) from None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from ..contracts.errors import ModelError, UsageError, first_line, printable
+from ..contracts.reading import BROKEN, flaw
 
 
 def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), chat: bool | None = None) -> list[int]:
@@ -11,14 +15,37 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
 
     With the tokenizer's chat template (``chat``; by default if it has one), otherwise the plain text, turns and answers
     on lines of their own.
+
+    Raises:
+        UsageError: a text that no tokenizer reads (NUL, half of a surrogate pair).
+        ModelError: the model's template or tokenizer fails.
     """
+    for turn in turns:
+        if reason := flaw(turn, BROKEN):
+            raise UsageError(f"a text holds {reason}, which no tokenizer reads")
     if bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat:
         messages = []
         for turn, answer in zip(turns, [*answers, None], strict=True):
             messages.append({"role": "user", "content": turn})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        with _explained(tokenizer, "chat template"):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return _ids(tokenizer, text, add_special_tokens=False)
     pieces = [piece for pair in zip(turns, [*answers, ""], strict=True) for piece in pair][:-1]
-    return list(tokenizer("\n".join(pieces))["input_ids"])
+    return _ids(tokenizer, "\n".join(pieces))
+
+
+def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    with _explained(tokenizer, "tokenizer"):
+        return [int(one) for one in tokenizer(text, **options)["input_ids"]]
+
+
+@contextmanager
+def _explained(tokenizer: Any, what: str) -> Iterator[None]:
+    """Turn what a model's own template or tokenizer raises into one sentence."""
+    try:
+        yield
+    except Exception as error:
+        where = printable(str(getattr(tokenizer, "name_or_path", "") or "the model"))
+        raise ModelError(f"the {what} of {where} fails: {first_line(error)}") from error

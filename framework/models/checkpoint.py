@@ -8,14 +8,13 @@ run code, is refused.
 
 from __future__ import annotations
 
-import json
 import pickle
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contracts.errors import ModelError
+from ..contracts.errors import ModelError, first_line
 from ..contracts.models import Checkpoint
+from .configs import read_config
 from .digests import weight_files, weights_sha256
 from .resolve import resolve
 
@@ -34,12 +33,7 @@ def load_checkpoint(name: str) -> Checkpoint:
     """
     found = resolve(name, heads=True)
     path = found.path
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path / 'config.json'} must hold an object, not a {type(config).__name__}")
+    config = read_config(path)
     files = weight_files(path)
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -51,13 +45,12 @@ def load_checkpoint(name: str) -> Checkpoint:
 
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(file)
-    except (SafetensorError, struct.error, OSError) as error:
-        raise ModelError(f"{file} is damaged or no safetensors file: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of safetensors, struct, the disk
+        raise ModelError(f"{file} is damaged or no safetensors file: {first_line(error)}") from None
 
 
 def _pytorch(file: Path) -> dict[str, Tensor]:
@@ -70,8 +63,8 @@ def _pytorch(file: Path) -> dict[str, Tensor]:
             f"{file} is a pickle of more than tensors, which could run code when it is read; convert it to safetensors "
             "where you trust it"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ModelError(f"{file} is damaged or no PyTorch file: {(str(error).splitlines() or ['empty'])[0]}") from None
+    except Exception as error:  # of zipfile, struct, the disk, and whatever a pickle's numbers lead to
+        raise ModelError(f"{file} is damaged or no PyTorch file: {first_line(error)}") from None
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         raise ModelError(f"{file} does not hold tensors by name; heads are a dictionary of tensors")
     return {str(key): tensor for key, tensor in found.items()}

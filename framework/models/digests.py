@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..contracts.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
 
@@ -61,5 +63,8 @@ def settings_sha256(path: Path) -> str:
 @lru_cache(maxsize=256)
 def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
     """The digest of a file; its size and time are in the key, so that a changed file is read again."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from None

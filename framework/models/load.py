@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.errors import ModelError
+from ..contracts.errors import CrossdraftError, ModelError, first_line, printable, quoted
+from ..contracts.limits import MOST_WIDTH
 from ..contracts.models import LoadedModel, ResolvedModel
+from .configs import check_against_weights, check_files, read_config
 from .device import pick_device, pick_dtype
 from .digests import weights_sha256
 from .meanwhile import Meanwhile
-from .resolve import first_line, listed, resolve
-from .shared_embedding import adopt_embedding, shared_embedding_of
+from .resolve import listed, resolve
+from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,10 @@ def load_transformers(
             f"{name} asks for Python code of another repository, {elsewhere}, which trust_remote_code does not cover: "
             f"copy that code into {found.path} and take '{elsewhere}--' out of the auto_map there"
         )
+    if shared is not None and share_with is None:
+        check_owner(name, found.path)
+    check_against_weights(found.path, read_config(found.path), without=("vocab_size",) if shared else ())
+    check_files(found.path)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
     with _explained(name), _quiet if shared is not None else nullcontext():
@@ -125,7 +131,7 @@ def load_transformers(
         name=name,
         source=found.source,
         sha256=weights_sha256(found.path),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=_eos_token_ids(name, model, tokenizer),
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
     )
 
@@ -175,33 +181,38 @@ def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[s
     from transformers import AutoTokenizer
 
     if any((path / file).is_file() for file in _TOKENIZER_FILES):
-        with _explained(name):
+        with _explained(f"the tokenizer of {name}"):
             return AutoTokenizer.from_pretrained(path, **options)
     if owner is None:
         raise ModelError(f"{name} has no tokenizer: {path} has none of {listed(_TOKENIZER_FILES)}")
     return owner.tokenizer
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _eos_token_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     found: set[int] = set()
     for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+        for one in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
+            if type(one) is not int or not 0 <= one < MOST_WIDTH:
+                raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
+            found.add(one)
     return tuple(sorted(found))
 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn what transformers and safetensors raise about a bad directory into one sentence."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (CrossdraftError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # code of the model's own may raise anything, SystemExit too
         reason = first_line(error)
-        if "trust_remote_code" in str(error):
+        if "ignore_mismatched_sizes" in reason:
+            reason = "its weights have other shapes than its config.json describes"
+        if "trust_remote_code" in reason:
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
-        raise ModelError(f"{name} could not be loaded: {reason}") from error
+        raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 
 
 def _silence() -> Callable[[], None]:

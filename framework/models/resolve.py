@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..contracts.errors import ModelError, UnknownNameError, UsageError
+from ..contracts.errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
 from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
+from ..contracts.reading import kind_of, path_of
+from .configs import shards_of
 from .digests import PYTORCH_FILES
 
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -31,13 +32,15 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
         ModelError: a model that is not whole, not safetensors, or cannot be fetched.
     """
     registered = plugins.entries("models")
-    path = Path(name).expanduser()
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{quoted(name)} is no name of a model; write a name, a directory, or a Hub id (org/name)")
     if name in registered:
-        return _from_registered(name, plugins.get("models", name), heads)
-    if path.is_dir() or path.is_file():
-        return from_path(name, path, heads=heads)
+        return _from_registered(name, heads)
+    if kind_of(name):
+        return from_path(name, path_of(name), heads=heads)
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
-        raise UsageError(f"there is no model directory {name}; check the path (it is relative to {Path.cwd()})")
+        here = f"check the path (it is relative to {Path.cwd()})"
+        raise UsageError(f"there is no model directory {printable(name)}; {here}")
     if _HUB_ID.fullmatch(name):
         return from_hub(name, name, heads=heads)
     raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
@@ -45,14 +48,14 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
 
 def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
     """The model at `path`: of the backend that takes it, else a directory of transformers, see `from_directory`."""
-    if not heads and not (path / "config.json").is_file():
+    if not heads and kind_of(path / "config.json") != "file":
         for backend in plugins.entries("backends"):
-            if backend != TRANSFORMERS and plugins.get("backends", backend)().takes(path):
+            if backend != TRANSFORMERS and _takes(backend, path):
                 what = "directory" if path.is_dir() else "file"
                 return ResolvedModel(name, path, source or f"{what} {path.resolve()}", backend=backend)
-    if path.is_file():
+    if kind_of(path) in ("file", "other"):
         raise UsageError(
-            f"{name} is a file that no installed backend takes; a model is a directory with config.json and "
+            f"{printable(name)} is a file that no installed backend takes; a model is a directory with config.json and "
             "safetensors weights"
         )
     return from_directory(name, path, source, heads=heads)
@@ -60,14 +63,13 @@ def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -
 
 def from_directory(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
     """The model in the directory `path`. Raises `ModelError` if it is not whole, or not safetensors."""
-    if not path.is_dir():
-        raise ModelError(f"the directory of {name}, {path}, does not exist")
-    if not (path / "config.json").is_file():
+    if kind_of(path) != "directory":
+        raise ModelError(f"the directory of {printable(name)}, {path}, does not exist")
+    if kind_of(path / "config.json") != "file":
         raise ModelError(f"{path} is no model directory: it has no config.json")
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if absent := [shard for shard in shards if not (path / shard).is_file()]:
+    if kind_of(index):
+        if absent := [shard for shard in shards_of(index) if not (path / shard).is_file()]:
             raise ModelError(f"{path} is not whole: it lacks {listed(absent)}")
     elif not any(path.glob("*.safetensors")) and not (heads and any(any(path.glob(p)) for p in PYTORCH_FILES)):
         raise ModelError(
@@ -103,7 +105,7 @@ def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
             "it is not in the local cache and the Hub cannot be reached; connect (and unset HF_HUB_OFFLINE), "
             "or give a directory"
         )
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+    except Exception as error:  # the Hub's, the network's and the disk's
         reason = first_line(error)
     else:
         return ResolvedModel(
@@ -115,18 +117,26 @@ def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
     raise ModelError(f"the model {hub_id} could not be fetched: {reason}")
 
 
-def _from_registered(name: str, found: Any, heads: bool) -> ResolvedModel:
-    if callable(found):
-        found = found()
+def _takes(backend: str, path: Path) -> bool:
+    made = plugins.get("backends", backend)
+    with plugins.guarded("backends", backend, "takes()"):
+        return bool(made().takes(path))
+
+
+def _from_registered(name: str, heads: bool) -> ResolvedModel:
+    found: Any = plugins.get("models", name)
+    with plugins.guarded("models", name):
+        # A ModelSource may well be callable; a function gives one, or a path.
+        found = found() if callable(found) and not isinstance(found, ModelSource) else found
     if isinstance(found, ModelSource):
-        return found.fetch(name)
-    provider = plugins.entries("models")[name].provider
-    return from_path(name, Path(found), f"plug-in {provider}", heads=heads)
-
-
-def first_line(error: BaseException) -> str:
-    """The class of an error and what its first line says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        with plugins.guarded("models", name, "fetch()"):
+            found = found.fetch(name)
+        if not isinstance(found, ResolvedModel):
+            raise plugins.unusable("models", name, f"fetch() must return a ResolvedModel, not {quoted(found)}")
+        return found
+    if not isinstance(found, str | Path):
+        raise plugins.unusable("models", name, f"its function must give a path or a ModelSource, not {quoted(found)}")
+    return from_path(name, Path(found), f"plug-in {plugins.entries('models')[name].provider}", heads=heads)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import ModelError
+from ..contracts.limits import CONFIG_BYTES
 from ..contracts.models import LoadedModel
+from ..contracts.reading import kind_of, read_json
 from .digests import embedding_sha256
 from .resolve import resolve
 
@@ -28,15 +30,27 @@ SHARED = "crossdraft.json"
 def shared_embedding_of(path: Path) -> dict[str, str] | None:
     """What ``crossdraft.json`` says about the embedding, or None if the directory has its own."""
     file = path / SHARED
-    if not file.is_file():
+    if not kind_of(file):
         return None
-    try:
-        (key, shared), *more = json.loads(file.read_text(encoding="utf-8")).items()
-        if key == "shared_embedding" and shared.keys() == {"model", "sha256"} and not more:
-            return shared
-    except (ValueError, AttributeError):
-        pass
+    found = read_json(file, CONFIG_BYTES, error=ModelError)
+    shared = found.get("shared_embedding")
+    whole = len(found) == 1 and isinstance(shared, dict) and shared.keys() == {"model", "sha256"}
+    if whole and all(isinstance(value, str) for value in shared.values()):
+        return shared
     raise ModelError(f'{file} must read {{"shared_embedding": {{"model": ..., "sha256": ...}}}}')
+
+
+def check_owner(name: str, path: Path) -> None:
+    """Follow ``crossdraft.json`` to a model that has its own embedding. Raises ModelError where there is none."""
+    seen = [path.resolve()]
+    while (shared := shared_embedding_of(seen[-1])) is not None:
+        owner = resolve(shared["model"]).path.resolve()
+        if owner in seen:
+            raise ModelError(
+                f"{seen[-1] / SHARED} says that the embedding of {name} is in {shared['model']}, which leaves it out, "
+                "too, and leads back: no model has it"
+            )
+        seen.append(owner)
 
 
 def adopt_embedding(name: str, model: Any, owner: LoadedModel, shared: dict[str, str]) -> set[str]:
@@ -89,10 +103,11 @@ def save_sharing_embedding(model: PreTrainedModel, directory: Path | str, *, emb
 
 def shares_embedding(name: str, target: LoadedModel) -> bool:
     """Whether the model `name` leaves out an embedding that is the target's; if not, it finds its own."""
-    file = resolve(name).path / SHARED
     try:
-        shared = json.loads(file.read_text(encoding="utf-8"))["shared_embedding"]
-        weight: Any = target.model.get_input_embeddings().weight
-        return shared["model"] == target.name or shared["sha256"] == embedding_sha256(weight)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # it has an embedding, or a file that loading it will complain about
+        shared = shared_embedding_of(resolve(name).path)
+    except ModelError:
+        return False  # loading it will complain
+    if shared is None:
+        return False
+    weight: Any = target.model.get_input_embeddings().weight
+    return shared["model"] == target.name or shared["sha256"] == embedding_sha256(weight)

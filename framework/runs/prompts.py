@@ -16,7 +16,6 @@ methods.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +24,10 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from .. import plugins
-from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..contracts.hookspecs import Register, hookimpl
+from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES
+from ..contracts.reading import BROKEN, UNPRINTABLE, flaw, kind_of, parse_json, path_of, read_lines
 
 #: Most turns of one conversation: prompt i, turn k draws from the random stream ``MOST_TURNS * i + k``.
 MOST_TURNS = 16
@@ -91,6 +92,7 @@ def load_prompts(
 
     Raises:
         UsageError: no such source, or a row that is no prompt; says which and where.
+        ContractError: a registered source that gives no rows.
     """
     chosen = _select(_numbered(_rows(source, split, column)), source, categories, limit)
     if not chosen:
@@ -114,13 +116,13 @@ def _kind(source: str) -> str:
         return "registered"
     if source.startswith("hf:"):
         return "hub"
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return "directory"
-    if path.is_file():
-        return "file"
-    if path.suffix or "/" in source or "\\" in source:
-        raise UsageError(f"there is no prompt file {source}; check the path (it is relative to {Path.cwd()})")
+    kind = kind_of(source)
+    if kind:
+        return "directory" if kind == "directory" else "file"
+    if path_of(source).suffix or "/" in source or "\\" in source:
+        raise UsageError(
+            f"there is no prompt file {printable(source)}; check the path (it is relative to {Path.cwd()})"
+        )
     hint = "Or give a JSONL file, a directory, or hf:org/name."
     raise UnknownNameError.among("prompt source", source, plugins.entries("prompts"), hint)
 
@@ -132,30 +134,35 @@ def _rows(source: str, split: str | None, column: str | None) -> Iterator[Locate
         return
     if split or column:
         raise UsageError(f"{source} is no data set: it has no split and no column to choose")
-    found: Any = plugins.get("prompts", source) if kind == "registered" else Path(source).expanduser()
-    if callable(found):
-        found = found()
-    if isinstance(found, Path):
-        yield from _jsonl_rows(found)
-    else:
-        yield from ((f"{source}, row {i}", row) for i, row in enumerate(found, 1))
+    if kind == "file":
+        yield from _jsonl_rows(path_of(source))
+        return
+    found: Any = plugins.get("prompts", source)
+    with plugins.guarded("prompts", source):
+        found = found() if callable(found) else found
+        rows = found if isinstance(found, Path) else iter(found)
+    yield from _jsonl_rows(rows) if isinstance(rows, Path) else _registered_rows(source, rows)
+
+
+def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:
+    end, i = object(), 0
+    while True:
+        i += 1
+        with plugins.guarded("prompts", source, f"its row {i}"):
+            row = next(rows, end)
+        if row is end:
+            return
+        yield f"{source}, row {i}", row
 
 
 def _jsonl_rows(path: Path) -> Iterator[Located]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read {path}: {reason}") from None
-    if not text.strip():
-        raise UsageError(f"{path} is empty; it needs one JSON object a line")
-    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits inside JSON strings
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+    file, empty = printable(str(path)), True
+    for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):
+        if line.strip():
+            empty = False
+            yield f"{file}:{number}", parse_json(line, path, line=number)
+    if empty:
+        raise UsageError(f"{file} is empty; it needs one JSON object a line")
 
 
 def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None) -> Iterator[Located]:
@@ -173,8 +180,7 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
         else:  # a local directory is streamed: nothing to gain from a copy in the cache
             data = datasets.load_dataset(path, config or None, streaming=not hub)
     except Exception as error:  # the library raises its own, the Hub's and the readers' errors
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"the data set {source} cannot be read: {type(error).__name__}: {reason}") from error
+        raise UsageError(f"the data set {source} cannot be read: {first_line(error)}") from error
     if isinstance(data, Mapping):
         names = [str(name) for name in data]
         split = split or (names[0] if len(names) == 1 else None)
@@ -182,13 +188,23 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
             given = f"no split {split!r}" if split else "several splits"
             raise UsageError(f"the data set {source} has {given}; its splits: {', '.join(names)}")
         data = data[split]
-    for i, row in enumerate(data, 1):
+    rows, i = iter(data), 0
+    while True:
+        i += 1
         where = f"{source}, row {i}"
+        try:
+            row = next(rows, None)
+        except Exception as error:  # as above: a streamed data set is read row by row
+            raise UsageError(f"{where}: the data set cannot be read: {first_line(error)}") from error
+        if row is None:
+            return
         if column is not None:
             if column not in row:
-                raise UsageError(f"{where}: no column {column!r}; its columns: {', '.join(row)}")
-            text = row[column]
-            row = {"turns": text if isinstance(text, list) else [text], "category": row.get("category")}
+                raise UsageError(f"{where}: no column {column!r}; its columns: {_listed(row)}")
+            text, category = row[column], row.get("category")
+            # Classes of the Hub's data sets are numbers.
+            category = str(category) if isinstance(category, int) else category
+            row = {"turns": text if isinstance(text, list) else [text], "category": category}
         yield where, row
 
 
@@ -196,13 +212,15 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
 
 
 def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
-    seen: dict[int | str, str] = {}
+    seen: dict[str, str] = {}
     for index, (where, row) in enumerate(rows):
+        if reason := MOST_PROMPTS.refusal(index + 1):
+            raise UsageError(f"{where}: there are more prompts than can be answered; {reason}; give a limit")
         prompt = _prompt(where, row, index)
-        if prompt.question_id in seen:
-            first = seen[prompt.question_id]
-            raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {first}")
-        seen[prompt.question_id] = where
+        name = str(prompt.question_id)  # what records know it by
+        if name in seen:
+            raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {seen[name]}")
+        seen[name] = where
         yield where, prompt
 
 
@@ -211,24 +229,63 @@ def _prompt(where: str, row: Any, index: int) -> Prompt:
         raise UsageError(f"{where}: a prompt is a JSON object, not {type(row).__name__}")
     key = next((key for key in _TEXT_KEYS if row.get(key) is not None), None)
     if key is None:
-        raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {', '.join(row)}")
+        raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {_listed(row)}")
     turns = row[key] if key == "turns" else [row[key]]
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
         what = "must be a list of texts" if key == "turns" else "must be a text"
         raise UsageError(f"{where}: {key!r} {what}, and none of them empty")
     if len(turns) > MOST_TURNS:
         raise UsageError(f"{where}: {len(turns)} turns; a conversation may have at most {MOST_TURNS}")
-    reference = next((row[k] for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None)
-    if isinstance(reference, str):
-        reference = [reference]
-    question_id = row.get("question_id", row.get("task_id"))
+    for turn, text in enumerate(turns, 1):
+        if reason := flaw(text, BROKEN):
+            raise UsageError(f"{where}: turn {turn} holds {reason}, which no tokenizer reads")
+    category = row.get("category")
+    if category is None or category == "":
+        category = {"question": "question", "prompt": "completion"}.get(key, "all")
     return Prompt(
-        question_id=index + 1 if question_id is None else question_id,
-        category=str(row.get("category") or {"question": "question", "prompt": "completion"}.get(key, "all")),
+        question_id=_question_id(where, row, index),
+        category=_name(where, "category", category),
         turns=tuple(turns),
-        reference=tuple(map(str, reference)) if reference is not None else None,
+        reference=_reference(where, row),
         index=index,
     )
+
+
+def _question_id(where: str, row: Mapping[str, Any], index: int) -> int | str:
+    key = "question_id" if row.get("question_id") is not None else "task_id"
+    found = row.get(key)
+    if found is None:
+        return index + 1
+    return found if isinstance(found, int) and not isinstance(found, bool) else _name(where, key, found, "or a number")
+
+
+def _name(where: str, key: str, value: Any, other: str = "") -> str:
+    """A short text that tables and records show."""
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {key!r} must be a text{other and ' '}{other}, not {quoted(value)}")
+    if reason := flaw(value, UNPRINTABLE):
+        raise UsageError(f"{where}: {key!r} holds {reason}, which cannot be printed: {quoted(value)}")
+    if reason := MOST_NAME.refusal(value):
+        raise UsageError(f"{where}: {key!r} has {len(value)} characters; {reason}")
+    return value
+
+
+def _reference(where: str, row: Mapping[str, Any]) -> tuple[str, ...] | None:
+    key = next((k for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None)
+    if key is None:
+        return None
+    found = [row[key]] if isinstance(row[key], str) else row[key]
+    if not (isinstance(found, list) and all(isinstance(text, str) for text in found)):
+        raise UsageError(f"{where}: {key!r} must be a text or a list of texts, not {quoted(row[key])}")
+    if reason := next((reason for text in found if (reason := flaw(text, BROKEN))), None):
+        raise UsageError(f"{where}: {key!r} holds {reason}, which no file keeps")
+    return tuple(found)
+
+
+def _listed(row: Mapping[Any, Any]) -> str:
+    """The keys of a row, a few of them."""
+    shown = ", ".join(printable(str(key)) for key in islice(row, 12))
+    return shown if len(shown) <= 200 else f"{shown[:199]}…"
 
 
 def _select(

@@ -21,11 +21,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
+    AfterValidator,
     Field,
     PrivateAttr,
     ValidationError,
@@ -35,7 +34,10 @@ from pydantic import (
 )
 
 from .. import plugins
-from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.errors import UnknownNameError, UsageError, printable, quoted
+from ..contracts.limits import MOST_EXCLUDED, MOST_LISTED, MOST_NAME, MOST_PROMPTS, MOST_ROWS, MOST_SEED, MOST_TOKENS
+from ..contracts.options import Options
+from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
 from .prompts import Prompt, load_prompts
 from .yaml_errors import Places, explain, override, read_yaml
@@ -46,20 +48,26 @@ SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def _printable(name: str) -> str:
+    if reason := flaw(name, UNPRINTABLE):
+        raise ValueError(f"holds {reason}; a name is printable text on one line")
+    return name
 
 
-class PromptSpec(_Strict):
+#: What tables, directories and sentences show.
+Name = Annotated[str, AfterValidator(_printable)]
+
+
+class PromptSpec(Options):
     """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``,
     and no name for the built-in ones."""
 
-    name: str = ""
-    path: str = ""
-    categories: list[str] = []
-    limit: int | None = Field(default=None, ge=1)
-    split: str | None = None
-    column: str | None = None
+    name: Name = ""
+    path: Name = ""
+    categories: list[Name] = Field(default=[])
+    limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS)
+    split: Name | None = None
+    column: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -85,15 +93,15 @@ class PromptSpec(_Strict):
         return load_prompts(self.source, categories=self.categories, **options)  # type: ignore[arg-type]
 
 
-class Strategy(_Strict):
+class Strategy(Options):
     """A drafter or verifier by name, with its config. A plain name stands for ``{name: ...}``.
 
     In YAML and JSON the config stands beside the name: ``{name: small-lm, model: ..., gamma: 4}``.
     """
 
-    name: str
-    label: str = Field(default="", description="what tables call it instead of the name")
-    config: dict[str, Any] = {}
+    name: Name = Field(min_length=1)
+    label: Name = Field(default="", description="what tables call it instead of the name")
+    config: dict[str, Any] = Field(default={})
 
     @model_validator(mode="before")
     @classmethod
@@ -115,17 +123,17 @@ class Strategy(_Strict):
         return {"name": self.name, **({"label": self.label} if self.label else {}), **self.config}
 
 
-class CellConfig(_Strict):
+class CellConfig(Options):
     """One cell, completely resolved. ``label`` apart, two cells with the same config are the same cell."""
 
-    target: str
-    dtype: str = "auto"
-    device: str = "auto"
-    attn_implementation: str | None = None
+    target: Name = Field(min_length=1)
+    dtype: Name = "auto"
+    device: Name = "auto"
+    attn_implementation: Name | None = None
     prompts: PromptSpec = PromptSpec(name="builtin")
-    max_new_tokens: int = Field(default=128, ge=1)
-    batch_size: int = Field(default=1, ge=1)
-    seed: int = 0
+    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
+    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
     drafter: Strategy
@@ -156,27 +164,29 @@ class CellConfig(_Strict):
         return config
 
 
-class Recipe(_Strict):
+class Recipe(Options):
     """What to compare; see the module's docstring. `crossdraft.load_recipe` reads one from a file."""
 
-    name: str = Field(default="recipe", pattern=r"^[\w.-]+$")
+    name: str = Field(default="recipe", pattern=r"^[\w.-]+$", max_length=MOST_NAME)
     description: str = ""
     question: str = Field(default="", description="the question that the recipe answers")
-    target: str
+    target: Name = Field(min_length=1)
     prompts: PromptSpec = PromptSpec(name="builtin")
-    limit: int | None = Field(default=None, ge=1, description="use the first so many prompts")
-    max_new_tokens: int = Field(default=128, ge=1)
-    batch_size: int = Field(default=1, ge=1)
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    attn_implementation: str | None = None
+    limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use the first so many prompts")
+    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
+    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
+    dtype: Name = "auto"
+    device: Name = "auto"
+    attn_implementation: Name | None = None
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Sampling.model_validate({})
-    drafters: list[Strategy] = Field(min_length=1)
-    verifiers: list[Strategy] = Field(min_length=1)
-    matrix: dict[str, list[Any]] = {}
-    exclude: list[dict[str, Any]] = Field(default=[], description="leave out what matches an entry")
+    drafters: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
+    verifiers: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
+    matrix: dict[str, list[Any]] = Field(default={})
+    exclude: list[dict[str, Any]] = Field(
+        default=[], max_length=MOST_EXCLUDED, description="leave out what matches an entry"
+    )
 
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -185,6 +195,14 @@ class Recipe(_Strict):
     def _lists(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: v if isinstance(v, list) else [v] for key, v in value.items()}
+        return value
+
+    @field_validator("drafters", "verifiers", mode="after")
+    @classmethod
+    def _short(cls, value: list[Strategy]) -> list[Strategy]:
+        # Here, because those of cells say what tells them apart and may be longer.
+        if long := next((one.label for one in value if MOST_NAME.refusal(one.label)), None):
+            raise ValueError(f"the label {quoted(long, 30)} is too long; {MOST_NAME.refusal(long)}")
         return value
 
     @property
@@ -204,8 +222,11 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     path = _find(str(name))
     data, places = read_yaml(path)
     override(data, places, overrides)
-    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem))
-    _beside(data, path)
+    data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem)[:MOST_NAME])
+    try:
+        _beside(data, path)
+    except UsageError as error:
+        raise places.error(("prompts",), str(error)) from None
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
@@ -218,15 +239,16 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
 
 
 def _find(name: str) -> Path:
-    path, known = Path(name).expanduser(), plugins.entries("recipes")
-    if path.is_file():
+    path, known = path_of(name), plugins.entries("recipes")
+    kind = kind_of(path)
+    if kind in ("file", "other"):
         return path
     if name in known:
         return plugins.get("recipes", name)
-    if path.suffix in (".yaml", ".yml", ".json") or path.is_dir():
-        what = "is a directory" if path.is_dir() else "does not exist"
+    if path.suffix in (".yaml", ".yml", ".json") or kind == "directory":
+        what = "is a directory" if kind else "does not exist"
         names = ", ".join(sorted(known)) or "none"
-        raise UsageError(f"the recipe file {name} {what}; recipes by name: {names}")
+        raise UsageError(f"the recipe file {printable(name)} {what}; recipes by name: {names}")
     raise UnknownNameError.among("recipe", name, known, "Or give the path of a YAML file.")
 
 
@@ -240,8 +262,9 @@ def _beside(data: dict[str, Any], recipe: Path) -> None:
         source = spec.get(key)
         if not isinstance(source, str) or not source or source in plugins.entries("prompts"):
             continue
-        if not Path(source).expanduser().exists() and (recipe.parent / source).exists():
-            data["prompts"] = spec | {key: str(recipe.parent / source)}
+        beside = recipe.parent / source
+        if not kind_of(source) and kind_of(beside):
+            data["prompts"] = spec | {key: str(beside)}
 
 
 def digest(value: Any) -> str:

@@ -11,30 +11,47 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from annotated_types import Le
 from pydantic import BaseModel, ValidationError
 
-from ..contracts.errors import CrossdraftError, UsageError
+from ..contracts.errors import CrossdraftError, UsageError, printable, quoted
+from ..contracts.limits import MOST_NESTING, RECIPE_BYTES, Limit
+from ..contracts.reading import read_text
+from .yaml_values import KeyPath, checked_value, yaml_value
 
-#: The way to a value: keys of mappings and positions in lists.
-KeyPath = tuple[str | int, ...]
+
+class _Place:
+    """Where something was written, and what is known of the things in it."""
+
+    __slots__ = ("inside", "text")
+
+    def __init__(self, text: str = ""):
+        self.text = text
+        self.inside: dict[str | int, _Place] = {}
 
 
 class Places:
     """The place of every key: ``recipe.yaml:12``, or the ``--set`` argument that set it."""
 
     def __init__(self, root: str = ""):
-        self._at: dict[KeyPath, str] = {(): root} if root else {}
+        self._root = _Place(root)
 
     def put(self, path: KeyPath, place: str) -> None:
         """`path` was written at `place`; what was known below it is gone."""
-        for known in [p for p in self._at if p[: len(path)] == path and p != ()]:
-            del self._at[known]
-        self._at[path] = place
+        at = self._root
+        for part in path[:-1]:
+            at = at.inside.setdefault(part, _Place())
+        at.inside[path[-1]] = _Place(place)
 
     def of(self, path: KeyPath) -> str:
         """The place of `path`, or of the nearest thing around it; empty for a recipe made in Python."""
-        return next((self._at[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._at), "")
+        at, found = self._root, self._root.text
+        for part in path:
+            if part not in at.inside:
+                break
+            at = at.inside[part]
+            found = at.text or found
+        return found
 
     def error(self, path: KeyPath, sentence: str, kind: type[CrossdraftError] = UsageError) -> Any:
         """An error about the value at `path`."""
@@ -48,91 +65,94 @@ def dotted(path: KeyPath) -> str:
     return text.removeprefix(".")
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
-    """The mapping in a YAML file, and the line of every key in it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the recipe {path}: {reason}") from None
-    places = Places(str(path))
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is not None:
-            _walk(node, (), str(path), places)
-        data = loader.construct_document(node) if node is not None else None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{line}: this is not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}: this is not YAML: {str(error).partition(chr(10))[0]}") from None
-    finally:
-        loader.dispose()
+def read_yaml(
+    path: Path, what: str = "recipe", keys: str = "target: ..., drafters: ..."
+) -> tuple[dict[str, Any], Places]:
+    """The mapping in a YAML file, and the line of every key in it.
+
+    ``what`` the file is, and which ``keys`` it has, are for sentences.
+
+    Raises UsageError, with the line, for a file that cannot be read, is no YAML, or holds what `yaml_value` refuses.
+    """
+    text, file = read_text(path, RECIPE_BYTES, what=f"the {what}"), printable(str(path))
+    places = Places(file)
+    data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.put(path, f"{file}:{line}"))
     if not isinstance(data, dict):
-        raise UsageError(f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)")
+        raise UsageError(
+            f"{file}: {'an' if what[0] in 'aeiou' else 'a'} {what} is a mapping of keys to values ({keys})"
+        )
     return data, places
 
 
 def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] | Iterable[str]) -> None:
     """Set dotted keys of `data` in place: ``{"matrix.gamma": [2, 4]}`` or ``["matrix.gamma=[2, 4]"]``."""
     if isinstance(settings, Mapping):
-        parsed = [(key, value, f"override {key}={value!r}") for key, value in settings.items()]
+        parsed = [_given(key, value) for key, value in settings.items()]
     else:
         parsed = [_parse(setting) for setting in settings]
     for key, value, place in parsed:
-        parts: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
-        _set(data, parts, value, place)
-        places.put(tuple(parts), place)
+        parts = key.split(".")
+        if reason := MOST_NESTING.refusal(parts):
+            raise UsageError(f"{place}: the key has {len(parts)} parts; {reason}")
+        places.put(_set(data, parts, value, place, places), place)
+
+
+def _given(key: str, value: Any) -> tuple[str, Any, str]:
+    place = f"override {key}={quoted(value)}"
+    if not isinstance(key, str) or not all(key.split(".")):
+        raise UsageError(f"{place}: a key is a text, with dots between its parts")
+    return key, checked_value(value, place), place
 
 
 def _parse(setting: str) -> tuple[str, Any, str]:
     key, equals, text = setting.partition("=")
-    place = f"--set {setting}"
-    if not equals or not all(key.strip().split(".")):
+    key = key.strip()
+    place = f"--set {_short(setting)}"
+    if not equals or not all(key.split(".")):
         raise UsageError(f"{place}: write --set key=value, as in --set matrix.batch_size=[1,4]")
+    checked_value(key, place)
     try:
-        return key.strip(), yaml.safe_load(text), place
-    except yaml.YAMLError:
-        raise UsageError(f"{place}: the value is not YAML; the shell may need quotes around it") from None
+        return key, yaml_value(text, lambda line: place), place
+    except UsageError as error:
+        if "this is not YAML" in str(error):
+            raise UsageError(f"{place}: the value is not YAML; the shell may need quotes around it") from None
+        raise
 
 
-def _set(data: Any, parts: list[str | int], value: Any, place: str) -> None:
-    """Walk to the parent of the last part, making mappings on the way; a bare name becomes a mapping."""
-    for i, part in enumerate(parts):
-        at = dotted(tuple(parts[:i]))
+def _short(setting: str) -> str:
+    text = printable(setting)
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) -> KeyPath:
+    """Walk to the parent of the last part, making mappings on the way, and set it; a bare name becomes a mapping.
+
+    Returns the path: parts that are positions in lists as numbers.
+    """
+    path: KeyPath = ()
+    for part in parts:
+        at, last = dotted(path), len(path) == len(parts) - 1
         if isinstance(data, list):
-            if not isinstance(part, int) or part >= len(data):
-                raise UsageError(f"{place}: {at} is a list; {part!r} is not one of 0 to {len(data) - 1}")
-        elif not isinstance(data, dict):
-            raise UsageError(f"{place}: {at} is {data!r}, which has no key {part!r}")
+            step: str | int = int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part
+            if not isinstance(step, int) or step >= len(data):
+                raise UsageError(f"{place}: {at} is a list; {quoted(step)} is not one of 0 to {len(data) - 1}")
+        elif isinstance(data, dict):
+            step = part
+        else:
+            raise UsageError(f"{place}: {at} is {quoted(data)}, which has no key {quoted(part)}")
         holder: Any = data
-        if i == len(parts) - 1:
-            holder[part] = value
-            return
-        child = holder.get(part) if isinstance(data, dict) else holder[part]
-        if child is None or isinstance(child, str):
-            child = {} if child is None else {"name": child}
-        holder[part] = data = child
-
-
-def _walk(node: yaml.Node, path: KeyPath, file: str, places: Places) -> None:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise UsageError(f"{file}:{line}: the key {key.value!r} is there twice")
-            seen.add(key.value)
-            places.put((*path, key.value), f"{file}:{line}")
-            _walk(value, (*path, key.value), file, places)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            places.put((*path, i), f"{file}:{item.start_mark.line + 1}")
-            _walk(item, (*path, i), file, places)
+        path = (*path, step)
+        if last:
+            holder[step] = value
+            break
+        child = holder.get(step) if isinstance(data, dict) else holder[step]
+        if child is None:
+            child = {}
+            places.put(path, place)
+        elif isinstance(child, str):
+            child = {"name": child}
+        holder[step] = data = child
+    return path
 
 
 # -- sentences about what pydantic found ---------------------------------------------------------------------
@@ -141,7 +161,7 @@ def _walk(node: yaml.Node, path: KeyPath, file: str, places: Places) -> None:
 def suggest(key: str, known: Iterable[str]) -> str:
     """The known key that is nearest to a wrong one, or all of them if none is near."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; known keys: {', '.join(known) or 'none'}"
 
 
@@ -163,14 +183,14 @@ def explain(
         owner: whose keys they are.
     """
     where, models, hints = where or {}, models or {}, hints or {}
-    lines = []
-    for problem in error.errors():
+    lines, problems = [], error.errors()
+    for problem in problems[:5]:
         loc: KeyPath = problem["loc"]
         known = next((k for k in (loc[:n] for n in range(len(loc), -1, -1)) if k in where), None)
         path = loc if known is None else (*where[known], *loc[len(known) :])
         lines.append(str(places.error(path, _sentence(problem, loc, path, models, hints, owner))))
-    more = f"\n... and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return UsageError("\n".join(lines[:5]) + more)
+    more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return UsageError("\n".join(lines) + more)
 
 
 def _sentence(
@@ -187,7 +207,7 @@ def _sentence(
     if kind == "extra_forbidden":
         inside = "" if owner == "the recipe" else f" in {owner}"
         known = suggest(key, models[parent].model_fields) if parent in models else ""
-        return f"unknown key {key!r}{inside}{hints.get(key, known) if not parent else known}"
+        return f"unknown key {quoted(key)}{inside}{hints.get(key, known) if not parent else known}"
     if kind == "missing":
         return f"{owner} needs the key {key!r}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
@@ -196,5 +216,18 @@ def _sentence(
         message = "should be a name, or a mapping of keys to values"
     elif kind == "too_short":
         message = f"needs at least {problem['ctx']['min_length']} entry"
-    shown = "" if kind in ("value_error", "too_short") else f", not {problem['input']!r}"
+    elif kind == "too_long":
+        message = f"has {problem['ctx']['actual_length']} entries; the most is {problem['ctx']['max_length']}"
+    elif kind == "string_too_long":
+        message = f"has {len(problem['input'])} characters; the most is {problem['ctx']['max_length']}"
+    elif kind == "less_than_equal" and (why := _why(models.get(parent), key)):
+        message += f" ({why})"
+    shown = "" if kind in ("value_error", "too_short", "too_long") else f", not {quoted(problem['input'])}"
     return f"{dotted(path)}: {message}{shown}" if path else message
+
+
+def _why(model: type[BaseModel] | None, key: str) -> str:
+    """What more of a field than its `Limit` would cost; empty for one without."""
+    field = model.model_fields.get(key) if model is not None else None
+    limits = [bound.le for bound in field.metadata if isinstance(bound, Le)] if field is not None else []
+    return next((limit.why for limit in limits if isinstance(limit, Limit)), "")

@@ -90,7 +90,7 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
         (["--target", "X", "--on", "h100", "--efficiency", "0.8"], "--efficiency takes two shares"),
         (["--target", "X", "--gamma", "0"], "--gamma must be at least 1"),
         (["--target", "X", "--acceptance", "1.5"], "--acceptance takes probabilities"),
-        (["--target", "X", "--repeats", "0"], "--repeats must be positive"),
+        (["--target", "X", "--repeats", "0"], "--repeats must be at least 1"),
         (["--target", "X", "--batch-size", "0,1"], "--batch-size takes positive numbers"),
         (["--target", "X", "--run", "R", "--acceptance", "0.5"], "give one of them"),
         (["--run", "nowhere"], "nowhere is no directory; give the directory of a finished run"),

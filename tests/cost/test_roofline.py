@@ -9,13 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from crossdraft.framework.contracts.errors import ModelError, UnknownNameError, UsageError
+from crossdraft.framework.cost.accelerators import Accelerator, accelerator, accelerators
 from crossdraft.framework.cost.roofline import (
     ALL_REDUCE_LATENCY,
-    Accelerator,
     Roofline,
     Shape,
-    accelerator,
-    accelerators,
     read_shape,
 )
 
@@ -197,8 +195,8 @@ def test_what_is_no_shape_says_so(tmp_path: Path, tiny_model: Any) -> None:
     with pytest.raises(UsageError, match=r"no config\.json, no model directory"):
         read_shape(str(file))
     for text, message in [
-        ("{", "cannot be read as JSON"),
-        ("[]", "holds no mapping"),
+        ("{", "config.json:1: not JSON"),
+        ("[]", "must hold a JSON object, not a list"),
         ("{}", "no model_type"),
         ('{"model_type": "nonesuch"}', "cannot read a config of model_type 'nonesuch'"),
         ('{"model_type": "mamba"}', "does not know the shape of model_type 'mamba'"),

@@ -67,8 +67,16 @@ def test_only_a_static_length_is_replayable() -> None:
         ("small-lm", {"policy": {"name": "confidence", "threshold": 2}}, "less than or equal to 1"),
         ("small-lm", {"gamma": 3, "policy": {"name": "heuristic", "start_length": 4}}, "more than gamma"),
         ("eagle", {"tree": "dynamic", "policy": "heuristic"}, "policy belongs to a chain"),
-        ("eagle3", {"gamma": 5000}, "the most is 4096"),
-        ("small-lm-tree", {"branching": [1000, 1000, 1000]}, "1001001000 nodes; the most is 4096"),
+        ("eagle3", {"gamma": 5000}, "less than or equal to 1024"),
+        ("small-lm-tree", {"branching": [200, 200, 200]}, "8040200 nodes; the most is 4096"),
+        ("small-lm-tree", {"branching": [1000, 1000, 1000]}, "1000 children of a node; the most is 256"),
+        ("small-lm-tree", {"branching": [256] * 1024}, "more than 10.12 nodes; the most is 4096"),
+        ("small-lm-tree", {"branching": [1] * 1025}, "1025 levels; the most is 1024"),
+        ("small-lm-tree", {"choices": [[10**9]], "siblings": "top-k"}, "1000000001 ranks of siblings; the most is 256"),
+        ("small-lm-iid", {"K": 4000}, "less than or equal to 256"),
+        ("small-lm-iid", {"K": 200, "gamma": 200}, "40000 nodes; the most is 4096"),
+        ("small-lm", {"gamma": True}, "should be a valid integer"),
+        ("small-lm", {"temperature": float("inf")}, "should be a finite number"),
     ],
 )
 def test_a_policy_that_does_not_fit_is_refused(name: str, options: Any, sentence: str) -> None:

@@ -156,7 +156,7 @@ def test_bad_files(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "", "  ")
     assert error(path) == f"{path} is empty; it needs one JSON object a line"
     Path(path).write_bytes(b'{"prompt": "\xff"}')
-    assert error(path) == f"cannot read {path}: it is not UTF-8 text"
+    assert error(path) == f"cannot read {path}: it is not UTF-8 text (line 1)"
     write(tmp_path / "p.jsonl", {"category": "math", "prompt": "a"})
     assert error(path, categories=["maths"]) == f"{path} has no category 'maths'; did you mean 'math'? It has: math."
 

@@ -245,7 +245,9 @@ def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path:
     assert error(recipe_file("")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
     assert error(recipe_file("a: 1\nb: [\n")).startswith(f"{path}:3: this is not YAML: ")
     Path(path).write_bytes(b"\xff\xfe\x00")
-    assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text"
+    assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text but UTF-16; save it as UTF-8"
+    Path(path).write_bytes(b"target: x\n\xff")
+    assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text (line 2)"
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:

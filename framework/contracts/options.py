@@ -1,0 +1,57 @@
+"""What options are made of: the base of every recipe, sampling and strategy's ``Config``.
+
+Bad options are errors, never silent defaults: keys that nobody knows, NaN and infinity, and ``true`` for a number,
+which Python takes for 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class _Truth:
+    """Stands for true or false where a number belongs, so that pydantic says which field has no number."""
+
+    def __init__(self, value: bool):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value).lower()
+
+
+class Options(BaseModel):
+    """Frozen, strict about its keys; numbers are finite, and no number is true or false."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: _marked(value) if _numeric(cls, key) else value for key, value in given.items()}
+
+
+@lru_cache(maxsize=4096)
+def _numeric(cls: type[BaseModel], key: str) -> bool:
+    field = cls.model_fields.get(key)
+    kinds = _kinds(field.annotation) if field is not None else set()
+    return bool not in kinds and bool(kinds & {int, float})
+
+
+def _marked(value: Any) -> Any:
+    """``value`` with a `_Truth` for every true and false in it, in lists too."""
+    if isinstance(value, bool):
+        return _Truth(value)
+    return [_marked(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes that an annotation names, however deep; literal values count as their class."""
+    inner = get_args(annotation)
+    if not inner:
+        return {annotation if isinstance(annotation, type) else type(annotation)}
+    return set().union(*map(_kinds, inner))

@@ -1,0 +1,79 @@
+"""What every hostile input has to come to: an exit code and one sentence, soon, and never a trace."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft.framework.cli import main as cli
+
+#: Seconds after which an input counts as a hang. They take milliseconds; the rest is for a busy machine.
+LIMIT = 20
+
+
+class _TooLong(KeyboardInterrupt):
+    """Passes everything that catches what a plug-in may raise."""
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    """Break off a test that hangs."""
+
+    def stop(*_: Any) -> None:
+        raise _TooLong(f"no answer within {LIMIT} s")
+
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Refused:
+    """``refused(arguments, *words, code=2)``: run the command, which has to say one sentence with these words.
+
+    Returns the sentence. It runs in an empty directory.
+    """
+
+    def run(arguments: list[str], *words: str, code: int = 2) -> str:
+        here = tmp_path / "here"
+        here.mkdir(exist_ok=True)
+        monkeypatch.chdir(here)
+        capsys.readouterr()
+        try:
+            found = cli.main(arguments)
+        except SystemExit as left:  # argparse's own errors
+            found = left.code
+        out, err = capsys.readouterr()
+        said = [line for line in err.splitlines() if line.startswith("crossdraft") and " error: " in f"{line} "]
+        assert found == code, f"exit code {found}: {err[-800:]}"
+        assert len(said) == 1, err[-2000:]
+        assert "Traceback" not in out + err
+        missing = [word for word in words if word not in err]
+        assert not missing, f"{missing} not in: {err[-1500:]}"
+        assert len(err) < 4000, "a sentence is to be read"
+        assert all(c.isprintable() or c in "\n\t" for c in err), "escape codes reach the terminal"
+        return err
+
+    return run
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    """A model, for as long as nobody loads it."""
+    directory = tmp_path / "target"
+    directory.mkdir()
+    return str(directory)

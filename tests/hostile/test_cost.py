@@ -1,0 +1,239 @@
+"""``crossdraft cost`` with hostile options, machines, configs and kept curves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_curves import curve
+
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.accelerators import Accelerator
+from crossdraft.framework.cost.curve import curves_dir, save_curve, stored_curves
+from crossdraft.framework.cost.roofline import Roofline, Shape
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
+MANY = "1" + "0" * 30
+
+#: Options beside --target CONFIG --on h100, and words of the sentence.
+OPTIONS: list[tuple[list[str], list[str]]] = [
+    (["--batch-size", "0"], ["--batch-size takes positive numbers, not 0"]),
+    (["--batch-size", "-1,2"], ["--batch-size"]),
+    (["--batch-size=-1,2"], ["--batch-size takes positive numbers, not -1"]),
+    (["--batch-size", MANY], ["--batch-size", "the most is 65536", "cache"]),
+    (["--batch-size", "9" * 5000], ["--batch-size", "is no list of numbers"]),
+    (["--batch-size", "x"], ["--batch-size", "'x' is no list of numbers, as 1,2,4 is"]),
+    (["--batch-size", ""], ["--batch-size", "is no list of numbers"]),
+    (["--batch-size", "1,,2"], ["is no list of numbers"]),
+    (["--batch-size", "1.5"], ["is no list of numbers"]),
+    (["--batch-size", "nan"], ["is no list of numbers"]),
+    (["--batch-size", "[1,2]"], ["is no list of numbers"]),
+    (["--batch-size", "1," * 100_000 + "1"], ["is no list of numbers"]),
+    (["--batch-size", "\x1b[31m"], ["'\\x1b[31m' is no list of numbers"]),
+    (["--batch-size", "1," * 100 + "1", "--width", "1," * 100 + "1"], ["10201 points", "the most is 10000"]),
+    (["--width", "0"], ["--width takes positive numbers"]),
+    (["--width", MANY], ["--width", "the most is 4096"]),
+    (["--context", "0"], ["--context takes positive numbers"]),
+    (["--context", MANY], ["--context", "the most is 1048576"]),
+    (["--context", "1,2"], ["--context takes one value with --on"]),
+    (["--gamma", "0"], ["--gamma must be at least 1"]),
+    (["--gamma=-4"], ["--gamma must be at least 1, not -4"]),
+    (["--gamma", MANY], ["--gamma", "the most is 1024"]),
+    (["--gamma", "1,2"], ["'1,2' is not one number"]),
+    (["--gamma", "x"], ["'x' is no list of numbers"]),
+    (["--gamma", "1.5"], ["is no list of numbers"]),
+    (["--repeats", "0"], ["--repeats must be at least 1"]),
+    (["--repeats", MANY], ["--repeats", "the most is 1000"]),
+    (["--devices", "0"], ["--devices must be at least 1"]),
+    (["--devices", MANY], ["--devices", "the most is 65536"]),
+    (["--weight-bytes", "0"], ["--weight-bytes must be a positive number"]),
+    (["--weight-bytes", "nan"], ["--weight-bytes must be a positive number up to 16, not nan"]),
+    (["--weight-bytes", "inf"], ["--weight-bytes must be a positive number", "inf"]),
+    (["--weight-bytes=-2"], ["--weight-bytes must be a positive number", "-2"]),
+    (["--weight-bytes", "1e300"], ["up to 16, not 1e+300"]),
+    (["--weight-bytes", "two"], ["'two' is no list of numbers"]),
+    (["--cache-bytes", "nan"], ["--cache-bytes must be a positive number up to 16, not nan"]),
+    (["--cache-bytes", "0"], ["--cache-bytes must be a positive number"]),
+    (["--acceptance", "nan"], ["--acceptance takes probabilities"]),
+    (["--acceptance", "inf"], ["--acceptance takes probabilities"]),
+    (["--acceptance", "1.01"], ["--acceptance takes probabilities"]),
+    (["--acceptance=-0.1"], ["--acceptance takes probabilities"]),
+    (["--acceptance", "much"], ["'much' is no list of numbers"]),
+    (["--efficiency", "0,1"], ["--efficiency takes two shares"]),
+    (["--efficiency", "nan,nan"], ["--efficiency takes two shares"]),
+    (["--efficiency", "0.5"], ["--efficiency takes two shares"]),
+    (["--efficiency", "0.5,2"], ["--efficiency takes two shares"]),
+    (["--run", "nowhere"], ["nowhere is no directory"]),
+    (["--drafter", "nowhere"], ["nowhere is no config.json"]),
+    (["--drafter", "a\0b"], ["there is no path 'a\\x00b'"]),
+    (["--on", "h1000"], ["there is no accelerator named 'h1000'"]),
+    (["--on", "\x1b[31m"], ["there is no accelerator named '\\x1b[31m'"]),
+    (["--on", "none.yaml"], ["cannot read the accelerator file none.yaml: No such file"]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("options, words", OPTIONS, ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else "")
+def test_an_option(options: list[str], words: list[str], refused: Any, config: Path) -> None:
+    refused(["cost", "--target", str(config), "--on", "h100", *options], *words)
+
+
+def test_a_config_is_no_model(refused: Any, config: Path) -> None:
+    refused(["cost", "--target", str(config), "--on", ""], "a file that no installed backend takes")
+
+
+#: A machine in YAML, words of the sentence.
+MACHINES: list[tuple[str, list[str]]] = [
+    ("", ["an accelerator file is a mapping"]),
+    ("[a]", ["an accelerator file is a mapping"]),
+    ("mine: 3", ["m.yaml:1: an accelerator is a name with the keys"]),
+    ("mine: {bandwidth: 1}", ["with the keys bandwidth, flops, memory, link and source"]),
+    ("mine: {bandwidth: 1, flops: 1, memory: 1, link: 1, source: x, more: 1}", ["with the keys"]),
+    ("a: ROW\nb: ROW", ["holds 2 accelerators"]),
+    ("{}", ["holds 0 accelerators"]),
+    ("a: ROW\na: ROW", ["m.yaml:2: the key 'a' is there twice"]),
+    ("a: *x", ["names no anchor"]),
+    ("a: &a [*a]", ["stands inside of what it names"]),
+    ("a: " + "[" * 3000, ["nested too deeply"]),
+    ("a: !!python/object:os.system {}", ["the tag '!!python/object:os.system'"]),
+    *[
+        (f"mine:\n  bandwidth: {bad}\n  flops: 1\n  memory: 1\n  link: 1\n  source: x", ["m.yaml:2: ", *words])
+        for bad, words in [
+            ("0", ["bandwidth must be a positive number, not 0"]), ("-1", ["positive number, not -1"]),
+            (".nan", ["no finite number"]), (".inf", ["no finite number"]), ("nan", ["positive number, not 'nan'"]),
+            ("inf", ["positive number, not 'inf'"]), ("1e999", ["positive number"]), ("fast", ["'fast'"]),
+            ("true", ["not True"]), ("null", ["not None"]), ("[1]", ["not [1]"]), ("{a: 1}", ["{'a': 1}"]),
+            ("9" * 5000, ["5000 digits"]),
+        ]
+    ],
+    ("mine: {bandwidth: 1, flops: -1, memory: 1, link: 1, source: x}", ["flops must be a positive number, not -1"]),
+    ("mine: {bandwidth: 1, flops: 1, memory: 0, link: 1, source: x}", ["memory must be a positive number, not 0"]),
+    ("mine: {bandwidth: 1, flops: 1, memory: 1, link: nan, source: x}", ["link must be a positive number"]),
+    ("mine: {bandwidth: 1, flops: 1, memory: 1, link: 1, source: [x]}", ["source must be a text"]),
+    ("mine: {bandwidth: 1e-320, flops: 1e-320, memory: 1, link: 1, source: x}", ["inf seconds, which is no time"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, words", MACHINES, ids=lambda v: str(v)[:40])
+def test_a_machine(text: str, words: list[str], refused: Any, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.yaml"
+    file.write_text(text.replace("ROW", "{bandwidth: 1, flops: 1, memory: 1, link: 1, source: x}"), encoding="utf-8")
+    refused(["cost", "--target", str(config), "--on", str(file)], "m.yaml" if "1e-320" not in text else "", *words)
+
+
+#: What config.json holds beside `LLAMA`, words of the sentence.
+CONFIGS: list[tuple[Any, list[str]]] = [
+    *[
+        ({key: value}, [f"config.json: {key} is", "whole number, 1 at least"])
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+        for value in (0, -1, "8")
+    ],
+    ({"num_key_value_heads": -2}, ["num_key_value_heads is -2"]),
+    ({"num_key_value_heads": 3}, ["3 keys among 4 heads"]),
+    ({"head_dim": 0}, ["head_dim is 0"]),
+    ({"num_hidden_layers": 10**9}, ["the most is 1024"]),
+    ({"vocab_size": 10**30}, ["the most is 16777216"]),
+    ({"hidden_size": float("nan")}, ["hidden_size is nan"]),
+    ({"hidden_size": None}, ["cannot read a config of model_type 'llama'"]),
+    ({"model_type": None}, ["no model_type"]),
+    ({"model_type": 3}, ["model_type 3"]),
+    ({"model_type": ["llama"]}, ["model_type ['llama']"]),
+    ({"model_type": "t5"}, ["model_type 't5'"]),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 4}, ["9 of 4 experts are active"]),
+    ({"model_type": "mixtral", "num_experts_per_tok": -1}, ["num_experts_per_tok is -1"]),
+    ({"model_type": "qwen2_moe", "decoder_sparse_step": "x"}, ["decoder_sparse_step is 'x'"]),
+    ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, ["config.json"]),
+    ({"sliding_window": -5, "model_type": "mistral"}, ["sliding_window is -5"]),
+    ({"rope_theta": "x"}, ["rope_theta is 'x'"]),
+    ("{", ["config.json:1: not JSON"]),
+    ("[]", ["must hold a JSON object"]),
+    ("", ["config.json:1: not JSON"]),
+    ("{}", ["no model_type"]),
+    ('{"a": ' + "[" * 100_000, ["nested too deeply"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, words", CONFIGS, ids=lambda v: str(v)[:40])
+def test_a_config(changes: Any, words: list[str], refused: Any, config: Path) -> None:
+    config.write_text(changes if isinstance(changes, str) else json.dumps(LLAMA | changes), encoding="utf-8")
+    refused(["cost", "--target", str(config), "--on", "h100"], *words, code=1)
+
+
+def test_the_python_face_refuses_the_same() -> None:
+    shape = Shape("toy", 1, 8, 2, 2, 4, 16, 50)
+    device = Accelerator("toy", 1e9, 1e12, 1e9, 1e8, "made up")
+    for options in ({"weight_bytes": float("nan")}, {"cache_bytes": -1}, {"devices": 0}, {"weight_bytes": 0}):
+        with pytest.raises(UsageError, match="must be a positive number"):
+            Roofline(shape, device, **options)
+    with pytest.raises(UsageError, match="which is no time"):
+        Roofline(shape, Accelerator("slow", 1e-320, 1e-320, 1, 1, "x")).seconds(1, 1, 1)
+    with pytest.raises(UsageError, match="which is no time"):
+        Roofline(shape, device).seconds(float("nan"), 1, 1)
+
+
+#: What became of a kept curve.
+DAMAGE: dict[str, Any] = {
+    "median null": lambda d: d["points"][0].__setitem__(3, None),
+    "median a text": lambda d: d["points"][0].__setitem__(3, "fast"),
+    "median NaN": lambda d: d["points"][0].__setitem__(3, float("nan")),
+    "median infinite": lambda d: d["points"][0].__setitem__(3, float("inf")),
+    "median zero": lambda d: d["points"][0].__setitem__(3, 0.0),
+    "median negative": lambda d: d["points"][0].__setitem__(3, -1.0),
+    "median true": lambda d: d["points"][0].__setitem__(3, True),
+    "a quartile a text": lambda d: d["points"][0].__setitem__(4, "low"),
+    "width a text": lambda d: d["points"][0].__setitem__(1, "1"),
+    "width zero": lambda d: d["points"][0].__setitem__(1, 0),
+    "a point too short": lambda d: d["points"].__setitem__(0, [1, 2]),
+    "a point that is no list": lambda d: d["points"].__setitem__(0, 3),
+    "a point missing": lambda d: d["points"].pop(),
+    "no points": lambda d: d.__setitem__("points", []),
+    "points null": lambda d: d.__setitem__("points", None),
+    "points a mapping": lambda d: d.__setitem__("points", {}),
+    "no sha256": lambda d: d.pop("sha256"),
+    "sha256 null": lambda d: d.__setitem__("sha256", None),
+    "device null": lambda d: d.__setitem__("device", None),
+    "device a list": lambda d: d.__setitem__("device", []),
+    "dtype a number": lambda d: d.__setitem__("dtype", 3),
+    "an unknown key": lambda d: d.__setitem__("more", 1),
+    "repeats a text": lambda d: d.__setitem__("repeats", "5"),
+    "cut": '{"points": [[1, 2',
+    "a list": "[]",
+    "null": "null",
+    "empty": "",
+    "nested": "[" * 100_000,
+    "binary": b"\xff\xfe\0",
+    "digits": '{"points": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_curve_is_left_out(what: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """It lies in the cache of every run on the model: a run goes on without its prediction."""
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
+    whole, path = curve(sha256="other"), save_curve(curve())
+    save_curve(whole)
+    damage = DAMAGE[what]
+    if callable(damage):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        damage(data)
+        damage = json.dumps(data)
+    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    with caplog.at_level(logging.WARNING):
+        assert [c.sha256 for c in stored_curves()] == [whole.sha256]
+    assert path.name in caplog.text and "is left out" in caplog.text
+
+
+def test_a_directory_among_the_curves(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
+    (curves_dir() / "x.json").mkdir(parents=True)
+    assert stored_curves() == [] and "x.json cannot be read" in caplog.text

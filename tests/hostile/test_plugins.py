@@ -1,0 +1,376 @@
+"""Plug-ins that fail in every way there is: they are named, and stop nobody else."""
+
+# ruff: noqa: E501 (an input and its words on one line can be read)
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field, field_serializer, model_validator
+
+from crossdraft.framework import plugins
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
+
+#: What the module of a plug-in holds, and words of the reason why it is skipped.
+MODULES: dict[str, tuple[str, list[str]]] = {
+    "raises": ("1 / 0", ["ZeroDivisionError: division by zero"]),
+    "does not parse": ("def (", ["SyntaxError"]),
+    "is no text": ("\0", ["SyntaxError", "null bytes"]),
+    "exits": ("import sys; sys.exit(0)", ["SystemExit: 0"]),
+    "exits with words": ("raise SystemExit('bye')", ["SystemExit: bye"]),
+    "is cancelled": ("import asyncio; raise asyncio.CancelledError('late')", ["CancelledError: late"]),
+    "raises a BaseException": ("class Odd(BaseException): pass\nraise Odd('odd')", ["Odd: odd"]),
+    "raises what cannot be said": ("class Odd(Exception):\n  def __str__(self): raise ValueError\nraise Odd", ["Odd"]),
+    "raises a megabyte": ("raise RuntimeError('x' * 10**6)", ["RuntimeError: xxx", "…"]),
+    "raises escape codes": ("raise RuntimeError('\\x1b[31m')", ["RuntimeError: \\x1b[31m"]),
+    "raises many lines": ("raise RuntimeError('first\\nsecond')", ["RuntimeError: first"]),
+    "recurses": ("def f(): f()\nf()", ["RecursionError"]),
+    "wants what is not there": ("import no_such_module_at_all", ["ModuleNotFoundError: No module named 'no_such_module_at_all'"]),
+    "is empty": ("", ["it implements no hook"]),
+    "misspells a hook": ("from crossdraft import hookimpl\n@hookimpl\ndef crossdraft_register_drafter(register): pass", ["crossdraft_register_drafter"]),
+    "raises in a hook": ("HOOK raise RuntimeError('boom')", ["RuntimeError: boom"]),
+    "exits in a hook": ("HOOK raise SystemExit(3)", ["SystemExit: 3"]),
+    "registers no name": ("HOOK register('', 'a:b')", ["'' is not a name"]),
+    "registers a number": ("HOOK register(3, 'a:b')", ["3 is not a name"]),
+    "registers escape codes": ("HOOK register('\\x1b[31m', 'a:b')", ["'\\x1b[31m' is not a name"]),
+    "registers two lines": ("HOOK register('a\\nb', 'a:b')", ["'a\\nb' is not a name"]),
+    "registers half a pair": ("HOOK register('\\ud800', 'a:b')", ["'\\ud800' is not a name"]),
+    "registers a long name": ("HOOK register('n' * 5000, 'a:b')", ["too long a name", "the most is 200"]),
+    "registers a bad reference": ("HOOK register('a', 'b')", ["is not 'module:object'"]),
+    "registers a number as a summary": ("HOOK register('a', 'b:c', summary=42)", ["the summary of 'a', 42"]),
+    "registers a summary of two lines": ("HOOK register('a', 'b:c', summary='x\\ny')", ["the summary of 'a'"]),
+    "registers with a wrong key": ("HOOK register('a', 'b:c', about='x')", ["TypeError"]),
+    "takes a built-in name": ("from crossdraft import hookimpl\n@hookimpl\ndef crossdraft_register_prompts(register): register('builtin', 'a:b')", ["already provided by"]),
+}  # fmt: skip
+HOOK = "from crossdraft import hookimpl\n@hookimpl\ndef crossdraft_register_models(register): "
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None]:
+    """``manager({name: source})``: modules with these sources are installed as plug-ins, beside crossdraft's own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(sources: dict[str, str]) -> None:
+        own = [
+            p for p in plugins.entry_points(group="crossdraft") if p.dist is not None and p.dist.name == "crossdraft"
+        ]
+        found = []
+        for name, source in sources.items():
+            (tmp_path / f"{name}.py").write_text(source.replace("HOOK ", HOOK), encoding="utf-8")
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            found.append(EntryPoint(name, name, "crossdraft"))
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [*own, *found])
+        one = plugins.Manager()
+        one.load_entry_points()
+        monkeypatch.setattr(plugins, "manager", lambda: one)
+
+    return make
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_a_module(what: str, manager: Any, capsys: Any) -> None:
+    source, words = MODULES[what]
+    manager({"theirs": source, "zz_fine": "HOOK register('zz-fine', 'a:b')"})
+    assert cli.main(["plugins", "--json"]) == 0
+    broken = json.loads(capsys.readouterr().out)["broken"]
+    assert len(broken) == 1 and all(word in broken[0]["error"] for word in words), broken
+    assert len(broken[0]["error"]) < 500 and broken[0]["error"].isprintable()
+    for command in (["plugins"], ["list"], ["list", "drafters", "prompt-lookup"], ["env"]):
+        assert cli.main(command) == 0
+        assert "Traceback" not in "".join(capsys.readouterr())
+    assert cli.main(["list", "models", "--json"]) == 0
+    assert "zz-fine" in capsys.readouterr().out
+
+
+def test_what_the_user_breaks_off_is_broken_off(manager: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        manager({"theirs": "raise KeyboardInterrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        manager({"theirs": "HOOK raise KeyboardInterrupt"})
+        plugins.entries("models")
+
+
+def test_what_a_plugin_prints_is_not_the_commands(manager: Any, capsys: Any) -> None:
+    manager({"theirs": "print('hello from theirs')\nHOOK print('registering'); register('a', 'theirs:x')"})
+    for command in (["list", "--json"], ["plugins", "--json"], ["list", "models", "--json"]):
+        assert cli.main(command) == 0
+        out, _ = capsys.readouterr()
+        assert json.loads(out) and "hello" not in out and "registering" not in out
+
+
+def test_metadata_that_is_damaged(monkeypatch: Any, capsys: Any) -> None:
+    """One distribution whose entry points cannot be read costs no other one."""
+    good = [p for p in plugins.entry_points(group="crossdraft") if p.dist is not None and p.dist.name == "crossdraft"]
+
+    class Damaged:
+        _path = "/site-packages/damaged.dist-info"
+
+        @property
+        def entry_points(self) -> Any:
+            raise TypeError("no = in a line")
+
+    class Whole:
+        entry_points = SimpleNamespace(select=lambda group: good)
+
+    def fails(group: str) -> Any:
+        raise TypeError("no = in a line")
+
+    monkeypatch.setattr(plugins, "entry_points", fails)
+    monkeypatch.setattr(plugins, "distributions", lambda: [Damaged(), Whole()])
+    one = plugins.Manager()
+    one.load_entry_points()
+    names, broken = one.collected()
+    assert "prompt-lookup" in names["drafters"]
+    assert [b.provider for b in broken] == ["the entry points of /site-packages/damaged.dist-info"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("down"), SystemExit(0), GeneratorExit()])
+def test_a_notification(error: BaseException, caplog: Any) -> None:
+    def failing(run: Any) -> None:
+        print("starting")
+        raise error
+
+    seen: list[Any] = []
+    bad = SimpleNamespace(crossdraft_run_started=hookimpl(failing))
+    good = SimpleNamespace(crossdraft_run_started=hookimpl(lambda run: seen.append(run)))
+    for plugin, name in ((bad, "bad"), (good, "good")):
+        plugins.manager().register(plugin, name)
+    try:
+        plugins.notify("crossdraft_run_started", run={"name": "r"})
+    finally:
+        for plugin in (bad, good):
+            plugins.manager().unregister(plugin)
+    assert seen == [{"name": "r"}] and type(error).__name__ in caplog.text
+
+
+# -- strategies ----------------------------------------------------------------------------------------------
+
+
+def drafter(traits: Any = None, config: Any = StrategyConfig, base: Any = Drafter) -> Any:
+    """A drafter called ``theirs`` with these traits (a value, or a function of the config) and this Config."""
+    given = traits if callable(traits) else lambda *_: traits
+
+    def propose(self: Any, sequences: Any, rng: Any) -> Any:
+        raise AssertionError("nobody was to draft")
+
+    members = {"name": "theirs", "Config": config, "traits": classmethod(lambda cls, *a: given(*a)), "propose": propose}
+    return type("Theirs", (base,), members)
+
+
+def raises(error: BaseException) -> Any:
+    def traits(*_: Any) -> Any:
+        raise error
+
+    return traits
+
+
+CHAIN = DraftTraits(drawn="chain", point_mass=True, nodes=2)
+
+
+class Wants(StrategyConfig):
+    gamma: int
+
+
+class Plain:
+    gamma = 2
+
+
+class Unstrict(BaseModel):
+    gamma: int = 2
+
+
+class Explodes(StrategyConfig):
+    @model_validator(mode="after")
+    def _boom(self) -> Any:
+        raise ZeroDivisionError("boom")
+
+
+class Exits(StrategyConfig):
+    @model_validator(mode="after")
+    def _exit(self) -> Any:
+        sys.exit(0)
+
+
+class NoJson(StrategyConfig):
+    thing: Any = Field(default_factory=object)
+
+
+class Infinite(StrategyConfig):
+    thing: Any = float("inf")
+
+
+class Forgets(StrategyConfig):
+    gamma: int = 2
+
+    @field_serializer("gamma")
+    def _plus(self, gamma: int) -> int:
+        return gamma + 1
+
+
+class Property(StrategyConfig):
+    """What is called a model here is none of the target's."""
+
+    size: int = 3
+
+    @property
+    def model(self) -> str:
+        return "no such model anywhere"
+
+
+class Inside(StrategyConfig):
+    model_: str = "x"
+    gamma: str = "2"
+
+
+#: Drafters, and words of the sentence.
+DRAFTERS: dict[str, tuple[Any, list[str]]] = {
+    "no class": (lambda: 3, ["is not a subclass of crossdraft.Drafter"]),
+    "another class": (dict, ["is not a subclass of crossdraft.Drafter"]),
+    "a module that exits": ("exits_at_once:x", ["SystemExit: 0"]),
+    "a module that is not there": ("no_such_module:x", ["ModuleNotFoundError"]),
+    "an object that is not there": ("json:nothing", ["AttributeError"]),
+    "another name": (type("Other", (drafter(CHAIN),), {"name": "other"}), ["it must be 'theirs'"]),
+    "a config that is a plain class": (drafter(CHAIN, Plain), ["Theirs.Config is", "no crossdraft.StrategyConfig"]),
+    "a config that is None": (drafter(CHAIN, None), ["Theirs.Config is None"]),
+    "a config that is a dict": (drafter(CHAIN, {"gamma": 2}), ["Theirs.Config is {'gamma': 2}"]),
+    "a config of pydantic alone": (drafter(CHAIN, Unstrict), ["no crossdraft.StrategyConfig"]),
+    "a config that explodes": (drafter(CHAIN, Explodes), ["its Config raised ZeroDivisionError: boom"]),
+    "a config that exits": (drafter(CHAIN, Exits), ["its Config raised SystemExit: 0"]),
+    "a config that is no JSON": (drafter(CHAIN, NoJson), ["its Config, written as JSON and read again, raised"]),
+    "a config with infinity": (drafter(CHAIN, Infinite), ["its Config, written as JSON", "thing=inf becomes thing=None"]),
+    "a config that changes": (drafter(CHAIN, Forgets), ["its Config, written as JSON", "gamma=2 becomes gamma=3"]),
+    "traits that raise": (drafter(raises(RuntimeError("boom"))), ["traits() raised RuntimeError: boom"]),
+    "traits that exit": (drafter(raises(SystemExit(0))), ["traits() raised SystemExit: 0"]),
+    "traits that are None": (drafter(None), ["traits() must return crossdraft.DraftTraits, not None"]),
+    "traits that are a dict": (drafter({"drawn": "chain"}), ["traits() must return crossdraft.DraftTraits"]),
+    "traits of a verifier": (drafter(VerifierTraits(frozenset({"chain"}))), ["must return crossdraft.DraftTraits"]),
+    "traits of an unknown shape": (drafter(DraftTraits("star", True, 2)), ["drawn='star', which is none of"]),  # type: ignore[arg-type]
+    "traits of a list": (drafter(DraftTraits(["chain"], True, 2)), ["drawn=['chain']"]),  # type: ignore[arg-type]
+    "negative nodes": (drafter(DraftTraits("chain", True, -1)), ["nodes=-1, which is no number of nodes"]),
+    "half a node": (drafter(DraftTraits("chain", True, 1.5)), ["nodes=1.5"]),  # type: ignore[arg-type]
+    "nodes in words": (drafter(DraftTraits("chain", True, "2")), ["nodes='2'"]),  # type: ignore[arg-type]
+    "no nodes": (drafter(DraftTraits("chain", True, None)), ["nodes=None"]),  # type: ignore[arg-type]
+    "200,000,000 nodes": (drafter(DraftTraits("chain", True, 200_000_000)), ["nodes=200000000", "the most is 4096"]),
+    "deeper than its nodes": (drafter(DraftTraits("chain", True, 2, levels=3)), ["levels=3"]),
+    "levels in words": (drafter(DraftTraits("chain", True, 2, levels="2")), ["levels='2'"]),  # type: ignore[arg-type]
+    "point_mass in words": (drafter(DraftTraits("chain", "yes", 2)), ["point_mass='yes'"]),  # type: ignore[arg-type]
+    "layers that are a number": (drafter(DraftTraits("chain", True, 2, hidden_layers=3)), ["hidden_layers=3"]),  # type: ignore[arg-type]
+    "layers that are NaN": (drafter(DraftTraits("chain", True, 2, hidden_layers=(float("nan"),))), ["hidden_layers=(nan,)"]),
+    "branching in words": (drafter(DraftTraits("chain", True, 2, branching="22")), ["branching='22'"]),  # type: ignore[arg-type]
+    "branching of nothing": (drafter(DraftTraits("chain", True, 2, branching=(0,))), ["branching=(0,)"]),
+    "nodes as the config says": (drafter(lambda config, _: DraftTraits("chain", True, config.gamma), Inside), ["nodes='2'"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, target: str, monkeypatch: Any) -> str:
+    (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(0)", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"target: {target}\ndrafters:\n  - theirs\nverifiers:\n  - token\n", encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("what", DRAFTERS)
+def test_a_drafter(what: str, refused: Any, recipe: str, install: Any) -> None:
+    cls, words = DRAFTERS[what]
+    install("drafters", ("theirs", cls))
+    refused(["run", recipe], "the drafter 'theirs' of test-drafters-0 (in this process) is unusable", *words, code=1)
+
+
+@pytest.mark.parametrize("what", DRAFTERS)
+def test_a_drafter_in_a_list(what: str, install: Any, capsys: Any) -> None:
+    install("drafters", ("theirs", DRAFTERS[what][0]))
+    assert cli.main(["list"]) == 0
+    code = cli.main(["list", "drafters", "theirs", "--json"])
+    out, err = capsys.readouterr()
+    assert code in (0, 1) and "Traceback" not in out + err
+    assert code == 0 or err.count("crossdraft: error: the drafter 'theirs'") == 1
+
+
+def test_a_place_is_told(refused: Any, recipe: str, install: Any) -> None:
+    install("drafters", ("theirs", drafter(raises(RuntimeError("boom")))))
+    refused(["run", recipe], "recipe.yaml:3: the drafter 'theirs'", code=1)
+
+
+def test_a_property_called_model_is_none(recipe: str, install: Any) -> None:
+    from crossdraft.framework.bench.matrix import load_recipe, plan
+
+    install("drafters", ("theirs", drafter(CHAIN, Property)))
+    assert [c.drafter.config for c in plan(load_recipe(recipe)).cells] == [{}, {"size": 3}]
+
+
+def test_a_config_with_required_options(refused: Any, recipe: str, install: Any, capsys: Any) -> None:
+    install("drafters", ("theirs", drafter(CHAIN, Wants)))
+    refused(["run", recipe], "recipe.yaml:3: drafter 'theirs' needs the key 'gamma'")
+    assert cli.main(["list", "drafters", "theirs"]) == 0
+    assert "(required)" in capsys.readouterr().out
+
+
+def verifier(traits: Any, config: Any = StrategyConfig) -> Any:
+    given = traits if callable(traits) else lambda *_: traits
+    members = {"name": "theirs", "Config": config, "traits": classmethod(lambda cls, *a: given(*a)), "verify": None}
+    return type("Theirs", (Verifier,), members)
+
+
+VERIFIERS: dict[str, tuple[Any, list[str]]] = {
+    "no class": (3, ["is not a subclass of crossdraft.Verifier"]),
+    "a drafter": (drafter(CHAIN), ["is not a subclass of crossdraft.Verifier"]),
+    "a plain config": (verifier(VerifierTraits(frozenset({"chain"})), Plain), ["no crossdraft.StrategyConfig"]),
+    "a config that exits": (verifier(VerifierTraits(frozenset({"chain"})), Exits), ["its Config raised SystemExit: 0"]),
+    "traits that raise": (verifier(raises(RuntimeError("boom"))), ["traits() raised RuntimeError: boom"]),
+    "traits that exit": (verifier(raises(SystemExit("bye"))), ["traits() raised SystemExit: bye"]),
+    "traits that are None": (verifier(None), ["traits() must return crossdraft.VerifierTraits, not None"]),
+    "traits of a drafter": (verifier(CHAIN), ["must return crossdraft.VerifierTraits"]),
+    "an unknown shape": (verifier(VerifierTraits(frozenset({"star"}))), ["drawn=frozenset({'star'})"]),  # type: ignore[arg-type]
+    "a text for shapes": (verifier(VerifierTraits("chain")), ["drawn='chain'"]),  # type: ignore[arg-type]
+    "lossless perhaps": (verifier(VerifierTraits(frozenset({"chain"}), lossless="maybe")), ["lossless='maybe'"]),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VERIFIERS)
+def test_a_verifier(what: str, refused: Any, recipe: str, install: Any) -> None:
+    cls, words = VERIFIERS[what]
+    install("verifiers", ("theirs", cls))
+    setting = ["--set", "drafters=[prompt-lookup]", "--set", "verifiers=[theirs]"]
+    refused(["run", recipe, *setting], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
+    refused(["list", "verifiers", "theirs"], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
+
+
+def test_recipes_and_backends(refused: Any, recipe: str, install: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(b"\xff")
+    install("recipes", ("gone", tmp_path / "gone.yaml"), ("number", 3), ("bad", tmp_path / "bad.yaml"))
+    refused(["run", "gone"], "the recipe 'gone' of test-recipes-0", "an existing file", code=1)
+    refused(["run", "number"], "the recipe 'number'", "not 3", code=1)
+    refused(["list", "recipes", "number"], "the recipe 'number'", code=1)
+    refused(["list", "recipes", "bad"], "bad.yaml: it is not UTF-8 text")
+    refused(["list", "recipes", "nothing"], "there is no recipe named 'nothing'")
+    refused(["list", "nothing"], "nothing")
+    refused(["list", "drafters", "\x1b[31m"], "there is no drafter named '\\x1b[31m'")
+    refused(["list", "drafters", "d" * 100_000], "there is no drafter named 'ddd", "…")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0)])
+def test_a_backend_that_fails_to_look(error: BaseException, install: Any, tmp_path: Path) -> None:
+    from crossdraft.framework.contracts.errors import ContractError
+    from crossdraft.framework.contracts.models import Backend
+    from crossdraft.framework.models.load import load_model
+
+    def takes(self: Any, path: Path) -> bool:
+        raise error
+
+    members = {"name": "theirs", "takes": takes, "load": None, "slots": None}
+    install("backends", ("theirs", type("Theirs", (Backend,), members)))
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ContractError, match=r"the backend 'theirs' of .* takes\(\) raised"):
+        load_model(str(tmp_path / "x.gguf"))
