@@ -23,22 +23,26 @@ if TYPE_CHECKING:
     from .framework.contracts.hookspecs import Register, hookimpl
     from .framework.contracts.lm import LM
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
+    from .framework.contracts.options import option
     from .framework.contracts.rng import RoundRng
     from .framework.contracts.rounds import Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
-    from .framework.contracts.training import Trainee, TrainingConfig
+    from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.decoding.build import make_verifier
     from .framework.decoding.generate import custom_generate, generate
     from .framework.models.device import cache_dir
+    from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
+    from .framework.training.losses import distil, overlap
 
     __version__: str
 
 __all__ = [
     "LM",
     "Backend",
+    "Batch",
     "Checkpoint",
     "ContractError",
     "CrossdraftError",
@@ -62,6 +66,7 @@ __all__ = [
     "Scores",
     "Sequences",
     "StrategyConfig",
+    "Text",
     "Trainee",
     "TrainingConfig",
     "UnknownNameError",
@@ -72,6 +77,8 @@ __all__ = [
     "__version__",
     "cache_dir",
     "custom_generate",
+    "distil",
+    "file_sha256",
     "from_directory",
     "from_hub",
     "generate",
@@ -80,6 +87,8 @@ __all__ = [
     "load_recipe",
     "make_verifier",
     "on_device",
+    "option",
+    "overlap",
     "take_rows",
 ]
 
@@ -87,6 +96,7 @@ __all__ = [
 _HOME = {
     "LM": ".framework.contracts.lm",
     "Backend": ".framework.contracts.models",
+    "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "ContractError": ".framework.contracts.errors",
     "CrossdraftError": ".framework.contracts.errors",
@@ -110,6 +120,7 @@ _HOME = {
     "Scores": ".framework.contracts.draft",
     "Sequences": ".framework.contracts.draft",
     "StrategyConfig": ".framework.contracts.drafter",
+    "Text": ".framework.contracts.training",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
     "UnknownNameError": ".framework.contracts.errors",
@@ -119,6 +130,8 @@ _HOME = {
     "VerifierTraits": ".framework.contracts.verifier",
     "cache_dir": ".framework.models.device",
     "custom_generate": ".framework.decoding.generate",
+    "distil": ".framework.training.losses",
+    "file_sha256": ".framework.models.digests",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",
@@ -127,6 +140,8 @@ _HOME = {
     "load_recipe": ".framework.bench.matrix",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",
+    "option": ".framework.contracts.options",
+    "overlap": ".framework.training.losses",
     "take_rows": ".framework.contracts.draft",
 }
 

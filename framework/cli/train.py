@@ -6,13 +6,15 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import plugins
 from ..contracts.errors import ContractError, UsageError
 
 # Trainers import PyTorch, and every kind has to say its options; so nothing is saved by importing this later.
 from ..contracts.options import Options, flag, numbers, option
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +123,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    recipe, texts, run, card = (
-        kind(**{name: getattr(args, name) for name, _, _ in kind.options()})
-        for kind in (args.recipe, TextOptions, RunOptions, CardOptions)
-    )
+    recipe, texts = _given(args, args.recipe), _given(args, TextOptions)
+    run, card = _given(args, RunOptions), _given(args, CardOptions)
     out, files = _path("--out", args.out), [_path("--texts", name) for name in args.texts]
     _check_together(args, files)
 
@@ -145,9 +145,9 @@ def _main(args: argparse.Namespace) -> int:
 def _train(
     args: argparse.Namespace,
     recipe: Any,
-    texts: Any,
-    run: Any,
-    card: Any,
+    texts: TextOptions,
+    run: RunOptions,
+    card: CardOptions,
     out: Path,
     files: list[Path],
     questions: list[str],
@@ -217,6 +217,10 @@ def _train(
     )
     print(f"held-out acceptance {trainer.best:.3f} per drafted token; {args.kind} written to {out}")
     return 0
+
+
+def _given(args: argparse.Namespace, kind: type[AnyOptions]) -> AnyOptions:
+    return kind(**{name: getattr(args, name) for name, _, _ in kind.options()})
 
 
 def _path(name: str, text: str) -> Path:

@@ -75,7 +75,7 @@ def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], 
     texts, indices = [], []
     for number, row in rows(path):
         where = f"{path}, line {number}"
-        parts = []
+        parts: list[list[int]] = []
         for key in ("prompt", "response"):
             ids = row.get(key)
             if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
@@ -87,7 +87,7 @@ def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], 
         source = row.get("source")
         if not isinstance(source, str):
             raise UsageError(f"{where}: 'source' must be text")
-        text = Text(*parts, source)
+        text = Text(parts[0], parts[1], source)
         if context is not None and len(text.ids) > context:
             raise UsageError(f"{where}: has {len(text.ids)} tokens, but the target's context is {context} tokens")
         texts.append(text)
