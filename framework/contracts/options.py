@@ -54,17 +54,21 @@ class Allowed:
             value = self.kind(text)
         except (ValueError, TypeError, OverflowError):
             raise self._refused(flag, text) from None
-        self.check(flag, value)
+        if not self._takes(value):
+            raise self._refused(flag, text)
         return value
 
     def check(self, flag: str, value: Any) -> None:
         """Raise UsageError if ``value`` is not allowed."""
-        part = _PARTS.get(self.kind, self.kind)
-        many = self.kind in _PARTS
-        if many and not (isinstance(value, tuple | list) and len(value) <= MOST_PARTS):
+        if not self._takes(value):
             raise self._refused(flag, value)
-        if not all(self._admits(one, part) for one in (value if many else [value])):
-            raise self._refused(flag, value)
+
+    def _takes(self, value: Any) -> bool:
+        if self.kind not in _PARTS:
+            return self._admits(value, self.kind)
+        part = _PARTS[self.kind]
+        few = isinstance(value, tuple | list) and len(value) <= MOST_PARTS
+        return few and all(self._admits(one, part) for one in value)
 
     def _admits(self, value: Any, kind: Any) -> bool:
         if self.choices:
@@ -90,13 +94,15 @@ class Allowed:
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         part = _PARTS.get(self.kind, self.kind)
-        words = f"{_MANY[part]} (at most {MOST_PARTS})" if self.kind in _PARTS else _WORDS.get(part, "something else")
+        many, words = self.kind in _PARTS, _WORDS.get(part, "something else")
+        if many:
+            words = f"{_MANY[part]} (at most {MOST_PARTS})"
         low = "" if self.at_least is None else f"at least {self.at_least}"
         low = low or ("" if self.above is None else f"above {self.above}")
         high = "" if self.at_most is None else f"at most {self.at_most}"
         high = high or ("" if self.below is None else f"below {self.below}")
         bounds = " and ".join(bound for bound in (low, high) if bound)
-        return f"{words}, {'each ' * (self.kind in _PARTS)}{bounds}" if bounds else words
+        return f"{words}, {'each ' * many}{bounds}" if bounds else words
 
 
 def _shown(value: Any) -> str:

@@ -269,7 +269,10 @@ def _accelerator(device: torch.device, precision: str) -> Any:
         raise UsageError(
             "crossdraft train needs the package accelerate; install it with: pip install 'crossdraft[train]'"
         ) from None
-    found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
+    try:
+        found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
+    except ValueError as error:
+        raise UsageError(f"--precision {precision}: accelerate is set up otherwise in this process: {error}") from None
     if found.num_processes > 1:
         raise UsageError("crossdraft train runs in one process; start it without accelerate launch or torchrun")
     return found
