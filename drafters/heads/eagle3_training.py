@@ -240,11 +240,12 @@ class Eagle3Trainee(Trainee):
                 seen = torch.cat([seen, own], -1)
                 embeds = head.embed_tokens(at(ids, 1 + s))
                 out = head.advance(embeds, head.recurrent(out), rows + s, seen[:, None], cache)
-            # Row r drafts token r + s.
-            states.append(functional.pad(head.scored(out)[:, : count - s], (0, 0, s, 0)))
+            # Row r drafts token r + s, where responses have as many.
+            shift = min(s, count)
+            states.append(functional.pad(head.scored(out)[:, : count - shift], (0, 0, shift, 0)))
             inside = (rows >= 0) & (rows < pairs - s)
             drafts = at(functional.pad(batch.drafts(s), (0, s)), 0) & inside
-            keep.append(functional.pad(drafts[:, : count - s], (s, 0)))
+            keep.append(functional.pad(drafts[:, : count - shift], (shift, 0)))
         return torch.stack(states), torch.stack(keep), at(hidden, 1)[:, :, -1], at(ids, 2)
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:

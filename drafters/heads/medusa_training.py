@@ -105,8 +105,10 @@ class MedusaTrainee(Trainee):
         states, keep = [], []
         for i, head in enumerate(self.student):
             # The head reads what stands 1 + i places before the target's law of the token.
-            states.append(functional.pad(head(hidden)[:, : -1 - i], (0, 0, 1 + i, 0))[predicts])
-            keep.append(functional.pad(batch.drafts(i), (1 + i, 0))[predicts])
+            width = hidden.shape[1]
+            shift = min(1 + i, width)  # texts may be shorter than what a late head looks back
+            states.append(functional.pad(head(hidden)[:, : width - shift], (0, 0, shift, 0))[predicts])
+            keep.append(functional.pad(batch.drafts(i), (shift, 0))[predicts])
         return torch.stack(states), torch.stack(keep), hidden[predicts], batch.ids.roll(-1, 1)[predicts]
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:

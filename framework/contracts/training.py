@@ -101,12 +101,13 @@ class Batch:
     hidden: Tensor
 
     def drafts(self, position: int) -> Tensor:
-        """``[n, L - 1 - position]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
+        """``[n, max(L - 1 - position, 0)]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
 
         Drafted are response tokens; the first root is the prompt's last token. The target's law of the drafted token
         stands at t + 1 + ``position``.
         """
-        return self.predicts[:, 1 : self.ids.shape[1] - position] & self.predicts[:, 1 + position :]
+        count = max(self.ids.shape[1] - 1 - position, 0)
+        return self.predicts[:, 1 : 1 + count] & self.predicts[:, 1 + position : 1 + position + count]
 
 
 class Trainee(ABC):
