@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from .framework.contracts.rng import RoundRng
     from .framework.contracts.rounds import Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
-    from .framework.contracts.training import Trainee, TrainingConfig
+    from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
+    from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.decoding.build import make_verifier
     from .framework.decoding.custom_generate import custom_generate
     from .framework.decoding.generate import generate
     from .framework.models.device import cache_dir
+    from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
+    from .framework.training.losses import distil, overlap
 
     __version__: str
 
@@ -44,6 +47,7 @@ __all__ = [
     "MOST_NODES",
     "MOST_SIBLINGS",
     "Backend",
+    "Batch",
     "Checkpoint",
     "ContractError",
     "CrossdraftError",
@@ -68,6 +72,7 @@ __all__ = [
     "Scores",
     "Sequences",
     "StrategyConfig",
+    "Text",
     "Trainee",
     "TrainingConfig",
     "UnknownNameError",
@@ -78,6 +83,8 @@ __all__ = [
     "__version__",
     "cache_dir",
     "custom_generate",
+    "distil",
+    "file_sha256",
     "from_directory",
     "from_hub",
     "generate",
@@ -86,6 +93,8 @@ __all__ = [
     "load_recipe",
     "make_verifier",
     "on_device",
+    "option",
+    "overlap",
     "take_rows",
 ]
 
@@ -96,6 +105,7 @@ _HOME = {
     "MOST_NODES": ".framework.contracts.limits",
     "MOST_SIBLINGS": ".framework.contracts.limits",
     "Backend": ".framework.contracts.models",
+    "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "ContractError": ".framework.contracts.errors",
     "CrossdraftError": ".framework.contracts.errors",
@@ -120,6 +130,7 @@ _HOME = {
     "Scores": ".framework.contracts.draft",
     "Sequences": ".framework.contracts.draft",
     "StrategyConfig": ".framework.contracts.drafter",
+    "Text": ".framework.contracts.training",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
     "UnknownNameError": ".framework.contracts.errors",
@@ -129,6 +140,8 @@ _HOME = {
     "VerifierTraits": ".framework.contracts.verifier",
     "cache_dir": ".framework.models.device",
     "custom_generate": ".framework.decoding.custom_generate",
+    "distil": ".framework.training.losses",
+    "file_sha256": ".framework.models.digests",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",
@@ -137,6 +150,8 @@ _HOME = {
     "load_recipe": ".framework.bench.matrix",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",
+    "option": ".framework.contracts.training_options",
+    "overlap": ".framework.training.losses",
     "take_rows": ".framework.contracts.draft",
 }
 

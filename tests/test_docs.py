@@ -155,6 +155,9 @@ def shortened(arguments: list[str]) -> list[str]:
     """The same command, on less: a page shows what takes minutes."""
     if arguments[:1] == ["run"]:
         return [*arguments, "--limit", "2", "--set", "max_new_tokens=4", "--quiet"]
+    if arguments[:1] == ["train"]:
+        few = ["--tokens", "40", "--write-batch", "8", "--max-response", "6", "--questions", "my-prompts.jsonl"]
+        return [*arguments, *few, "--epochs", "1", "--measure", "none"]
     if arguments[:1] == ["certify"] and "--verifier" not in arguments:
         return [*arguments, "--verifier", "token", "--draft", "chain"]
     if arguments[:1] == ["cost"] and "--on" not in arguments and "--run" not in arguments:

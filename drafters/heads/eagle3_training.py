@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
-from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy, integers, option
+from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
+from ...framework.contracts.training_options import integers, option
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import distil_many, most_frequent, overlap
 from .eagle3 import LAYERS, Eagle3Head, named_layers, read_head
@@ -73,14 +74,27 @@ class Eagle3Training(TrainingConfig):
 
     name = "eagle3"
 
-    learning_rate: float = option(1e-3, "of AdamW at its peak")
-    unroll: int = option(0, "times the head is run over a text, drafting so many tokens (default: 3 on a CPU, else 5)")
-    decay: float = option(0.8, "weight of a run's loss, relative to that of the run before it")
-    draft_vocab: int = option(8192, "most frequent response tokens that the head knows (0: all tokens)")
-    layers: tuple[int, ...] = option(
-        (), "the target's hidden states that the head reads, e.g. 2,15,27 (default: 2, L // 2 and L - 3)", type=integers
+    learning_rate: float = option(1e-3, "of AdamW at its peak", above=0, at_most=10)
+    unroll: int = option(
+        0,
+        "times the head is run over a text, drafting so many tokens (default: 3 on a CPU, else 5)",
+        at_least=0,
+        at_most=64,
     )
-    feed_forward: int = option(0, "inner size of the head's feed-forward layer (default: the target's)")
+    decay: float = option(0.8, "weight of a run's loss, relative to that of the run before it", at_least=0, at_most=1)
+    draft_vocab: int = option(
+        8192, "most frequent response tokens that the head knows (0: all tokens)", at_least=0, at_most=10_000_000
+    )
+    layers: tuple[int, ...] = option(
+        (),
+        "the target's hidden states that the head reads, e.g. 2,15,27 (default: 2, L // 2 and L - 3)",
+        type=integers,
+        at_least=0,
+        at_most=4095,
+    )
+    feed_forward: int = option(
+        0, "inner size of the head's feed-forward layer (default: the target's)", at_least=0, at_most=1_000_000
+    )
 
     def fitted(self, target: LoadedModel) -> Self:
         default = default_layers(target.model.config.get_text_config().num_hidden_layers)
@@ -104,11 +118,6 @@ class Eagle3Trainee(Trainee):
             raise UsageError(
                 f"--layers must name three of the target's hidden states 0 to {depth - 1}, the first of them not 1 "
                 f"(readers of EAGLE-3 configs take that for 2), got {','.join(map(str, layers))}"
-            )
-        if recipe.unroll < 1 or recipe.draft_vocab < 0:
-            raise UsageError(
-                f"--unroll must be at least 1 and --draft-vocab at least 0, got {recipe.unroll} and "
-                f"{recipe.draft_vocab}"
             )
         self.hidden_layers = (*layers, -1)
         self.drafter = {"name": "eagle3"} if layers == default_layers(depth) else {"name": "eagle3", "layers": layers}
@@ -231,11 +240,12 @@ class Eagle3Trainee(Trainee):
                 seen = torch.cat([seen, own], -1)
                 embeds = head.embed_tokens(at(ids, 1 + s))
                 out = head.advance(embeds, head.recurrent(out), rows + s, seen[:, None], cache)
-            # Row r drafts token r + s.
-            states.append(functional.pad(head.scored(out)[:, : count - s], (0, 0, s, 0)))
+            # Row r drafts token r + s, where responses have as many.
+            shift = min(s, count)
+            states.append(functional.pad(head.scored(out)[:, : count - shift], (0, 0, shift, 0)))
             inside = (rows >= 0) & (rows < pairs - s)
             drafts = at(functional.pad(batch.drafts(s), (0, s)), 0) & inside
-            keep.append(functional.pad(drafts[:, : count - s], (s, 0)))
+            keep.append(functional.pad(drafts[:, : count - shift], (shift, 0)))
         return torch.stack(states), torch.stack(keep), at(hidden, 1)[:, :, -1], at(ids, 2)
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
-from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy, option
+from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
+from ...framework.contracts.training_options import option
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil_many, overlap
 from .medusa_weights import MedusaHeads, read_heads, save_heads
@@ -37,12 +38,15 @@ class MedusaTraining(TrainingConfig):
 
     name = "medusa"
 
-    learning_rate: float = option(3e-3, "of AdamW at its peak")
-    heads: int = option(4, "tokens that can be drafted, a head each")
-    head_layers: int = option(1, "residual blocks of each head")
-    decay: float = option(0.8, "weight of a head's loss, relative to that of the head before it")
+    learning_rate: float = option(3e-3, "of AdamW at its peak", above=0, at_most=10)
+    heads: int = option(4, "tokens that can be drafted, a head each", at_least=1, at_most=64)
+    head_layers: int = option(1, "residual blocks of each head", at_least=1, at_most=16)
+    decay: float = option(0.8, "weight of a head's loss, relative to that of the head before it", at_least=0, at_most=1)
     sampled_vocab: int = option(
-        2048, "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)"
+        2048,
+        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        at_least=0,
+        at_most=10_000_000,
     )
 
     def trainee(self, target: LoadedModel) -> Trainee:
@@ -57,10 +61,6 @@ class MedusaTrainee(Trainee):
     def __init__(self, target: LoadedModel, recipe: MedusaTraining):
         super().__init__(target, recipe)
         self.drafter = {"name": "medusa"}
-        if recipe.heads < 1 or recipe.head_layers < 1:
-            raise UsageError(
-                f"--heads and --head-layers must be at least 1, got {recipe.heads} and {recipe.head_layers}"
-            )
         lm_head: Any = target.model.get_output_embeddings()
         self.student = MedusaHeads(self.head.shape[1], recipe.heads, recipe.head_layers, lm_head=lm_head)
         self.student.to(self.head.device, torch.float32)
@@ -105,8 +105,10 @@ class MedusaTrainee(Trainee):
         states, keep = [], []
         for i, head in enumerate(self.student):
             # The head reads what stands 1 + i places before the target's law of the token.
-            states.append(functional.pad(head(hidden)[:, : -1 - i], (0, 0, 1 + i, 0))[predicts])
-            keep.append(functional.pad(batch.drafts(i), (1 + i, 0))[predicts])
+            width = hidden.shape[1]
+            shift = min(1 + i, width)  # texts may be shorter than what a late head looks back
+            states.append(functional.pad(head(hidden)[:, : width - shift], (0, 0, shift, 0))[predicts])
+            keep.append(functional.pad(batch.drafts(i), (shift, 0))[predicts])
         return torch.stack(states), torch.stack(keep), hidden[predicts], batch.ids.roll(-1, 1)[predicts]
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
-from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, integers, option
+from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig
+from ...framework.contracts.training_options import integers, option
 from ...framework.models.load import load_model
 from ...framework.models.shared_embedding import save_sharing_embedding, shares_embedding
 from ...framework.training.losses import SampledHead, distil, overlap
@@ -33,10 +34,17 @@ class SmallLMTraining(TrainingConfig):
     name = "small-lm"
 
     layers: tuple[int, ...] = option(
-        (), "target layers the student starts from, in order, e.g. 0,1,29 (default: first two, last)", type=integers
+        (),
+        "target layers the student starts from, in order, e.g. 0,1,29 (default: first two, last)",
+        type=integers,
+        at_least=0,
+        at_most=4095,
     )
     sampled_vocab: int = option(
-        2048, "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)"
+        2048,
+        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        at_least=0,
+        at_most=10_000_000,
     )
 
     def fitted(self, target: LoadedModel) -> Self:

@@ -4,10 +4,61 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .. import plugins
 from ..contracts.errors import ContractError, UsageError
+
+# Trainers import PyTorch, and every kind has to say its options; so nothing is saved by importing this later.
+from ..contracts.training_options import Options, flag, numbers, option
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(Options):
+    """What texts there are."""
+
+    texts_limit: int = option(0, "how many texts of each --texts file to take (0: all)", at_least=0)
+    invented: float = option(
+        0.5,
+        "share of questions the target invents itself (default 0.5; 1 without --questions)",
+        at_least=0,
+        at_most=1,
+    )
+    tokens: int = option(200_000, "response tokens to write", at_least=0, at_most=10**12)
+    temperatures: tuple[float, ...] = option(
+        (1.0,), "answers are sampled at these in turn, e.g. 1,0 (default 1)", type=numbers, at_least=0, at_most=100
+    )
+    max_prompt: int = option(256, "longest prompt used, in tokens", at_least=1, at_most=1_000_000)
+    max_response: int = option(192, "longest answer used, in tokens", at_least=1, at_most=1_000_000)
+    write_batch: int = option(64, "answers written at once", at_least=1, at_most=4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
+    """How it is run, beside the options of the kind."""
+
+    held_out: float = option(0.04, "share of the texts kept for evaluation", above=0, below=1)
+    dtype: str = option(
+        "auto",
+        "of the target (what is trained is float32)",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:0")
+    precision: str = option("no", "autocast of the training steps", choices=("no", "bf16"))
+    cache_gib: float = option(4.0, "memory for the target's features, in GiB", at_least=0, at_most=1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions(Options):
+    """What the model card states."""
+
+    measure: str = option("builtin", "prompts to measure block efficiency on, or none", metavar="PROMPTS")
+    measure_limit: int = option(24, "the first so many of them", at_least=1, at_most=1_000_000)
+    measure_tokens: int = option(64, "new tokens each", at_least=1, at_most=1_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add_arguments(p, recipe)
 
 
-def _add_arguments(p: argparse.ArgumentParser, recipe: type) -> None:
+def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
     p.set_defaults(recipe=recipe, broken=None)
     p.add_argument("--target", required=True, help="name, directory or Hub id of the target")
-    p.add_argument("--out", required=True, type=Path, help="directory for texts, checkpoint and result")
+    p.add_argument("--out", required=True, help="directory for texts, checkpoint and result")
     texts = p.add_argument_group("texts")
     texts.add_argument(
         "--texts",
         action="append",
         default=[],
-        type=Path,
         metavar="FILE",
         help="finished texts to add: JSONL with prompt and response, or question and answer (repeatable)",
     )
-    texts.add_argument("--texts-limit", type=int, default=0, help="how many texts of each such file to take (0: all)")
     texts.add_argument(
         "--questions",
         action="append",
@@ -43,83 +92,104 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type) -> None:
         metavar="PROMPTS",
         help="prompt set whose first turns the target answers (repeatable)",
     )
-    texts.add_argument(
-        "--invented",
-        type=float,
-        default=0.5,
-        help="share of questions the target invents itself (default 0.5; 1 without --questions)",
-    )
-    texts.add_argument("--tokens", type=int, default=200_000, help="response tokens to write (default 200000)")
-    texts.add_argument(
-        "--temperatures",
-        type=_floats,
-        default=[1.0],
-        help="answers are sampled at these in turn, e.g. 1,0 (default 1)",
-    )
-    texts.add_argument("--max-prompt", type=int, default=256, help="longest prompt used, in tokens")
-    texts.add_argument("--max-response", type=int, default=192, help="longest answer written, in tokens")
-    texts.add_argument("--write-batch", type=int, default=64, help="answers written at once")
+    _add_options(texts, TextOptions)
     training = p.add_argument_group("training")
-    for name, default, settings in recipe.options():  # type: ignore[attr-defined]
+    _add_options(training, recipe)
+    _add_options(training, RunOptions)
+    _add_options(p.add_argument_group("model card"), CardOptions)
+
+
+def _add_options(group: Any, options: type[Options]) -> None:
+    for name, default, settings in options.options():
         said = f" (default: {default})" if default and "default" not in settings["help"] else ""
-        flag = f"--{name.replace('_', '-')}"
-        training.add_argument(flag, default=default, **{**settings, "help": settings["help"] + said})
-    training.add_argument("--held-out", type=float, default=0.04, help="share of the texts kept for evaluation")
-    training.add_argument("--dtype", default="auto", help="of the target (what is trained is float32)")
-    training.add_argument("--device", default="auto")
-    training.add_argument("--precision", choices=["no", "bf16"], default="no", help="autocast of the training steps")
-    training.add_argument(
-        "--cache-gib", type=float, default=4.0, help="memory for the target's features, in GiB (default 4)"
-    )
-    card = p.add_argument_group("model card")
-    card.add_argument(
-        "--measure", default="builtin", metavar="PROMPTS", help="prompts to measure block efficiency on, or none"
-    )
-    card.add_argument("--measure-limit", type=int, default=24, help="the first so many of them (default 24)")
-    card.add_argument("--measure-tokens", type=int, default=64, help="new tokens each (default 64)")
+        group.add_argument(flag(name), default=default, **{**settings, "help": settings["help"] + said})
 
 
 def main(args: argparse.Namespace) -> int:
+    """Train; 130 after Ctrl-C, SIGTERM or SIGHUP, which leave all that is whole."""
     if args.broken:
         raise UsageError(args.broken)
-    from ..models.load import load_model
+    from ..training.interrupts import interrupting
+
+    try:
+        with interrupting():
+            return _main(args)
+    except KeyboardInterrupt:
+        print(
+            f"crossdraft: interrupted; what is whole is kept in {args.out}, and the same command goes on from there",
+            file=sys.stderr,
+        )
+        return 130
+
+
+def _main(args: argparse.Namespace) -> int:
+    recipe, texts = _given(args, args.recipe), _given(args, TextOptions)
+    run, card = _given(args, RunOptions), _given(args, CardOptions)
+    out, files = _path("--out", args.out), [_path("--texts", name) for name in args.texts]
+    _check_together(args, files)
+
+    from ..models.device import pick_device, pick_dtype
+    from ..models.resolve import resolve
     from ..runs.prompts import load_prompts
+    from ..training.files import claimed
+
+    pick_dtype(run.dtype, pick_device(run.device))
+    questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
+    asked = None if card.measure == "none" else load_prompts(card.measure, limit=card.measure_limit)
+    if recipe.start_from:
+        resolve(recipe.start_from, heads=True)
+    with claimed(out):
+        return _train(args, recipe, texts, run, card, out, files, questions, asked)
+
+
+def _train(
+    args: argparse.Namespace,
+    recipe: Any,
+    texts: TextOptions,
+    run: RunOptions,
+    card: CardOptions,
+    out: Path,
+    files: list[Path],
+    questions: list[str],
+    asked: Any,
+) -> int:
+    from ..models.load import load_model
+    from ..training import text_files
     from ..training import texts as t
     from ..training.card import measure, write_card
     from ..training.trainer import Trainer
+    from ..training.writer import Writer
 
-    recipe = args.recipe(**{name: getattr(args, name) for name, _, _ in args.recipe.options()})
-    questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
-    asked = None if args.measure == "none" else load_prompts(args.measure, limit=args.measure_limit)
-    target = load_model(args.target, dtype=args.dtype, device=args.device)
+    target = load_model(args.target, dtype=run.dtype, device=run.device)
     # Before the texts: an option that does not fit should not wait for them.
-    trainer = Trainer(target, recipe, args.out, precision=args.precision, cache_gib=args.cache_gib)
-    args.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(target, recipe, out, precision=run.precision, cache_gib=run.cache_gib)
+    finished = []
+    for file in files:
+        finished += text_files.read_finished(file, target, texts.max_prompt, texts.max_response, texts.texts_limit)
     written = []
-    if args.tokens:
-        writer = t.Writer(
+    if texts.tokens:
+        writer = Writer(
             target,
-            batch_size=args.write_batch,
-            max_prompt=args.max_prompt,
-            max_response=args.max_response,
-            seed=args.seed,
+            batch_size=texts.write_batch,
+            max_prompt=texts.max_prompt,
+            max_response=texts.max_response,
+            seed=recipe.seed,
         )
         written = t.write(
-            args.out / "texts.jsonl",
+            out / "texts.jsonl",
             writer,
-            tokens=args.tokens,
+            tokens=texts.tokens,
             questions=questions,
-            invented=args.invented if questions else 1.0,
-            temperatures=args.temperatures,
+            invented=texts.invented if questions else 1.0,
+            temperatures=texts.temperatures,
         )
-    finished = []
-    for file in args.texts:
-        found = t.read_finished(file, target, args.max_prompt, args.max_response)
-        finished += found[: args.texts_limit or None]
     if len(written or finished) < 2:
-        raise UsageError("no texts to train on: give --tokens for the target to write, or finished --texts")
+        raise UsageError(
+            f"{len(written or finished)} texts are too few to train on, and to hold one out; give more --tokens, or "
+            "finished --texts"
+        )
     # Held out are texts the target wrote, which is what a drafter meets.
-    train, held_out = t.split(written or finished, args.held_out)
+    train, held_out = t.split(written or finished, run.held_out)
     train += finished if written else []
     trainer.run(train, held_out)
     trainer.export(held_out)
@@ -127,27 +197,56 @@ def main(args: argparse.Namespace) -> int:
     if asked is not None:
         measured = measure(
             target,
-            {**trainer.trainee.drafter, "model": str(args.out)},
+            {**trainer.trainee.drafter, "model": str(out)},
             asked,
-            source=args.measure,
-            temperature=args.temperatures[0],
-            tokens=args.measure_tokens,
-            seed=args.seed,
+            source=card.measure,
+            temperature=texts.temperatures[0],
+            tokens=card.measure_tokens,
+            seed=recipe.seed,
         )
     write_card(
-        args.out / "README.md",
+        out / "README.md",
         trainer,
         train,
         held_out,
-        temperatures=args.temperatures,
+        temperatures=texts.temperatures,
         questions=args.questions,
-        finished=args.texts,
+        finished=files,
         measured=measured,
         argv=sys.argv[1:],
     )
-    print(f"held-out acceptance {trainer.best:.3f} per drafted token; {args.kind} written to {args.out}")
+    print(f"held-out acceptance {trainer.best:.3f} per drafted token; {args.kind} written to {out}")
     return 0
 
 
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def _given(args: argparse.Namespace, kind: type[AnyOptions]) -> AnyOptions:
+    return kind(**{name: getattr(args, name) for name, _, _ in kind.options()})
+
+
+def _path(name: str, text: str) -> Path:
+    """A path as it was given, with ``~`` in it."""
+    try:
+        if text.strip():
+            return Path(text).expanduser()
+    except RuntimeError:  # ~nobody
+        pass
+    raise UsageError(f"{name} {text!r}: must be a path")
+
+
+def _check_together(args: argparse.Namespace, files: list[Path]) -> None:
+    """Raise UsageError for options that do not go together, and for files that are not there."""
+    if not args.tokens and not files:
+        raise UsageError("no texts to train on: give --tokens for the target to write, or finished --texts")
+    if not args.tokens and args.questions:
+        raise UsageError("--questions: must be left out with --tokens 0, because the target writes no answers then")
+    if args.texts_limit and not files:
+        raise UsageError(f"--texts-limit {args.texts_limit}: must be left out without --texts")
+    if not args.questions and args.invented not in (0.5, 1.0) and args.tokens:
+        raise UsageError(f"--invented {args.invented:g}: must be 1 without --questions, or left out")
+    for file in files:
+        try:
+            there = file.is_file()
+        except (OSError, ValueError):  # a name that no file can have
+            there = False
+        if not there:
+            raise UsageError(f"--texts {file}: must be a file; there is none (it is relative to {Path.cwd()})")

@@ -4,6 +4,10 @@ A kind of training is one file: a :class:`TrainingConfig` with the options of th
 command line, and of the checkpoint, which refuses to go on with others), and a :class:`Trainee` that knows the
 student, its loss and the layout it is written in. Texts, the target's features, steps, checkpoints and the model card
 are the trainer's.
+
+A run that was interrupted goes on as it would have gone on. For that, what a step does may depend on the student (its
+parameters and persistent buffers are in the checkpoint), the batch, the number of the step, and random numbers of
+PyTorch, NumPy and Python, which the trainer seeds for each step; on nothing that a trainee remembers beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 
 from .errors import UsageError
 from .models import LoadedModel
+from .training_options import Options, option
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,8 @@ class Text:
 Divergence = Literal["forward-kl", "reverse-kl", "tv"]
 
 
-def option(default: Any, help: str, **argparse: Any) -> Any:
-    """A field of a `TrainingConfig` that is an option of the command line too; ``argparse``: type and choices."""
-    return field(default=default, metadata={"help": help, **argparse})
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """``"0,1,29"`` -> (0, 1, 29)."""
-    return tuple(int(part) for part in text.split(","))
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(ABC):
+class TrainingConfig(Options, ABC):
     """How to train. A subclass is one kind of training; it may add options and give these other defaults.
 
     The learning rate is warmed up linearly and then falls along a cosine to 5 % of its peak.
@@ -64,17 +59,21 @@ class TrainingConfig(ABC):
     divergence: str = option(
         "forward-kl", "what is minimised between the target's law and the student's", choices=get_args(Divergence)
     )
-    epochs: int = option(3, "passes over the training texts")
-    minutes: float = option(0.0, "training time, in minutes, after which to stop; 0: all epochs")
-    batch_tokens: int = option(2048, "padded tokens a step")
-    learning_rate: float = option(6e-4, "of AdamW at its peak")
-    warm_up: int = option(30, "steps until the learning rate is at its peak")
-    weight_decay: float = option(0.01, "of AdamW")
-    save_minutes: float = option(10.0, "minutes of training between checkpoints")
+    epochs: int = option(3, "passes over the training texts", at_least=1, at_most=1000)
+    minutes: float = option(
+        0.0, "training time, in minutes, after which to stop; 0: all epochs", at_least=0, at_most=1_000_000
+    )
+    batch_tokens: int = option(2048, "padded tokens a step", at_least=1, at_most=10_000_000)
+    learning_rate: float = option(6e-4, "of AdamW at its peak", above=0, at_most=10)
+    warm_up: int = option(30, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
+    weight_decay: float = option(0.01, "of AdamW", at_least=0, at_most=10)
+    save_minutes: float = option(10.0, "minutes of training between checkpoints", at_least=0, at_most=1_000_000)
     start_from: str = option(
         "", "a drafter of this kind (registered name, directory or Hub id) whose weights training starts from"
     )
-    seed: int = option(0, "of the order of texts, of initial weights and of sampled tokens")
+    seed: int = option(
+        0, "of the order of texts, of initial weights and of sampled tokens", at_least=0, at_most=2**32 - 1
+    )
 
     @abstractmethod
     def trainee(self, target: LoadedModel) -> Trainee:
@@ -83,16 +82,6 @@ class TrainingConfig(ABC):
     def fitted(self, target: LoadedModel) -> Self:
         """The same with defaults that depend on the target filled in."""
         return self
-
-    @classmethod
-    def options(cls) -> Iterable[tuple[str, Any, dict[str, Any]]]:
-        """Name, default, and keyword arguments for ``add_argument`` of every option."""
-        for name, entry in cls.__dataclass_fields__.items():
-            if entry.metadata:
-                assert entry.default is not MISSING
-                settings = dict(entry.metadata)
-                settings.setdefault("type", type(entry.default))
-                yield name, entry.default, settings
 
 
 @dataclass
@@ -112,20 +101,21 @@ class Batch:
     hidden: Tensor
 
     def drafts(self, position: int) -> Tensor:
-        """``[n, L - 1 - position]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
+        """``[n, max(L - 1 - position, 0)]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
 
         Drafted are response tokens; the first root is the prompt's last token. The target's law of the drafted token
         stands at t + 1 + ``position``.
         """
-        return self.predicts[:, 1 : self.ids.shape[1] - position] & self.predicts[:, 1 + position :]
+        count = max(self.ids.shape[1] - 1 - position, 0)
+        return self.predicts[:, 1 : 1 + count] & self.predicts[:, 1 + position : 1 + position + count]
 
 
 class Trainee(ABC):
     """A student, its loss, and the layout that it is written in.
 
     Attributes:
-        student: the module; what of it requires a gradient is trained and kept in checkpoints. May be made in
-            `prepare`.
+        student: the module; what of it requires a gradient is trained, and kept in checkpoints with its persistent
+            buffers. May be made in `prepare`.
         hidden_layers: hidden states of the target that it reads, as in `DraftTraits.hidden_layers` but resolved:
             0 = embeddings, i = output of layer i, -1 = after the final norm.
         drafter: config of a drafter that uses the result, without ``model``.

@@ -42,11 +42,17 @@ def weights_sha256(path: Path) -> str:
     """
     files = [path] if path.is_file() else weight_files(path)
     files = files or sorted(file for file in path.iterdir() if file.is_file())
-    digests = [_file_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digests = [file_sha256(file) for file in files]
     if len(digests) == 1:
         return digests[0]
     listing = "".join(f"{digest}  {file.name}\n" for digest, file in zip(digests, files, strict=True))
     return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def file_sha256(file: Path) -> str:
+    """The SHA-256 of a file; read again only where its size or its time has changed."""
+    status = file.stat()
+    return _file_sha256(file, status.st_size, status.st_mtime_ns)
 
 
 def settings_sha256(path: Path) -> str:
@@ -56,7 +62,7 @@ def settings_sha256(path: Path) -> str:
         return ""
     weights = {*weight_files(path), *(file for pattern in PYTORCH_FILES for file in path.glob(pattern))}
     files = sorted(f for f in path.iterdir() if f.is_file() and f not in weights and f.suffix.lower() not in _PROSE)
-    listing = ((file.name, _file_sha256(file, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
+    listing = ((file.name, file_sha256(file)) for file in files)
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in listing).encode()).hexdigest()
 
 

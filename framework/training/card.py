@@ -16,6 +16,7 @@ from ..models.chat import encode
 from ..models.digests import weights_sha256
 from ..models.resolve import resolve
 from ..runs.prompts import Prompt
+from .files import replace_text
 from .trainer import Trainer
 
 
@@ -116,7 +117,7 @@ def write_card(
     rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
     parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
     parts.append(f"Made with: `crossdraft {shlex.join(map(public, argv))}`")
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    replace_text(path, "\n\n".join(parts) + "\n")
 
 
 def _wrapped(text: str, bullet: str = "") -> str:

@@ -2,17 +2,23 @@
 
 Questions come from prompt files, or the target writes them too: a chat model that is asked to continue from the
 bare opening of a user's turn invents one (Z. Xu et al., "Magpie: Alignment Data Synthesis from Scratch by
-Prompting Aligned LLMs with Nothing", 2024). Texts are kept as token ids, one JSON object a line, and appended as
-they are written, so an interrupted run goes on where it stopped. Finished texts by others can be added; the
-target then only scores them.
+Prompting Aligned LLMs with Nothing", 2024). Finished texts by others can be added; the target then only scores them.
+
+Every text has an index, and all that is random about it (whether its question is given or invented, the question, the
+temperature, the answer) follows from the seed and that index. So texts that a killed run left and those that are
+written after it are those of a run that nobody disturbed, in the same order, whatever the batch size. Texts that were
+written together are also written together again, so that sums are rounded alike.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
-import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,83 +26,54 @@ import torch
 from tqdm import tqdm
 
 from ..contracts.errors import UsageError
-from ..contracts.models import LoadedModel
-from ..contracts.rng import CounterRng
-from ..contracts.sampling import Sampling
 from ..contracts.training import Text
-from ..decoding.build import TargetContext, build_decoder, configured, make_slots
+from .files import replace_text, writing
+from .text_files import drop_half_line, line_of, read
+from .writer import MOST_INVENTED, Writer
 
 #: Answers asked for at once, for each slot. Slots stand empty while the last ones are written, and a run that is
 #: interrupted writes these again.
 ANSWERS_A_SLOT = 6
-#: Stands where the user's words go when the chat template is cut open.
-_MARK = "\u2063MARK\u2063"
+#: The share of the questions it invents that the target ends in time, roughly.
+FINISHED = 0.6
+#: After so many questions without a single text the target is not asked for more.
+BARREN = 400
 
 
-class Writer:
-    """Lets the target answer questions and invent its own.
+class Questions:
+    """Which question has which index: a given one, or one that the target invents.
 
     Args:
-        target: the loaded target.
-        batch_size: rows decoded at once.
-        max_prompt, max_response: longest prompt taken and longest answer written, in tokens.
-        seed: of all sampling.
+        given: in the order that they are taken in.
+        invented: share of texts with invented questions; once the given ones are used up it is all of them, if it
+            was not none.
+        seed: with the index it decides which.
     """
 
-    def __init__(self, target: LoadedModel, *, batch_size: int, max_prompt: int, max_response: int, seed: int):
-        if getattr(target.tokenizer, "chat_template", None) is None:
-            raise UsageError(
-                f"{target.name} has no chat template, so it cannot be asked; give finished texts with --texts"
-            )
-        self.target, self.seed = target, seed
-        self.max_prompt, self.max_response = max_prompt, max_response
-        room = max(max_prompt, 64) + max_response + 2
-        self._lm = make_slots(target, batch_size, room)
-        self._length = room
+    def __init__(self, given: Sequence[str], invented: float, seed: int):
+        self.given, self.invented, self._seed = list(given), invented, seed
+        # Of those that are asked for, because some are never finished.
+        self._asked = invented / (FINISHED + (1 - FINISHED) * invented)
+        self._places: list[int | None] = []
+        self._used, self._said = 0, False
 
-    def conversation(self, question: str) -> list[int]:
-        """The chat template around ``question``, opened for an answer, as token ids."""
-        text = self._template(question, add_generation_prompt=True)
-        return self._encode(text)
-
-    def opening(self) -> list[int]:
-        """The chat template up to where a user's words would start, as token ids."""
-        return self._encode(self._template(_MARK, add_generation_prompt=False).split(_MARK)[0])
-
-    def invent(self, count: int, round_: int) -> list[str]:
-        """About ``count`` questions written by the target; those it did not finish are dropped."""
-        prompts = [self.opening()] * count
-        answers = self._decode(prompts, 1.0, 48, seed=self.seed * 7919 + 2 * round_)
-        ended = [a[:-1] for a in answers if a[-1] in self.target.eos_token_ids]
-        texts = [str(self.target.tokenizer.decode(a)).strip() for a in ended]
-        return [t for t in texts if len(t.split()) > 2]
-
-    def answer(self, prompts: Sequence[list[int]], temperature: float, round_: int) -> list[list[int]]:
-        return self._decode(prompts, temperature, self.max_response, seed=self.seed * 7919 + 2 * round_ + 1)
-
-    def _decode(self, prompts: Sequence[list[int]], temperature: float, most: int, seed: int) -> list[list[int]]:
-        lm, sampling = self._lm, Sampling(temperature=temperature)
-        context = TargetContext.of(self.target, lm, sampling, slot=self._length, sequence=self._length)
-        decoder = build_decoder(
-            context,
-            configured("drafters", "none"),
-            configured("verifiers", "token"),
-            eos=self.target.eos_token_ids,
-            max_new_tokens=most,
-            rng=CounterRng(seed),
-        )
-        answers: list[list[int]] = [[] for _ in prompts]
-        for response in decoder.run(prompts):
-            answers[response.index] = response.tokens
-        return answers
-
-    def _template(self, question: str, add_generation_prompt: bool) -> str:
-        turns = [{"role": "user", "content": question}]
-        tokenizer: Any = self.target.tokenizer
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.target.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+    def at(self, index: int) -> str | None:
+        """The given question of an index, or None where the target invents one. Raises IndexError after the last."""
+        while len(self._places) <= index:
+            draw = random.Random(f"{self._seed} {len(self._places)}").random()
+            used_up = self._used >= len(self.given)
+            if used_up and self.given and self.invented and not self._said:
+                self._said = True
+                _say(f"all {len(self.given)} questions are in use; the target invents the others")
+            if draw < self._asked or (used_up and self.invented):
+                self._places.append(None)
+            elif used_up:
+                raise IndexError(index)
+            else:
+                self._places.append(self._used)
+                self._used += 1
+        place = self._places[index]
+        return None if place is None else self.given[place]
 
 
 def write(
@@ -108,102 +85,171 @@ def write(
     invented: float,
     temperatures: Sequence[float],
 ) -> list[Text]:
-    """Append texts to ``path`` until their responses hold ``tokens`` tokens; returns them all.
+    """Append texts to ``path`` until their responses hold ``tokens`` tokens; returns those that do.
+
+    What they are made with is kept beside them in ``texts.json``. Without that file, texts that somebody put there are
+    returned as they are, if they are enough.
 
     Args:
         questions: given questions, taken in a shuffled order; may be empty.
         invented: share of questions the target invents (1 when ``questions`` is empty).
         temperatures: answers are sampled at these in turn.
+
+    Raises:
+        UsageError: texts of other options, a damaged file, questions that are used up or never fit.
+        CrossdraftError: the disk is full; what is whole is kept.
     """
-    if path.exists():
-        _drop_half_line(path)
-    texts = read(path) if path.exists() else []
-    have = sum(len(t.response) for t in texts)
+    facts = {
+        "target": writer.target.sha256,
+        "questions": hashlib.sha256(json.dumps(list(questions)).encode()).hexdigest(),
+        "invented": invented,
+        "temperatures": list(temperatures),
+        "max_prompt": writer.chat.most,
+        "max_response": writer.max_response,
+        "seed": writer.seed,
+    }
+    texts, after = _found(path, writer, facts, tokens)
+    have = sum(len(text.response) for text in texts)
+    if have >= tokens:
+        return texts
+    plan = Questions(_fitting(writer, questions), invented, writer.seed)
+    size = ANSWERS_A_SLOT * writer.batch_size
+    start, last = after // size * size, after - 1  # the last index that is a text
+    with (
+        tqdm(total=tokens, initial=have, unit="tok", desc="target writes texts") as bar,
+        writing(path),
+        path.open("ab") as file,
+    ):
+        while have < tokens:
+            with closing(_together(writer, plan, range(start, start + size), temperatures)) as made:
+                for index, text in made:
+                    last = index
+                    if index < after:
+                        continue  # on disk already
+                    file.write(line_of(index, text))
+                    file.flush()
+                    texts.append(text)
+                    have += len(text.response)
+                    bar.update(min(have, tokens) - bar.n)
+                    if have >= tokens:
+                        break
+            os.fsync(file.fileno())
+            start += size
+            if have < tokens:
+                _check_goes_on(plan, start, last, have, tokens)
+    return texts
+
+
+def _found(path: Path, writer: Writer, facts: dict[str, Any], tokens: int) -> tuple[list[Text], int]:
+    """The texts on disk, no more than are asked for, and the index to go on from; notes what they are made with."""
+    side = path.with_suffix(".json")
+    texts: list[Text] = []
+    indices: list[int] | None = []
+    with writing(path):
+        if path.exists():
+            drop_half_line(path)
+        there = path.exists() and path.stat().st_size > 0
+    if there:
+        vocab_size = writer.target.model.get_output_embeddings().weight.shape[0]
+        texts, indices = read(path, vocab_size, writer.target.context_length)
+    have = sum(len(text.response) for text in texts)
+    if texts and not side.exists():
+        if have >= tokens:
+            return texts, 0
+        raise UsageError(
+            f"{path} holds {have} of {tokens} response tokens, and {side.name} is not there to say how to go on with "
+            f"them; give --tokens {have}, or another --out"
+        )
+    if side.exists():
+        try:
+            made = json.loads(side.read_text(encoding="utf-8"))
+            differ = sorted(key for key in facts if made[key] != facts[key])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{side} is damaged; delete it with {path.name} to start over") from None
+        if texts and differ:
+            raise UsageError(
+                f"{path} was written with other options ({', '.join(differ)}); use them again, or another --out"
+            )
+    if indices is None:
+        raise UsageError(f"{path} was changed: its lines are not in the order of their index; use another --out")
+    replace_text(side, json.dumps(facts, indent=1) + "\n")
+    have = 0
+    for count, text in enumerate(texts):
+        if have >= tokens:
+            return texts[:count], 0
+        have += len(text.response)
+    return texts, indices[-1] + 1 if indices else 0
+
+
+def _together(
+    writer: Writer, plan: Questions, indices: Sequence[int], temperatures: Sequence[float]
+) -> Generator[tuple[int, Text]]:
+    """The texts of ``indices``, in that order; those whose question was not finished or does not fit are left out."""
+    asked: dict[int, Text] = {}
+    given: dict[int, str | None] = {}
+    for index in indices:
+        try:
+            given[index] = plan.at(index)
+        except IndexError:
+            break
+    invented = writer.invent([index for index, question in given.items() if question is None])
+    for index, question in given.items():
+        source = "invented" if question is None else "given"
+        if (question := question or invented.get(index)) is not None:
+            prompt = writer.chat.conversation(question)
+            if len(prompt) <= writer.chat.most:
+                asked[index] = Text(prompt, [], source)
+    waiting, done = list(asked), {}
+    for temperature in dict.fromkeys(temperatures):
+        part = [i for i in asked if temperatures[i % len(temperatures)] == temperature]
+        with closing(writer.answer([asked[i].prompt for i in part], part, temperature)) as answers:
+            for index, response in answers:
+                done[index] = response
+                while waiting and waiting[0] in done:
+                    first = waiting.pop(0)
+                    yield first, Text(asked[first].prompt, done.pop(first), asked[first].source)
+
+
+def _fitting(writer: Writer, questions: Sequence[str]) -> list[str]:
+    """The given questions in a shuffled order; says which are too long. Raises UsageError if all are."""
+    most = writer.chat.most
+    sizes = [len(writer.chat.conversation(question)) for question in questions]
+    if long := [question for question, size in zip(questions, sizes, strict=True) if size > most]:
+        first = f"{long[0][:60]!r}{'...' * (len(long[0]) > 60)}"
+        if len(long) == len(questions):
+            raise UsageError(
+                f"no question fits into --max-prompt {most} tokens: the shortest takes {min(sizes)} with the chat "
+                f"template, the first is {first}"
+            )
+        _say(f"{len(long)} of {len(questions)} questions are longer than {most} tokens and left out; one is {first}")
     order = list(questions)
     random.Random(writer.seed).shuffle(order)
-    used = sum(t.source == "given" for t in texts)
-    many = ANSWERS_A_SLOT * writer._lm.batch_size
-    with (
-        tqdm(total=tokens, initial=min(have, tokens), unit="tok", desc="target writes texts") as bar,
-        path.open("a") as file,
-    ):
-        batch = len(texts)
-        while have < tokens:
-            mine = [("invented", q) for q in writer.invent(round(many * invented / 0.6), batch)] if invented else []
-            given = order[used : used + max(many - len(mine), 0)]
-            used += len(given)
-            if not mine and not given:
-                raise UsageError(
-                    f"the questions are used up after {have} of {tokens} tokens; give more, or let the target invent"
-                )
-            asked = [(source, writer.conversation(q)) for source, q in mine + [("given", q) for q in given]]
-            asked = [(source, p) for source, p in asked if len(p) <= writer.max_prompt]
-            temperature = temperatures[batch % len(temperatures)]
-            answers = writer.answer([p for _, p in asked], temperature, batch)
-            for (source, prompt), response in zip(asked, answers, strict=True):
-                text = Text(prompt, response, source)
-                texts.append(text)
-                file.write(json.dumps(vars(text)) + "\n")
-                have += len(response)
-            file.flush()
-            batch += 1
-            bar.update(min(have, tokens) - bar.n)
-    return texts
+    return order
 
 
-def read(path: Path) -> list[Text]:
-    """Texts from a file this module wrote. Raises UsageError naming file and line."""
-    rows = _rows(path)
+def _check_goes_on(plan: Questions, start: int, last: int, have: int, tokens: int) -> None:
+    """Raise UsageError if there will be no texts from the index ``start`` on."""
     try:
-        return [Text(row["prompt"], row["response"], row["source"]) for _, row in rows]
-    except KeyError as error:
-        raise UsageError(f"{path} was not written by crossdraft train: a line lacks {error}") from None
+        plan.at(start)
+    except IndexError:
+        raise UsageError(
+            f"the questions are used up after {have} of {tokens} tokens; give more, or let the target invent"
+        ) from None
+    if start - 1 - last >= BARREN:
+        raise UsageError(
+            f"none of the last {start - 1 - last} questions became a text, because the target ended none of those it "
+            f"invented within {MOST_INVENTED} tokens, or they are longer than --max-prompt; give --questions with "
+            "--invented 0"
+        )
 
 
-def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int) -> list[Text]:
-    """Finished texts by others: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
-
-    GSM8K's calculator notes (``<<3*4=12>>``) are taken out. Longer prompts are left out, longer responses cut.
-    """
-    writer = Writer(target, batch_size=1, max_prompt=max_prompt, max_response=max_response, seed=0)
-    texts = []
-    for number, row in _rows(path):
-        prompt, response = row.get("prompt", row.get("question")), row.get("response", row.get("answer"))
-        if not isinstance(prompt, str) or not isinstance(response, str):
-            raise UsageError(f"{path}, line {number}: needs 'prompt' and 'response' (or 'question' and 'answer')")
-        ids = writer.conversation(prompt)
-        answer = [*writer._encode(re.sub(r"<<.*?>>", "", response)), target.eos_token_ids[0]]
-        if len(ids) <= max_prompt:
-            texts.append(Text(ids, answer[:max_response], "finished"))
-    return texts
-
-
-def _drop_half_line(path: Path) -> None:
-    """Cut what follows the last newline: a run that was killed while it wrote leaves half a line there."""
-    whole = path.read_bytes().rfind(b"\n") + 1
-    with path.open("r+b") as file:
-        file.truncate(whole)
-
-
-def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read texts {path}: {error.strerror}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append((number, dict(json.loads(line))))
-        except (ValueError, TypeError):
-            if number == len(lines):  # a run was killed in the middle of a line; that text is written again
-                break
-            raise UsageError(f"{path}, line {number}: not a JSON object") from None
-    return rows
+def _say(message: str) -> None:
+    print(f"crossdraft: {message}", file=sys.stderr, flush=True)
 
 
 def split(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text]]:
-    """Training and held-out texts; a conversation is never in both."""
-    count = max(1, round(len(texts) * held_out))
+    """Training and held-out texts, at least one each; a conversation is never in both."""
+    count = min(max(1, round(len(texts) * held_out)), len(texts) - 1)
     return list(texts[:-count]), list(texts[-count:])
 
 

@@ -1,9 +1,9 @@
 """The one loop that trains every kind of drafter: steps, checkpoints, a held-out estimate, a log.
 
-A run that is interrupted at any moment goes on from its last checkpoint when it is started again: the order of texts,
-the sampled tokens and the learning rate follow from the number of the step, and the target's features do not depend
-on how texts are batched, so that on a CPU the result is the same to the bit (if the run is limited by epochs, not by
-minutes).
+A run that is interrupted at any moment goes on from its last checkpoint when it is started again, and ends as it would
+have ended: the order of texts, all random numbers, the learning rate and the steps at which it is evaluated follow from
+the number of the step, and the target's features do not depend on how texts are batched, so that on a CPU (with the
+same number of threads) weights and log are the same to the bit. What is limited by minutes depends on the clock.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import pickle
 import random
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +19,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..contracts.errors import NumericalError, UsageError
-from ..contracts.models import LoadedModel
+from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.training import Text, TrainingConfig
+from ..models.digests import weights_sha256
+from ..models.resolve import resolve
+from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .features import Features, check_head
+from .files import replace_text, staged
+from .interrupts import until_told
+
+#: Evaluations on the way, beside the one before the first step.
+EVALUATIONS = 10
 
 
 class Trainer:
@@ -54,6 +60,8 @@ class Trainer:
     def __init__(
         self, target: LoadedModel, recipe: TrainingConfig, out: Path, *, precision: str = "no", cache_gib: float = 4.0
     ):
+        if target.backend != TRANSFORMERS:
+            raise UsageError(f"{target.name} is run by {target.backend}; crossdraft train needs a transformers model")
         self.target, self.out = target, out
         self.device = target.model.device
         self.recipe = recipe.fitted(target)
@@ -61,13 +69,15 @@ class Trainer:
         check_head(target)
         for parameter in target.model.parameters():
             parameter.requires_grad_(False)
-        self.trainee = self.recipe.trainee(target)
-        if self.recipe.start_from:
-            self.trainee.start_from(self.recipe.start_from)
+        with _seeded(self.recipe.seed, "start", self.device):
+            self.trainee = self.recipe.trainee(target)
+            if self.recipe.start_from:
+                self.trainee.start_from(self.recipe.start_from)
         self.features = Features(target, self.trainee.hidden_layers, cache_gib)
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
         self.log: list[dict[str, Any]] = []
-        self._digest = ""
+        self._tenth = -1  # of the way, at the last evaluation
+        self._made_with: dict[str, Any] = {}
 
     @property
     def checkpoint(self) -> Path:
@@ -76,52 +86,65 @@ class Trainer:
     def run(self, train: Sequence[Text], held_out: Sequence[Text]) -> None:
         """Train to the end of the recipe, from the checkpoint if there is one.
 
-        SIGINT and SIGTERM end the run after the step in progress, with a checkpoint.
+        SIGINT, SIGTERM and SIGHUP end the run after the step in progress, with a checkpoint; a second one at once.
 
         Raises:
             UsageError: a checkpoint of other options or other texts, or one that is damaged.
             NumericalError: the loss is not finite.
+            CrossdraftError: a checkpoint cannot be written; the one before it is kept.
             KeyboardInterrupt: after such a signal.
         """
-        self._digest = _digest(train)
-        self.trainee.prepare(train)
+        if not train or not held_out:
+            raise UsageError(f"training needs texts, and some held out, not {len(train)} and {len(held_out)}")
+        self._made_with = self._identity(train, held_out)
+        with _seeded(self.recipe.seed, "prepare", self.device):
+            self.trainee.prepare(train)
         self.trained = list(self.trainee.trained.values())
         r = self.recipe
         self.optimizer: Any = self.accelerator.prepare_optimizer(
             torch.optim.AdamW(self.trained, lr=r.learning_rate, betas=(0.9, 0.95), weight_decay=r.weight_decay)
         )
-        self._resume()
         batches = [b for epoch in range(r.epochs) for b in self._batches(train, epoch)]
+        self._resume(len(batches))
         saved = time.perf_counter()
-        if not self.log:
-            self._evaluate(held_out)
-        with _until_told() as told, tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name) as bar:
-            while self.step < len(batches) and (progress := self._progress(len(batches))) < 1:
+        with until_told() as told, tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name) as bar:
+            while True:
+                progress = self._progress(len(batches))
+                # What is due follows from the step, never from when a checkpoint was written or a run was told to stop.
+                if int(EVALUATIONS * progress) > self._tenth:
+                    self._evaluate(held_out)
+                    self._tenth = int(EVALUATIONS * progress)
+                    self._save()
+                    saved = time.perf_counter()
+                if told.is_set():
+                    self._save()
+                    raise KeyboardInterrupt
+                if progress >= 1:
+                    return
                 start = time.perf_counter()
-                loss, first = self._train(batches[self.step], train, progress)
+                with _seeded(r.seed, self.step, self.device):
+                    loss, first = self._train(batches[self.step], train, progress)
                 self.step += 1
                 self.seconds += time.perf_counter() - start
                 bar.set_postfix(loss=f"{loss:.3f}", min_pq=f"{first:.3f}", held_out=f"{self.best:.3f}")
                 bar.update()
-                if told.is_set():
-                    self._save()
-                    raise KeyboardInterrupt
                 if time.perf_counter() - saved > 60 * r.save_minutes:
-                    self._evaluate(held_out)
                     self._save()
                     saved = time.perf_counter()
-        if self.log[-1]["step"] < self.step:
-            self._evaluate(held_out)
-            self._save()
 
     def export(self, held_out: Sequence[Text]) -> None:
-        """Write the student in its layout, and ``training.json``; the card is written by `card.write_card`."""
+        """Write the student in its layout, and ``training.json``; the card is written by `card.write_card`.
+
+        Raises:
+            CrossdraftError: the disk is full; what was there before is kept.
+        """
         self.trainee.student.eval()
-        with torch.no_grad():
-            self.trainee.export(self.out, self.features.batches(held_out, -1))
         facts = {"kind": self.recipe.name, "recipe": asdict(self.recipe), "seconds": round(self.seconds)}
         facts |= {"steps": self.step, "tokens": self.tokens, "log": self.log}
-        (self.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        with staged(self.out) as directory:
+            with torch.no_grad(), _seeded(self.recipe.seed, "export", self.device):
+                self.trainee.export(directory, self.features.batches(held_out, -1))
+            replace_text(directory / "training.json", json.dumps(facts, indent=1, default=str) + "\n")
 
     # -- pieces -------------------------------------------------------------------------------------------
 
@@ -139,7 +162,7 @@ class Trainer:
 
     def _progress(self, steps: int) -> float:
         spent = self.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
-        return max(self.step / steps, spent)
+        return min(max(self.step / steps, spent), 1.0)
 
     def _train(self, numbers: Sequence[int], texts: Sequence[Text], progress: float) -> tuple[float, float]:
         r = self.recipe
@@ -169,11 +192,16 @@ class Trainer:
         sums: list[float] = []
         counts: list[int] = []
         for batch in self.features.batches(texts, -1):
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), _seeded(self.recipe.seed, "evaluate", self.device):
                 found = self.trainee.acceptance(batch)
             sums = [a + float(f.sum()) for a, f in zip(sums or [0.0] * len(found), found, strict=True)]
             counts = [a + len(f) for a, f in zip(counts or [0] * len(found), found, strict=True)]
         means = [round(a / max(n, 1), 4) for a, n in zip(sums, counts, strict=True)]
+        if not all(map(math.isfinite, means)):
+            raise NumericalError(
+                f"the student's laws are not finite after {self.step} steps; lower --learning-rate or use --precision "
+                "no, with another --out"
+            )
         self.best = means[0]
         spent = {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens}
         self.log.append({**spent, "held_out_acceptance": self.best, "positions": means})
@@ -182,53 +210,56 @@ class Trainer:
             + " ".join(f"{mean:.4f}" for mean in means)
         )
 
-    def _save(self) -> None:
-        state = {
-            "student": {name: weight.detach() for name, weight in self.trainee.trained.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "log": self.log,
-            "recipe": self._recipe_json(),
-            "texts": self._digest,
-        }
-        self.out.mkdir(parents=True, exist_ok=True)
-        part = self.checkpoint.with_suffix(".part")
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # a machine that goes down must not leave a new name on old nothing
-        part.replace(self.checkpoint)
+    def _state(self) -> dict[str, Tensor]:
+        """What is kept of the student: trained weights, and buffers as far as it stores them."""
+        student = self.trainee.student
+        weights = dict(student.named_parameters(remove_duplicate=False))
+        stored = student.state_dict(keep_vars=True)
+        buffers = {name: t for name, t in stored.items() if name not in weights and isinstance(t, Tensor)}
+        return {name: tensor.detach() for name, tensor in (buffers | self.trainee.trained).items()}
 
-    def _resume(self) -> None:
+    def _save(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        Checkpoint(
+            student=self._state(),
+            optimizer=self.optimizer.state_dict(),
+            step=self.step,
+            seconds=self.seconds,
+            tokens=self.tokens,
+            tenth=self._tenth,
+            log=self.log,
+            made_with=self._made_with,
+        ).save(self.checkpoint)
+
+    def _resume(self, steps: int) -> None:
         if not self.checkpoint.exists():
             return
-        try:
-            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError):
-            raise UsageError(f"{self.checkpoint} is damaged; delete it to start over") from None
-        made, mine = json.loads(state["recipe"]), json.loads(self._recipe_json())
-        free = {"save_minutes"}  # changes nothing in the result
-        if differ := sorted(key for key in mine.keys() - free if key in made and made[key] != mine[key]):
-            raise UsageError(
-                f"{self.checkpoint} was made with other options ({', '.join(differ)}); use them again, or another --out"
-            )
-        if state.get("texts", self._digest) != self._digest:
-            raise UsageError(f"{self.checkpoint} was made with other texts; use them again, or another --out")
-        weights = self.trainee.trained
-        if weights.keys() != state["student"].keys():
-            raise UsageError(f"{self.checkpoint} holds another kind of drafter; use another --out")
+        found = load(self.checkpoint, self.device, self._made_with, {"save_minutes"})
+        own = self._state()
+        check_weights(self.checkpoint, found.student, own)
+        if found.step > steps:
+            raise UsageError(f"{self.checkpoint} is {found.step} steps on, of {steps}; use another --out")
         with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(state["student"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self.log = [{"positions": [entry["held_out_acceptance"]], **entry} for entry in state["log"]]
-        self.best = self.log[-1]["held_out_acceptance"]
+            for name, tensor in own.items():
+                tensor.copy_(found.student[name])
+        load_optimizer(self.checkpoint, self.optimizer, found.optimizer, self.trained)
+        self.step, self.seconds, self.tokens, self.log = found.step, found.seconds, found.tokens, found.log
+        self._tenth, self.best = found.tenth, found.log[-1]["held_out_acceptance"]
 
-    def _recipe_json(self) -> str:
-        return json.dumps({"kind": self.recipe.name, **asdict(self.recipe)})
+    def _identity(self, train: Sequence[Text], held_out: Sequence[Text]) -> dict[str, Any]:
+        """What the result depends on."""
+        begun = self.recipe.start_from
+        identity = {
+            "kind": self.recipe.name,
+            **asdict(self.recipe),
+            "start_from_sha256": weights_sha256(resolve(begun, heads=True).path) if begun else "",
+            "target": self.target.sha256,
+            "dtype": str(self.target.model.dtype),
+            "precision": self.accelerator.mixed_precision,
+            "texts": _digest(train),
+            "held_out": _digest(held_out),
+        }
+        return json.loads(json.dumps(identity, default=str))
 
 
 def _accelerator(device: torch.device, precision: str) -> Any:
@@ -238,7 +269,10 @@ def _accelerator(device: torch.device, precision: str) -> Any:
         raise UsageError(
             "crossdraft train needs the package accelerate; install it with: pip install 'crossdraft[train]'"
         ) from None
-    found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
+    try:
+        found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
+    except ValueError as error:
+        raise UsageError(f"--precision {precision}: accelerate is set up otherwise in this process: {error}") from None
     if found.num_processes > 1:
         raise UsageError("crossdraft train runs in one process; start it without accelerate launch or torchrun")
     return found
@@ -253,16 +287,16 @@ def _digest(texts: Sequence[Text]) -> str:
 
 
 @contextmanager
-def _until_told() -> Iterator[threading.Event]:
-    """Set when the process is asked to stop: half a step must not end up in a checkpoint."""
-    told = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
-        yield told
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(kind, lambda *_: told.set()) for kind in kinds]
-    try:
-        yield told
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
+def _seeded(seed: int, what: int | str, device: torch.device) -> Iterator[None]:
+    """Random numbers of PyTorch, NumPy and Python follow from the seed and ``what``; afterwards all is as before."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {what}".encode()).digest()[:4])
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(number)
+        np.random.seed(number)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

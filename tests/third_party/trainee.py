@@ -1,0 +1,78 @@
+"""A kind of training as somebody else would write it: nothing is imported but ``crossdraft`` and what it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from crossdraft import (
+    Batch,
+    LoadedModel,
+    Register,
+    Text,
+    Trainee,
+    TrainingConfig,
+    distil,
+    hookimpl,
+    option,
+    overlap,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneHeadTraining(TrainingConfig):
+    name = "one-head"
+
+    dropout: float = option(0.1, "share of what the head reads that is left out in a step", at_least=0, below=1)
+
+    def trainee(self, target: LoadedModel) -> OneHead:
+        return OneHead(target, self)
+
+
+class OneHead(Trainee):
+    """A single Medusa head of one block, trained with dropout, and written so that `medusa` drafts with it."""
+
+    def __init__(self, target: LoadedModel, recipe: OneHeadTraining):
+        super().__init__(target, recipe)
+        self.drafter: dict[str, Any] = {"name": "medusa"}
+        size = self.head.shape[1]
+        self.student = nn.Linear(size, size, device=self.head.device)
+        self.bias = torch.zeros(len(self.head), device=self.head.device)
+
+    def prepare(self, texts: list[Text]) -> None:
+        self.longest = max(len(text.response) for text in texts)
+
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        return distil(*self.states(batch, self.recipe.dropout), self.head, self.bias, self.recipe.divergence)
+
+    def acceptance(self, batch: Batch) -> list[Tensor]:
+        said, target = self.states(batch, 0)
+        return list(overlap(said[None], target, self.head, self.head))
+
+    def states(self, batch: Batch, dropout: float) -> tuple[Tensor, Tensor]:
+        """What the head says of the tokens that it drafts, and what the target says of them, ``[drafts, H]``."""
+        hidden, drafts = batch.hidden[:, :, 0], batch.drafts(0)
+        said = hidden + functional.silu(self.student(functional.dropout(hidden, dropout)))
+        return said[:, :-1][drafts], hidden[:, 1:][drafts]
+
+    def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
+        tensors = {f"0.0.linear.{name}": tensor for name, tensor in self.student.state_dict().items()}
+        save_file(tensors, directory / "medusa_lm_head.safetensors")
+        (directory / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
+
+    def describe(self) -> tuple[str, str, str]:
+        title = f"One Medusa head for {self.target_name}"
+        return title, f"It reads responses of up to {self.longest} tokens.", f"{self.recipe.divergence} with dropout"
+
+
+@hookimpl
+def crossdraft_register_trainers(register: Register) -> None:
+    register("one-head", OneHeadTraining, summary="a single Medusa head")

@@ -1,0 +1,72 @@
+"""`crossdraft train` killed by the system at any time, and started again with the same command."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from crossdraft.framework.cli import main as cli
+
+
+def start(argv: list[str]) -> int:
+    """The process that runs the command; a fork, which has imported everything."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        tqdm.set_lock(threading.RLock())  # its own is shared with forks, and would stay locked after a kill
+        os._exit(cli.main(argv))
+    finally:
+        os._exit(70)
+
+
+def ended(out: Path) -> tuple[bytes, list[Any], dict[str, torch.Tensor]]:
+    """Texts, evaluations but for their time, and all tensors that are on disk."""
+    facts = json.loads((out / "training.json").read_text())
+    log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in facts["log"]]
+    tensors = {f"{file.name}: {k}": t for file in out.glob("*.safetensors") for k, t in load_file(file).items()}
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    tensors |= state["student"]
+    for number, moments in state["optimizer"]["state"].items():
+        tensors |= {f"{number} {key}": value for key, value in moments.items()}
+    return (out / "texts.jsonl").read_bytes(), [facts["steps"], facts["tokens"], log], tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small-lm", "medusa", "eagle3"])
+def test_killed_and_started_again_it_ends_as_it_would_have(kind: str, on_disk: Path, tmp_path: Path) -> None:
+    argv = ["train", kind, "--target", str(on_disk), "--dtype", "float32", "--tokens", "80", "--max-response", "5"]
+    argv += ["--questions", str(on_disk / "questions.jsonl"), "--write-batch", "8", "--temperatures", "1,0"]
+    argv += ["--epochs", "2", "--batch-tokens", "60", "--save-minutes", "0", "--measure", "none", "--held-out", "0.2"]
+    began = time.perf_counter()
+    assert os.waitpid(start([*argv, "--out", str(tmp_path / "whole")]), 0)[1] == 0
+    took = time.perf_counter() - began
+    whole = ended(tmp_path / "whole")
+    clock, kills = random.Random(0), 0
+    for attempt in range(8):
+        out = tmp_path / str(attempt)
+        for _ in range(1 + attempt % 3):
+            process = start([*argv, "--out", str(out)])
+            time.sleep(took * clock.random())
+            os.kill(process, signal.SIGKILL)
+            kills += os.waitpid(process, 0)[1] == signal.SIGKILL
+        assert os.waitpid(start([*argv, "--out", str(out)]), 0)[1] == 0
+        texts, log, tensors = ended(out)
+        assert (texts, log) == whole[:2], attempt
+        assert tensors.keys() == whole[2].keys()
+        assert all(torch.equal(tensor, whole[2][name]) for name, tensor in tensors.items()), attempt
+        left = {path.name for path in out.iterdir()} - {path.name for path in (tmp_path / "whole").iterdir()}
+        assert not left, "half-written files"
+    assert kills >= 8
