@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
-from ..certificate.tablelm import built_in_toys
+from ..certificate.toys import built_in_toys
 from ..contracts.draft import Draft, Verdict
 from ..contracts.rng import CounterRng, RoundRng
 from ..contracts.rounds import RoundEvent
