@@ -65,8 +65,8 @@ class Certificate:
 class Enumeration:
     """A random source that follows one script of decisions per row and records what the scripts leave open.
 
-    A decision is known by the round, its purpose and index, as a random number is. ``weight[b]`` is the probability of row b's
-    decisions; a script carries the probability of what it prescribes, so it does not matter whether a number
+    A decision is known by the round, its purpose and index, as a random number is. ``weight[b]`` is the probability of
+    row b's decisions; a script carries the probability of what it prescribes, so it does not matter whether a number
     that no row needs (a draw for a row that stopped drafting) is asked for in one batch and not in another.
     """
 

@@ -6,10 +6,16 @@ All counts are logarithms to base 2, because what somebody asks for may have a b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from ..contracts.drafter import DraftTraits
 from ..contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..contracts.drafter import DraftTraits
+
+#: log2 of the decision paths of a round with drafts of so many tokens.
+Cost = Callable[[int], float]
 
 #: The joint law of an output is held as one table: most entries it may have, and most tokens, if V = 1.
 LARGEST_LAW = 20_000_000
@@ -48,68 +54,72 @@ def paths(traits: DraftTraits, vocab_size: int, depth: int) -> float:
     return (drawn_nodes(traits, vocab_size, depth) + min(depth, traits.depth) + 1) * math.log2(vocab_size)
 
 
-def draft_length(traits: DraftTraits, vocab_size: int, longest: int, most: float) -> int | None:
-    """The longest draft length up to ``longest`` of which a round has at most ``most`` paths."""
-    fit = [n for n in range(min(longest, LONGEST) + 1) if paths(traits, vocab_size, n) <= math.log2(most)]
+def draft_length(cost: Cost, longest: int, most: float) -> int | None:
+    """The longest draft length up to ``longest`` of which a round has at most ``most`` paths; ``None`` = not even 0."""
+    fit = [n for n in range(min(longest, LONGEST) + 1) if cost(n) <= math.log2(most)]
     return max(fit, default=None)
 
 
-def draft_lengths(traits: DraftTraits, vocab_size: int, longest: int, rounds: int, most: float) -> list[int] | None:
+def draft_lengths(cost: Cost, longest: int, rounds: int, most: float) -> list[int] | None:
     """A draft length for each round where the paths of rounds multiply, as long as ``most`` paths allow.
 
     Later rounds first get `SECOND` tokens (or what fits), then the first one as many as fit, and so on. ``None`` = not
     even drafts of one token fit.
     """
-    room = math.log2(most)
-    for least in range(min(SECOND, longest), min(1, longest) - 1, -1):
-        reserved = paths(traits, vocab_size, least)
-        if reserved * rounds <= room + 1e-9:
-            break
-    else:
+    room = math.log2(most) + 1e-9
+    fitting = (n for n in range(min(SECOND, longest), min(1, longest) - 1, -1) if cost(n) * rounds <= room)
+    if (least := next(fitting, None)) is None:
         return None
     found = []
     for left in range(rounds - 1, -1, -1):
-        length = draft_length(traits, vocab_size, longest, 2 ** (room - reserved * left + 1e-9))
-        assert length is not None
-        found.append(length)
-        room -= paths(traits, vocab_size, length)
+        here = room - cost(least) * left
+        found.append(max(n for n in range(min(longest, LONGEST) + 1) if cost(n) <= here))
+        room -= cost(found[-1])
     return found
 
 
 def check_law(name: str, vocab_size: int, rounds: int, gamma: int) -> None:
     """Raise UsageError if the law of ``rounds`` rounds on the toy ``name`` is no table of a size that can be held."""
     tokens = rounds * (gamma + 1)
-    advice = f"lower --rounds (now {shown(rounds)})" if rounds > 1 else f"lower the draft length with --gamma (now {shown(gamma)})"
-    if tokens > LONGEST and vocab_size == 1:
+    advice = (
+        f"lower --rounds (now {shown(rounds)})"
+        if rounds > 1
+        else f"lower the draft length with --gamma (now {shown(gamma)})"
+    )
+    if vocab_size == 1 and tokens > LONGEST:
         raise TooLargeError(
-            f"toy {name} has V = 1, so there is nothing to find out in outputs of {shown(tokens)} tokens, more than "
-            f"{LONGEST}; {advice}"
+            f"toy {name}: outputs of rounds x (gamma + 1) = {shown(tokens)} tokens are longer than the {LONGEST} that "
+            f"are enumerated; {advice}"
         )
-    if tokens > 10**15 or tokens * math.log(vocab_size) > math.log(LARGEST_LAW):
-        entries = f"{vocab_size}^{shown(tokens)}" if tokens > 100 else shown(vocab_size**tokens)
-        raise TooLargeError(
-            f"toy {name} has V = {vocab_size}, so there are {entries} outputs of rounds x (gamma + 1) = "
-            f"{shown(tokens)} tokens, more than the {LARGEST_LAW:,} that can be enumerated; {advice}"
-        )
+    if tokens <= LONGEST and tokens * math.log(vocab_size) <= math.log(LARGEST_LAW):
+        return
+    huge = tokens > 10**12
+    entries = f"{vocab_size} to the power of {shown(tokens)}" if huge else power(tokens * math.log2(vocab_size))
+    raise TooLargeError(
+        f"toy {name} has V = {vocab_size}, so there are {entries} outputs of rounds x (gamma + 1) = {shown(tokens)} "
+        f"tokens, more than the {LARGEST_LAW:,} that can be enumerated; {advice}"
+    )
 
 
-def check_paths(what: str, traits: DraftTraits, vocab_size: int, lengths: Sequence[int], multiply: bool) -> None:
-    """Raise TooLargeError if rounds with drafts of these lengths may have more than `MOST_PATHS` paths.
+def too_many_paths(cost: Cost, lengths: Sequence[int], multiply: bool) -> str | None:
+    """Why rounds with drafts of these lengths cannot be enumerated: they may have more than `MOST_PATHS` paths.
 
-    ``what`` is a toy and a drafter; ``multiply``: no paths are merged between rounds.
+    ``multiply``: paths of different rounds are not merged.
     """
-    bits = [paths(traits, vocab_size, length) for length in lengths]
-    found = sum(bits) if multiply else max(bits, default=0.0)
-    if found > math.log2(MOST_PATHS):
-        raise TooLargeError(
-            f"{what}: there may be {power(found)} decision paths, more than the {MOST_PATHS:,.0f} that are followed; "
-            "lower the draft length with --gamma" + (" or --rounds" if len(lengths) > 1 else "")
-        )
+    bits = [cost(length) for length in lengths]
+    found = sum(bits) if multiply else max(bits)
+    if found <= math.log2(MOST_PATHS):
+        return None
+    advice = "lower the draft length with --gamma" if max(lengths) > 1 else "ask for drafts with fewer nodes"
+    return (
+        f"there may be {power(found)} decision paths, more than the {MOST_PATHS:,.0f} that are followed; {advice}"
+        + (" or lower --rounds" if multiply and len(lengths) > 1 else "")
+    )
 
 
 def shown(number: int) -> str:
     """A number as people read it, however many digits it has."""
-    return f"{number:,}" if number < 10**12 else power(math.log2(number))
+    return f"{number:,}" if abs(number) < 10**12 else power(math.log2(abs(number)))
 
 
 def power(bits: float) -> str:

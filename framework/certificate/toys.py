@@ -18,7 +18,9 @@ from .tablelm import Toy
 LARGEST_FILE = 16_000_000
 LARGEST_TABLE = 1_000_000
 #: A probability as text, with few enough digits that it costs nothing to compute.
-_NUMBER = re.compile(r"\s*[+-]?(\d{1,60}/\d{1,60}|(\d{1,60}(\.\d{0,60})?|\.\d{1,60})(e[+-]?\d{1,3})?)\s*", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(
+    r"\s*[+-]?(\d{1,60}/\d{1,60}|(\d{1,60}(\.\d{0,60})?|\.\d{1,60})(e[+-]?\d{1,3})?)\s*", re.ASCII | re.IGNORECASE
+)
 
 
 def read_toys(path: Path) -> list[Toy]:
@@ -59,7 +61,7 @@ def built_in_toys() -> list[Toy]:
 
 def _toy(name: str, entry: Any, file: str) -> Toy:
     if not name or not name.isprintable():
-        raise UsageError(f"{file}: {ascii(name)} is no name that could be printed")
+        raise UsageError(f"{file}: {name!a} is no name that could be printed")
     where = f"{file}: {name}"
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(model, dict):

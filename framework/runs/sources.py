@@ -64,9 +64,9 @@ def _closure(modules: Sequence[str]) -> dict[str, Path]:
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
-        if name in found or (file := _file(name)) is None:
-            continue
-        if name.partition(".")[0] != home and any(file.is_relative_to(place) for place in _INSTALLED):
+        top = name.partition(".")[0]
+        # Asked of the top-level package first, because looking for a module imports the packages around it.
+        if name in found or (top != home and _installed(top)) or (file := _file(name)) is None:
             continue
         found[name] = file
         waiting += _imports(name, file)
@@ -75,6 +75,15 @@ def _closure(modules: Sequence[str]) -> dict[str, Path]:
             if package not in found and (file := _file(package)) is not None:
                 found[package] = file
     return found
+
+
+@cache
+def _installed(package: str) -> bool:
+    """Whether a top-level package is an installed library, of this environment or of one below it; or no files at all."""
+    file = _file(package)
+    if file is None:
+        return True
+    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(map(file.is_relative_to, _INSTALLED))
 
 
 @cache
