@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..contracts.errors import UsageError
 
 if TYPE_CHECKING:
-    from ..contracts.drafter import DraftTraits
+    from ..contracts.drafter import Drafter, DraftTraits
 
 #: log2 of the decision paths of a round with drafts of so many tokens.
 Cost = Callable[[int], float]
@@ -76,6 +76,22 @@ def draft_lengths(cost: Cost, longest: int, rounds: int, most: float) -> list[in
         found.append(max(n for n in range(min(longest, LONGEST) + 1) if cost(n) <= here))
         room -= cost(found[-1])
     return found
+
+
+def replayed(
+    drafter: type[Drafter],
+    traits: DraftTraits,
+    vocab_size: int,
+    longest: int,
+    rounds: int,
+    most: float = DEFAULT_REPLAYED,
+) -> list[int] | None:
+    """:func:`draft_lengths` where one drafter lives through all rounds of a path, fewer if each needs its own."""
+    from ..contracts.drafter import Drafter  # with PyTorch, which the command's --help does without
+
+    if drafter.reset is not Drafter.reset:  # its memory outlives a sequence: a batch of paths would share it
+        most = min(most, DEFAULT_ALONE)
+    return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, rounds, most)
 
 
 def check_law(name: str, vocab_size: int, rounds: int, gamma: int) -> None:

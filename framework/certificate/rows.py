@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..contracts.drafter import Drafter
 from ..contracts.errors import CrossdraftError, NumericalError
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
@@ -112,10 +111,11 @@ def certify_row(
     Raises:
         CannotRun: a pair that is incompatible, or too large (`TooMuch`).
     """
-    temperature = _temperature(kind, verifier)
-    lengths = tuple(_lengths(toy, label, kind, verifier, temperature, rounds, gamma))
-    row = Row(toy.name, label, verifier, lengths, temperature)
+    row = Row(toy.name, label, verifier, (gamma or 0,), 1.0)
     try:
+        temperature = _temperature(kind, verifier)
+        lengths = tuple(_lengths(toy, label, kind, verifier, temperature, rounds, gamma))
+        row = replace(row, lengths=lengths, temperature=temperature)
         found = certify(
             toy,
             kind.build,
@@ -127,6 +127,8 @@ def certify_row(
         )
         if not math.isfinite(found.tv):
             raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
+    except CannotRun:
+        raise
     except Exception as error:  # whatever a third party's strategy may raise
         return replace(row, error=_sentence(error))
     return replace(
@@ -186,8 +188,10 @@ def _lengths(
         rounds = 2 if multiply else 1
     longest = min(wanted, traits.depth)
     found: list[int] | None = [longest] * rounds
-    if gamma is None and multiply:
-        found = effort.draft_lengths(cost, longest, rounds, _most(drafter, kind))
+    if gamma is None and not kind.markov:
+        found = effort.replayed(drafter, traits, toy.vocab_size, longest, rounds)
+    elif gamma is None and multiply:
+        found = effort.draft_lengths(cost, longest, rounds, effort.DEFAULT_PATHS)
     elif gamma is None:
         found = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * rounds
     # If not even the shortest drafts fit among what is enumerated by default, they may among what is at all.
@@ -195,13 +199,6 @@ def _lengths(
     if reason := effort.too_many_paths(cost, found, multiply and rounds > 1):
         raise TooMuch(f"toy {toy.name}, {label}: {reason}")
     return found
-
-
-def _most(drafter: type[Drafter], kind: DraftKind | NamedDrafter) -> float:
-    """Paths that are followed by default where those of rounds multiply."""
-    if kind.markov:
-        return effort.DEFAULT_PATHS
-    return effort.DEFAULT_REPLAYED if drafter.reset is Drafter.reset else effort.DEFAULT_ALONE
 
 
 def _sentence(error: Exception) -> str:

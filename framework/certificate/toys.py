@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .tablelm import Toy
 
 #: A toy file is read whole: most bytes, and most probabilities in one of its tables.
 LARGEST_FILE = 16_000_000
-LARGEST_TABLE = 1_000_000
+LARGEST_TABLE = 250_000
 #: A probability as text, with few enough digits that it costs nothing to compute.
 _NUMBER = re.compile(
     r"\s*[+-]?(\d{1,60}/\d{1,60}|(\d{1,60}(\.\d{0,60})?|\.\d{1,60})(e[+-]?\d{1,3})?)\s*", re.ASCII | re.IGNORECASE
@@ -107,6 +108,7 @@ def _law(row: Any, vocab: int, where: str) -> list[float]:
     return [float(value / total) for value in exact]
 
 
+@lru_cache(maxsize=1024, typed=True)
 def _number(value: Any) -> Fraction:
     """A number or a fraction as text, exactly. Raises one of the errors of arithmetic for anything else."""
     if isinstance(value, str):

@@ -83,6 +83,8 @@ def main(args: argparse.Namespace) -> int:
     With ``--model`` it is :mod:`crossdraft.framework.cli.certify_model` that runs.
     """
     if args.model:
+        if args.bounds:
+            raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
         return certify_model.main(args)
     certify_model.refuse_options(args)
     if args.rounds is not None and args.rounds < 1:
@@ -182,14 +184,28 @@ def _rows(
 def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
     """The verifiers to certify, and why others are unusable (an error if they were asked for by name)."""
     if names:
-        return [plugins.get("verifiers", name) for name in dict.fromkeys(names)], []
+        return [_verifier(name) for name in dict.fromkeys(names)], []
     usable, unusable = [], []
     for name in plugins.entries("verifiers"):
         try:
-            usable.append(plugins.get("verifiers", name))
+            usable.append(_verifier(name))
         except ContractError as error:
             unusable.append(str(error))
     return usable, unusable
+
+
+def _verifier(name: str) -> type[Verifier]:
+    """A registered rule that says its traits with the options it has by default."""
+    rule = plugins.get("verifiers", name)
+    if needed := [key for key, field in rule.Config.model_fields.items() if field.is_required()]:
+        raise ContractError(
+            f"verifier '{name}' has no default for {', '.join(needed)}, so it cannot be certified by name"
+        )
+    try:
+        rule.traits(rule.Config())
+    except Exception as error:  # whatever a third party's rule may raise
+        raise ContractError(f"verifier '{name}' does not say its traits: {type(error).__name__}: {error}") from None
+    return rule
 
 
 def _without_drafts(rows: Sequence[Row]) -> set[type[Verifier]]:

@@ -160,10 +160,8 @@ def _checked(args: argparse.Namespace) -> Sampling:
         raise UsageError("--model is missing: name the target whose law is to be tested")
     if not args.prompt or not all(args.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
-    if args.bounds:
-        raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
     for option in ("toy", "rounds", "drafter_option"):
-        if getattr(args, option) is not None:
+        if getattr(args, option, None) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is for the exact models; leave it out with --model")
     for option, most in (("samples", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
@@ -174,7 +172,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
             raise UsageError(f"--{option} must be at most {most:,}, got {shown(value)}: it would not end, or not fit")
     if not 0 < args.temperature < math.inf:
         raise UsageError(
-            f"--temperature must be a number above 0 for a law that can be tested, got {args.temperature:g}"
+            f"--temperature must be above 0 and finite for a law that can be tested, got {args.temperature:g}"
         )
     if args.out:
         _need_matplotlib()
@@ -193,6 +191,7 @@ def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
+    from ..certificate.first_token_law import PromptLaws
     from ..decoding.build import TargetContext, make_slots
     from ..models.chat import encode
     from ..models.load import load_model

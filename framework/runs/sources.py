@@ -79,7 +79,7 @@ def _closure(modules: Sequence[str]) -> dict[str, Path]:
 
 @cache
 def _installed(package: str) -> bool:
-    """Whether a top-level package is an installed library, of this environment or of one below it; or no files at all."""
+    """Whether a top-level package is a library of this environment or of one below it, or has no file."""
     file = _file(package)
     if file is None:
         return True
