@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -31,13 +31,19 @@ def source_of(cls: type[Any]) -> dict[str, str]:
         nothing can tell whether it changed.
     """
     package = cls.__module__.partition(".")[0]
-    distribution = next(iter(packages_distributions().get(package, ())), "")
+    distribution = next(iter(_distributions().get(package, ())), "")
     try:
         number = version(distribution) if distribution else ""
     except PackageNotFoundError:
         number = ""
     modules = [base.__module__ for base in cls.__mro__ if base.__module__ != "builtins"]
     return {"distribution": distribution, "version": number, "sha256": code_sha256(modules)}
+
+
+@cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    """The distributions of every top-level package, which takes a while to find out."""
+    return packages_distributions()
 
 
 def code_sha256(modules: Sequence[str]) -> str:

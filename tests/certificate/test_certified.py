@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,9 +47,9 @@ def install() -> Iterator[Callable[[Any], None]]:
 
 
 @pytest.fixture
-def two_toys(toys: dict[str, Toy], monkeypatch: Any) -> None:
+def one_toy(toys: dict[str, Toy], monkeypatch: Any) -> None:
     """A default table that takes a moment."""
-    monkeypatch.setattr("crossdraft.framework.certificate.toys.built_in_toys", lambda: [toys["T0"], toys["G2"]])
+    monkeypatch.setattr("crossdraft.framework.certificate.toys.built_in_toys", lambda: [toys["T0"]])
 
 
 MATCH = """
@@ -73,24 +74,20 @@ class Match(Verifier):
 
 def loaded(file: Path, code: str) -> Any:
     """The class Match of a file that is written now."""
-    import sys
-
     file.write_text(code, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for cached in (sources._file, sources._digest, sources._imports):
-        cached.cache_clear()  # as in a new process
+    sources._digest.cache_clear()  # as in a new process
     return module.Match
 
 
 @pytest.fixture
 def match(tmp_path: Path) -> Iterator[Any]:
-    import sys
-
-    yield loaded(tmp_path / "match_rule.py", MATCH)
-    del sys.modules["match_rule"]
+    name = f"rule_of_{tmp_path.name}"
+    yield loaded(tmp_path / f"{name}.py", MATCH)
+    del sys.modules[name]
 
 
 # -- depth ---------------------------------------------------------------------------------------------------
@@ -219,20 +216,20 @@ def test_the_whole_table_is_noted_and_parts_are_not(capsys: Any, install: Callab
     capsys.readouterr()
 
 
-def test_other_code_has_to_be_certified_again(match: Any, cache: Path, tmp_path: Path) -> None:
+def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
     ledger.remember([match], cache)
     assert ledger.certified(match, cache)
-    changed = loaded(tmp_path / "match_rule.py", MATCH.replace("cumprod", "cumprod  ") + "\n")
+    changed = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("cumprod", "cumprod  ") + "\n")
     assert not ledger.certified(changed, cache)
     ledger.remember([changed], cache)
     assert ledger.certified(changed, cache)
     assert len(json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certified"]) == 1
 
 
-def test_another_crossdraft_certifies_again(match: Any, cache: Path, monkeypatch: Any) -> None:
-    ledger.remember([match], cache)
+def test_another_crossdraft_certifies_again(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
+    ledger.remember([of_known_source], cache)
     monkeypatch.setattr(ledger, "version", lambda name: "99")
-    assert not ledger.certified(match, cache)
+    assert not ledger.certified(of_known_source, cache)
 
 
 def test_crossdrafts_own_rules_need_no_note(cache: Path) -> None:
@@ -248,6 +245,14 @@ def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
     assert not ledger.certified(made, cache) and not cache.exists()
 
 
+@pytest.fixture
+def of_known_source(monkeypatch: Any) -> Any:
+    """A rule whose code need not be looked for."""
+    source = {"distribution": "rules", "version": "1", "sha256": "0" * 64}
+    monkeypatch.setattr(ledger, "source_of", lambda rule: source)
+    return type("Known", (), {"name": "known", "__module__": "rules"})
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -261,17 +266,17 @@ def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
         b"[" * 9999,
     ],
 )
-def test_damaged_notes_are_no_notes(match: Any, cache: Path, content: bytes) -> None:
+def test_damaged_notes_are_no_notes(of_known_source: Any, cache: Path, content: bytes) -> None:
     cache.mkdir()
     (cache / ledger.FILE).write_bytes(content)
-    assert not ledger.certified(match, cache)
-    ledger.remember([match], cache)
-    assert ledger.certified(match, cache)
+    assert not ledger.certified(of_known_source, cache)
+    ledger.remember([of_known_source], cache)
+    assert ledger.certified(of_known_source, cache)
     assert [file.name for file in cache.iterdir()] == [ledger.FILE]
 
 
 def test_a_cache_that_cannot_be_written_loses_no_table(
-    capsys: Any, install: Callable, match: Any, tmp_path: Path, monkeypatch: Any, two_toys: None
+    capsys: Any, install: Callable, match: Any, tmp_path: Path, monkeypatch: Any, one_toy: None
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CROSSDRAFT_CACHE", os.fspath(tmp_path / "file"))
