@@ -20,7 +20,8 @@ from tabulate import tabulate
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy, built_in_toys
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.toys import built_in_toys
 
 #: One sequence, two i.i.d. ones, two siblings at the root: label, draft, verifier, its config.
 PANELS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {

@@ -10,7 +10,8 @@ import torch
 from given_context import GivenContext
 
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy, built_in_toys
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.toys import built_in_toys
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.loop import Decoder
 from crossdraft.framework.decoding.transformers_lm import TransformersLM

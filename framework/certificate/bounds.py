@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,12 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Verdict
-from ..contracts.errors import NumericalError, UsageError
+from ..contracts.errors import NumericalError
 from ..contracts.rng import RoundRng
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits
 from .certify import DrafterFactory, Enumeration, certify
+from .effort import TooLargeError
 from .tablelm import Toy
 
 #: Different drafts that are told apart, and variables of the largest linear program.
@@ -49,10 +49,6 @@ Prefix = tuple[int, ...]
 Tree = frozenset[Prefix]
 #: Entries (row, column, value) of a sparse matrix.
 Matrix = list[tuple[int, int, float]]
-
-
-class TooLargeError(UsageError):
-    """More drafts or variables than can be handled."""
 
 
 @dataclass
@@ -112,8 +108,6 @@ def bounds(toy: Toy, build: DrafterFactory, gamma: int, temperature: float = 1.0
             return bound(drafts, joint)
         except TooLargeError as error:
             missing[f"toy {toy.name}: {error}"] = None
-        except UsageError as error:  # no scipy, whatever the toy
-            missing[str(error)] = None
         return None
 
     return Bounds(
@@ -220,7 +214,7 @@ def full_information(drafts: DraftLaw, joint: Mapping[Prefix, float]) -> float:
     sum_{x^i} min(M_b, M_s) for a chain.
 
     Raises:
-        UsageError: a tree that needs a linear program, and scipy is missing or it is too large.
+        TooLargeError: a tree that needs a linear program, and that is too large.
     """
     return sum(_transport(drafts, joint, level) for level in range(1, drafts.gamma + 1))
 
@@ -231,7 +225,7 @@ def optimal_transport(drafts: DraftLaw, joint: Mapping[Prefix, float]) -> float:
     By max-flow/min-cut alpha* = 1 + min_{H subset of V} [P(H) - Pr(all children in H)].
 
     Raises:
-        UsageError: as :func:`full_information`.
+        TooLargeError: as :func:`full_information`.
     """
     return _transport(drafts, joint, 1) if drafts.gamma else 0.0
 
@@ -255,7 +249,7 @@ def transport(sets: Mapping[Tree, float], p: Mapping[Prefix, float]) -> float:
     """The largest Pr(Y in S) over all couplings of a random set S with law ``sets`` and Y ~ ``p``: a maximum flow.
 
     Raises:
-        UsageError, NumericalError: as :func:`linear_program`.
+        TooLargeError, NumericalError: as :func:`linear_program`.
     """
     row = {prefix: len(sets) + i for i, prefix in enumerate(p)}
     pairs = [(number, prefix) for number, s in enumerate(sets) for prefix in s]
@@ -294,7 +288,7 @@ def linear_program(drafts: DraftLaw, joint: Mapping[Prefix, float]) -> float:
     target, also off the drafted paths, so a real verifier does no better.
 
     Raises:
-        UsageError: scipy is not installed, or there are more than :data:`MOST_VARIABLES` variables.
+        TooLargeError: there are more than :data:`MOST_VARIABLES` variables.
         NumericalError: the solver found no optimum.
     """
     children: dict[Prefix, list[Prefix]] = defaultdict(list)
@@ -331,10 +325,6 @@ def _maximum(
     equal_to: Sequence[float] | None = None,
 ) -> float:
     """max value x subject to below x <= at_most, equal x = equal_to, x >= 0."""
-    if find_spec("scipy") is None:
-        raise UsageError(
-            "the linear-programming bound, and the other bounds of trees, need scipy: pip install 'crossdraft[bounds]'"
-        )
     if not any(value):
         return 0.0
     if len(value) > MOST_VARIABLES:

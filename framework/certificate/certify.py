@@ -3,8 +3,9 @@
 The real drafter, the real decode loop and the real verifier run on small exact models with a random source
 that enumerates: every row of the batch follows one script of decisions and carries its probability. A row that
 meets a decision beyond its script takes the first possible outcome and leaves a new script for each other one,
-so the rows that come out are exactly the leaves of the decision tree. Between rounds, rows that committed the
-same tokens and hold the same verifier state are merged.
+so the rows that come out are exactly the leaves of the decision tree. A script covers all rounds, so that one
+drafter lives through them and what it learns in `Drafter.observe` counts. Where a drafter is known to look at the last
+token alone, rows that hold the same verifier state and end alike are merged between rounds instead.
 
 After R rounds every output is completed to R (gamma + 1) tokens with the target's own law (or, while the
 verifier still holds state, by rounds without a draft), and the joint law is compared with the target's. This is
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor
 
 from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from ..decoding.build import build_decoder
 from ..decoding.loop import Decoder
+from .effort import MOST_PATHS, TooLargeError
 from .tablelm import Toy, ToyContext
 
 #: A pair is lossless if its output differs from the target's law by less than this (float64 round-off).
@@ -45,12 +48,14 @@ class Certificate:
         expected_tau: E[tau] of each round.
         first_tau: Pr(tau = i) in the first round, i = 0 .. gamma.
         paths: decision paths enumerated.
+        drafted: whether any draft had a node: where none has, nothing was shown.
     """
 
     tv: float
     expected_tau: list[float]
     first_tau: list[float]
     paths: int
+    drafted: bool
 
     @property
     def lossless(self) -> bool:
@@ -60,18 +65,20 @@ class Certificate:
 class Enumeration:
     """A random source that follows one script of decisions per row and records what the scripts leave open.
 
-    A decision is known by (purpose, index), as a random number is. ``weight[b]`` is the probability of row b's
-    decisions; a script carries the probability of what it prescribes, so it does not matter whether a number
+    A decision is known by the round, its purpose and index, as a random number is. ``weight[b]`` is the probability of
+    row b's decisions; a script carries the probability of what it prescribes, so it does not matter whether a number
     that no row needs (a draw for a row that stopped drafting) is asked for in one batch and not in another.
     """
 
-    def __init__(self, scripts: np.ndarray, weight: np.ndarray, columns: dict[tuple[str, int], int]):
+    def __init__(self, scripts: np.ndarray, weight: np.ndarray, columns: dict[tuple[int, str, int], int]):
         self.scripts = scripts  # [B, decisions] outcome, -1 = undecided
         self.weight = weight
-        self.columns = columns  # which column holds which decision, shared by all batches of a round
+        self.columns = columns  # which column holds which decision, shared by all batches
         self.opened: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # parent rows, scripts, weights
+        self._turn = 0
 
     def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
+        self._turn += 1
         return self
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
@@ -86,7 +93,7 @@ class Enumeration:
 
     def _decide(self, key: tuple[str, int], probability: np.ndarray) -> np.ndarray:
         """One decision for every row: ``probability [B, outcomes]`` -> the outcome each row takes ``[B]``."""
-        column = self.columns.setdefault(key, len(self.columns))
+        column = self.columns.setdefault((self._turn, *key), len(self.columns))
         self.scripts = _widen(self.scripts, len(self.columns))
         rows, possible = np.arange(len(probability)), probability > 0
         scripted = self.scripts[:, column]
@@ -133,40 +140,26 @@ def certify(
             largest that is cut short in the others, as at the end of a sequence.
         temperature: the target's; 0 certifies against the argmax.
         markov: the drafter looks at the last token alone, as both toy models do: states that end alike and hold
-            the same verifier state are enumerated once.
+            the same verifier state are enumerated once, by drafters that are new in each round. Otherwise one drafter
+            lives through all rounds of a path.
+
+    Raises:
+        TooLargeError: there are more than `MOST_PATHS` paths.
     """
     lengths = _lengths(toy, rounds, gamma)
-    sampling = Sampling(temperature=temperature)
-
-    def step(states: Outcomes, length: int) -> tuple[Outcomes, np.ndarray, int]:
-        keys = {state: (state[0][-1:] if markov else state[0], state[1]) for state in states}
-        origins = list(dict.fromkeys(keys.values()))
-        found, paths = _one_round(toy, build, verifier, sampling, origins, length, max(lengths))
-        outcomes = dict(zip(origins, found, strict=True))
-        out: Outcomes = {}
-        tau_law = np.zeros(length + 1)
-        for state, weight in states.items():
-            for (new, snapshot), probability in outcomes[keys[state]].items():
-                after = ((*state[0], *new), snapshot)
-                out[after] = out.get(after, 0.0) + weight * probability
-                tau_law[len(new) - 1] += weight * probability
-        return out, tau_law, paths
-
-    states: Outcomes = {((), None): 1.0}
-    expected, first_tau, paths = [], np.zeros(0), 0
-    for length in lengths:
-        states, tau_law, more = step(states, length)
-        paths += more
-        expected.append(float((tau_law * np.arange(length + 1)).sum()))
-        first_tau = first_tau if len(first_tau) else tau_law
+    pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths))
+    states, laws = _merged(pair, lengths) if markov or rounds == 1 else pair.replay(lengths)
     total = sum(lengths) + rounds
+    paths = pair.paths
     while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
         # The verifier still holds state: let it finish with rounds that draft nothing.
         states = {s: w for s, w in states.items() if s not in pending}
-        for state, weight in step(pending, 0)[0].items():
+        for state, weight in _step(pair, pending, 0, markov)[0].items():
             states[state] = states.get(state, 0.0) + weight
-    law = sampling.law(toy.target.log())
-    return Certificate(_total_variation(states, law, total), expected, [float(x) for x in first_tau], paths)
+    law = pair.sampling.law(toy.target.log())
+    expected = [float((of_tau * np.arange(len(of_tau))).sum()) for of_tau in laws]
+    tv = _total_variation(states, law, total)
+    return Certificate(tv, expected, [float(x) for x in laws[0]], paths, pair.drafted)
 
 
 def _lengths(toy: Toy, rounds: int, gamma: int | Sequence[int] | None) -> list[int]:
@@ -177,55 +170,138 @@ def _lengths(toy: Toy, rounds: int, gamma: int | Sequence[int] | None) -> list[i
     return list(gamma)
 
 
-def _one_round(
-    toy: Toy,
-    build: DrafterFactory,
-    verifier: Callable[[], Verifier],
-    sampling: Sampling,
-    origins: list[State],
-    length: int,
-    gamma: int,
-) -> tuple[list[Outcomes], int]:
-    """What one round with drafts of ``length`` tokens (by a drafter made for ``gamma``) leads to from each origin."""
-    columns: dict[tuple[str, int], int] = {}
-    of_row, weight = np.arange(len(origins)), np.ones(len(origins))
-    scripts = np.full((len(origins), 0), -1, dtype=np.int64)
-    out: list[Outcomes] = [{} for _ in origins]
-    paths = 0
-    while len(of_row):
-        batch = of_row[:BATCH]
-        rng = Enumeration(scripts[:BATCH], weight[:BATCH], columns)
-        decoder = _decoder(toy, build, verifier(), sampling, rng, len(batch), gamma)
-        for row, origin in enumerate(batch):
-            tokens, snapshot = origins[origin]
-            decoder.begin(row, [toy.vocab_size, *tokens])
-            decoder.sequences.limit[row] = min(decoder.sequences.limit[row], length)
-            if snapshot is not None:
-                decoder.verifier.restore(row, snapshot)
+def _merged(pair: _Pair, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
+    """Round after round, states that are alike enumerated once; the last states, and Pr(tau = i) of each round."""
+    states: Outcomes = {((), None): 1.0}
+    laws = []
+    for length in lengths:
+        states, law = _step(pair, states, length, True)
+        laws.append(law)
+    return states, laws
+
+
+def _step(pair: _Pair, states: Outcomes, length: int, markov: bool) -> tuple[Outcomes, np.ndarray]:
+    """One round from every state."""
+    keys = {state: (state[0][-1:] if markov else state[0], state[1]) for state in states}
+    origins = list(dict.fromkeys(keys.values()))
+    outcomes = dict(zip(origins, pair.one_round(origins, length), strict=True))
+    out: Outcomes = {}
+    law = np.zeros(length + 1)
+    for state, weight in states.items():
+        for (new, snapshot), probability in outcomes[keys[state]].items():
+            after = ((*state[0], *new), snapshot)
+            out[after] = out.get(after, 0.0) + weight * probability
+            law[len(new) - 1] += weight * probability
+    return out, law
+
+
+class _Scripts:
+    """Scripts that wait to be followed, the youngest first, so that never many wait at a time."""
+
+    def __init__(self, origins: int):
+        self._columns: dict[tuple[int, str, int], int] = {}
+        self._waiting = [(np.arange(origins), np.ones(origins), np.full((origins, 0), -1, dtype=np.int64))]
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, most: int) -> tuple[np.ndarray, Enumeration]:
+        """At most so many rows: their origins, and the random source that follows their scripts."""
+        taken, room = [], most
+        while self._waiting and room:
+            origin, weight, scripts = self._waiting.pop()
+            if len(origin) > room:
+                self._waiting.append((origin[room:], weight[room:], scripts[room:]))
+            taken.append((origin[:room], weight[:room], _widen(scripts[:room], len(self._columns))))
+            room -= len(taken[-1][0])
+        origin, weight, scripts = (np.concatenate(part) for part in zip(*taken, strict=True))
+        return origin, Enumeration(scripts, weight, self._columns)
+
+    def add(self, origin: np.ndarray, rng: Enumeration) -> None:
+        """The scripts that rows with these origins left."""
+        self._waiting += [(origin[parent], weight, scripts) for parent, scripts, weight in rng.opened]
+
+
+class _Pair:
+    """A drafter and a verifier on a toy, and what was seen of them.
+
+    Attributes:
+        drafted: whether any draft had a node.
+        paths: decision paths followed.
+    """
+
+    def __init__(
+        self, toy: Toy, build: DrafterFactory, verifier: Callable[[], Verifier], sampling: Sampling, gamma: int
+    ):
+        self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
+        self.drafted, self.paths = False, 0
+
+    def one_round(self, origins: list[State], length: int) -> list[Outcomes]:
+        """What one round with drafts of ``length`` tokens leads to from each origin."""
+        scripts, prompt = _Scripts(len(origins)), self.toy.prompt
+        out: list[Outcomes] = [{} for _ in origins]
+        while scripts:
+            batch, rng = scripts.take(BATCH)
+            decoder = self._decoder(rng, len(batch))
+            for row, origin in enumerate(batch):
+                tokens, snapshot = origins[origin]
+                decoder.begin(row, [*prompt, *tokens])
+                if snapshot is not None:
+                    decoder.verifier.restore(row, snapshot)
+            self._round(decoder, length)
+            for row, origin in enumerate(batch):
+                new = tuple(decoder.sequences.history[row][len(prompt) + len(origins[origin][0]) :])
+                state = (new, decoder.verifier.snapshot(row))
+                out[origin][state] = out[origin].get(state, 0.0) + rng.weight[row]
+            scripts.add(batch, rng)
+        return out
+
+    def replay(self, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
+        """All rounds of every path with one drafter: the last states, and Pr(tau = i) of each round.
+
+        Rows of a batch share a drafter, unless its memory outlives a sequence: then rows are sequences to learn from.
+        """
+        scripts, prompt, size = _Scripts(1), self.toy.prompt, 1
+        out: Outcomes = {}
+        laws = [np.zeros(length + 1) for length in lengths]
+        while scripts:
+            batch, rng = scripts.take(size)
+            decoder = self._decoder(rng, len(batch))
+            size = BATCH if type(decoder.drafter).reset is Drafter.reset else 1
+            for row in range(len(batch)):
+                decoder.begin(row, prompt)
+            ends = [[len(prompt)] * len(batch)]
+            for length in lengths:
+                self._round(decoder, length)
+                ends.append([len(history) for history in decoder.sequences.history])
+            for row, weight in enumerate(rng.weight):
+                state = (tuple(decoder.sequences.history[row][len(prompt) :]), decoder.verifier.snapshot(row))
+                out[state] = out.get(state, 0.0) + weight
+                for law, before, after in zip(laws, ends, ends[1:], strict=False):
+                    law[after[row] - before[row] - 1] += weight
+            scripts.add(batch, rng)
+        return out, laws
+
+    def _decoder(self, rng: Enumeration, batch: int) -> Decoder:
+        self.paths += batch
+        if self.paths > MOST_PATHS:
+            raise TooLargeError(
+                f"there are more than {MOST_PATHS:,.0f} decision paths, which is where enumeration gives up; lower the "
+                "draft length or the number of rounds"
+            )
+        start = len(self.toy.prompt) - 1
+        context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start)
+        # How far a wrong rule leads is what is measured here; forms and counts are checked all the same.
+        options = {"rng": rng, "on_round": self._look, "validate": "never"}
+        return build_decoder(context, lambda context: self.build(context, self.gamma), self.verifier(), **options)
+
+    def _round(self, decoder: Decoder, length: int) -> None:
+        limit = decoder.sequences.limit
+        limit[:] = [min(room, length) for room in limit]
         decoder.round()
-        for row, origin in enumerate(batch):
-            new = tuple(decoder.sequences.history[row][1 + len(origins[origin][0]) :])
-            state = (new, decoder.verifier.snapshot(row))
-            out[origin][state] = out[origin].get(state, 0.0) + rng.weight[row]
-        paths += len(batch)
-        of_row = np.concatenate([of_row[BATCH:], *(batch[parent] for parent, _, _ in rng.opened)])
-        weight = np.concatenate([weight[BATCH:], *(w for _, _, w in rng.opened)])
-        scripts = np.concatenate([_widen(s, len(columns)) for s in (scripts[BATCH:], *(s for _, s, _ in rng.opened))])
-    return out, paths
 
-
-def _decoder(
-    toy: Toy,
-    build: DrafterFactory,
-    verifier: Verifier,
-    sampling: Sampling,
-    rng: Enumeration,
-    batch: int,
-    gamma: int,
-) -> Decoder:
-    context = ToyContext(toy.target, toy.drafter, sampling, batch)
-    # How far a wrong rule leads is what is measured here; forms and counts are checked all the same.
-    return build_decoder(context, lambda context: build(context, gamma), verifier, rng=rng, validate="never")
+    def _look(self, event: RoundEvent) -> None:
+        self.drafted = self.drafted or bool(event.draft.candidates.valid.any())
 
 
 def _total_variation(states: dict[State, float], law: Tensor, length: int) -> float:
@@ -238,7 +314,7 @@ def _total_variation(states: dict[State, float], law: Tensor, length: int) -> fl
         ended[n][_index(tokens, vocab)] += weight
     ours, target = ended[0], np.ones(1)
     for n in range(length):
-        last = np.arange(vocab**n) % vocab if n else np.array([vocab])
+        last = np.arange(vocab**n) % vocab if n else np.array([vocab])  # row V is the law of the first token
         ours = (ours[:, None] * rows[last]).ravel() + ended[n + 1]
         target = (target[:, None] * rows[last]).ravel()
     return float(np.abs(ours - target).sum() / 2)

@@ -1,13 +1,19 @@
-"""What the draft labels of ``crossdraft certify`` stand for: registered drafters with their options."""
+"""What is certified: the draft labels of ``crossdraft certify``, and registered drafters as somebody configured them.
+
+Nothing here imports PyTorch before a drafter is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..contracts.drafter import DraftContext, Drafter
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,9 @@ class DraftKind:
     drafter: str
     options: Callable[[int], dict[str, Any]]
     summary: str
+
+    #: Its drafts follow from the last token, so that states which end alike are enumerated once.
+    markov = True
 
     def config(self, gamma: int) -> tuple[type[Drafter], Any]:
         """The drafter's class and its validated config."""
@@ -74,3 +83,104 @@ def _iid(gamma: int, k: int) -> dict[str, Any]:
 def _tree(gamma: int, siblings: str) -> dict[str, Any]:
     branching = [2] * min(gamma, 1) + [1] * (gamma - 1)
     return {"model": "toy", "branching": branching, "siblings": siblings, "temperature": 1}
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """A registered drafter with its options; how deep its drafts are is its own business. Like `DraftKind`."""
+
+    label: str
+    cls: type[Drafter]
+    options: Any
+
+    markov = False
+
+    @property
+    def drafter(self) -> str:
+        return self.cls.name
+
+    def config(self, gamma: int) -> tuple[type[Drafter], Any]:
+        return self.cls, self.options
+
+    def build(self, context: DraftContext, gamma: int) -> Drafter:
+        return self.cls(self.options, context)
+
+
+def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
+    """``--drafter``: a name, or a mapping with ``name`` and options as recipes have it; ``key=value`` adds options.
+
+    Options that name a model and were left out name the toy.
+
+    Raises:
+        UsageError: what cannot be read, a key or value that does not fit, or a drafter that cannot be enumerated,
+            because it needs more of its target than a table of probabilities has; says what.
+        UnknownNameError: a name nobody registered.
+    """
+    from pydantic import ValidationError
+
+    from ..decoding.build import configured
+    from ..runs.recipe import Strategy
+
+    given = _mapping(text)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--drafter-option {setting}: write key=value, as in --drafter-option gamma=4")
+        given[key.strip()] = _yaml(value, f"--drafter-option {setting}")
+    try:
+        strategy = Strategy.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UsageError(f"--drafter: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
+    fields = plugins.get("drafters", strategy.name).Config.model_fields
+    models = {key: "toy" for key, field in fields.items() if field.is_required() and field.annotation is str}
+    cls, config = configured("drafters", {**models, **strategy.config, "name": strategy.name})
+    found = NamedDrafter(strategy.title, cls, config)
+    _try(found)
+    return found
+
+
+def _mapping(text: str) -> dict[Any, Any]:
+    if not text.lstrip().startswith("{"):
+        return {"name": text}
+    given = _yaml(text, "--drafter")
+    if not isinstance(given, Mapping) or "name" not in given:
+        raise UsageError(f"--drafter {text}: a mapping needs a name, as in {{name: small-lm, gamma: 4}}")
+    return dict(given)
+
+
+def _yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UsageError(f"{where}: this is not YAML; the shell may need quotes around it") from None
+
+
+def _try(found: NamedDrafter) -> None:
+    """Raise UsageError if a drafter cannot be built for a target that is a table."""
+    import torch
+
+    from ..contracts.errors import CrossdraftError
+    from ..contracts.sampling import Sampling
+    from .tablelm import ToyContext
+    from .toys import built_in_toys
+
+    toy, sampling = built_in_toys()[0], Sampling()
+    reason = ""
+    try:
+        if found.cls.traits(found.options, sampling).hidden_layers:
+            reason = "it reads the target's hidden states"
+        else:
+            with torch.inference_mode():
+                found.build(ToyContext(toy.target, toy.drafter, sampling, 1), 1)
+    except CrossdraftError as error:
+        reason = str(error)
+    except Exception as error:  # whatever a third party's drafter may raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if reason:
+        raise UsageError(
+            f"drafter '{found.drafter}' cannot be enumerated, because the targets here are tables of probabilities: "
+            f"{reason}; crossdraft.testing.DrafterContract tries it with setting = TinyModel()"
+        )

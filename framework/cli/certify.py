@@ -1,39 +1,40 @@
 """``crossdraft certify``: exact enumeration of drafter x verifier pairs on small exact models.
 
 The drafters and verifiers are registered ones, found through the plug-in manager; what a draft label of the
-command line stands for is the table `DRAFTS`.
+command line stands for is the table `DRAFTS`. PyTorch is imported once something is to be certified.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..certificate.drafts import DRAFTS
-from ..contracts.errors import ContractError, CrossdraftError, NumericalError, UnknownNameError, UsageError
+from ..certificate.drafts import DRAFTS, DraftKind, NamedDrafter, named_drafter
+from ..contracts.errors import ContractError, UnknownNameError, UsageError
 from . import certify_model
 
 if TYPE_CHECKING:
     from ..certificate.bounds import Bounds
+    from ..certificate.rows import Row
     from ..certificate.tablelm import Toy
-    from ..contracts.verifier import Verifier, VerifierTraits
+    from ..contracts.verifier import Verifier
 
-#: The joint law of an output is held as one table: most entries it may have.
-LARGEST_LAW = 20_000_000
+#: A draft label, or what a named drafter is called, and what it stands for.
+Drafts = Mapping[str, DraftKind | NamedDrafter]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``crossdraft certify``."""
     labels = "; ".join(f"{label}: {kind.summary}" for label, kind in DRAFTS.items())
     parser.add_argument(
-        "--toy", type=Path, metavar="FILE", help="JSON file of exact models (default: T0, G1 to G4, built in)"
+        "--toy", type=Path, metavar="FILE", help="JSON file of exact models (default: T0, G1 to G4 and D6, built in)"
     )
     parser.add_argument(
         "--verifier",
@@ -42,14 +43,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="certify this one; repeatable (default: all registered)",
     )
     parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds to chain (default: 1)")
-    parser.add_argument("--gamma", type=int, metavar="N", help="draft length (default: the toy's own)")
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help="certify this registered drafter with every verifier that accepts its drafts; a name, or a mapping as in "
+        "recipes: '{name: small-lm-tree, branching: [2, 1]}'. Any model it asks for is the toy's. With --model: the "
+        "model that drafts, one with the target's tokenizer",
+    )
+    parser.add_argument(
+        "--drafter-option", action="append", metavar="KEY=VALUE", help="of --drafter; the value is YAML; repeatable"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="rounds to chain (default: 1, but 2 for verifiers with state and with --drafter)",
+    )
+    parser.add_argument(
+        "--gamma",
+        type=int,
+        metavar="N",
+        help="draft length, of --drafter how deep its drafts may be (default: the toy's own, less for drafts with so "
+        "many nodes that it would take minutes)",
+    )
     parser.add_argument(
         "--bounds",
         action="store_true",
         help="beside E[tau], print the most that any lossless rule could accept of such drafts in the first round: of "
-        "chains (single draft), of any draft by a rule that keeps the law of every round (LP; needs "
-        "crossdraft[bounds]), by any rule (full information), and the largest Pr(tau >= 1) (root)",
+        "chains (single draft), of any draft by a rule that keeps the law of every round (LP), by any rule (full "
+        "information), and the largest Pr(tau >= 1) (root)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     certify_model.add_arguments(parser)
@@ -64,48 +86,37 @@ def main(args: argparse.Namespace) -> int:
         if args.bounds:
             raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
         return certify_model.main(args)
-    from ..certificate.tablelm import built_in_toys, read_toys
-
-    if args.rounds < 1:
+    certify_model.refuse_options(args)
+    if args.rounds is not None and args.rounds < 1:
         raise UsageError(f"--rounds must be at least 1, got {args.rounds}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
-    labels = list(dict.fromkeys(args.draft or DRAFTS))
-    for label in labels:
-        if label not in DRAFTS:
-            raise UnknownNameError.among("draft label", label, DRAFTS)
+    from ..certificate.effort import check_law
+    from ..certificate.toys import built_in_toys, read_toys
+
+    drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else built_in_toys()
     for toy in toys:
-        _check_size(toy, args.rounds, toy.gamma if args.gamma is None else args.gamma)
+        check_law(toy.name, toy.vocab_size, args.rounds or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
+    with _one_thread():
+        rows, incompatible, left_out = _rows(args, toys, drafts, verifiers)
 
-    rows, skipped, missing = [], {}, {}
-    for toy in toys:
-        gamma = toy.gamma if args.gamma is None else args.gamma
-        for label in labels:
-            bounds: dict[float, Bounds] = {}  # by the target's temperature
-            for verifier in verifiers:
-                row = _certify(toy, label, verifier, args.rounds, gamma)
-                if not isinstance(row, Row):
-                    skipped[row] = None
-                    continue
-                if args.bounds and row.error is None:
-                    row = replace(row, bounds=_bounds(toy, row, bounds))
-                    missing |= dict.fromkeys(row.bounds.missing if row.bounds else ())
-                rows.append(row)
-    for sentence in unusable:
+    if left_out and not rows:
+        raise UsageError(left_out[0])
+    for sentence in (*unusable, *left_out):
         print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
     if args.verifier or args.draft:
-        for sentence in skipped:
+        for sentence in incompatible:
             print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
-    elif skipped:
-        pairs = "pair" if len(skipped) == 1 else "pairs"
+    elif incompatible:
+        pairs = "pair" if len(incompatible) == 1 else "pairs"
         print(
-            f"crossdraft: skipped: {len(skipped)} {pairs} of draft and verifier that cannot run together; name a "
+            f"crossdraft: skipped: {len(incompatible)} {pairs} of draft and verifier that cannot run together; name a "
             "--draft or --verifier to see why",
             file=sys.stderr,
         )
-    for sentence in missing:
+    for sentence in dict.fromkeys(s for row in rows if row.bounds is not None for s in row.bounds.missing):
         print(f"crossdraft: bounds left out: {sentence}", file=sys.stderr)
     if not rows:
         raise UsageError("no pair is left to certify: every one was skipped")
@@ -113,128 +124,106 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
         _print_table(rows, args.bounds)
-    return 1 if unusable or any(row.bad for row in rows) else 0
+    if not (args.toy or args.draft or args.drafter or args.gamma is not None):
+        _remember(rows)
+    return 1 if unusable or any(row.bad for row in rows) or (args.drafter and _without_drafts(rows)) else 0
 
 
-@dataclass(frozen=True)
-class Row:
-    """One certified pair; ``error`` is the sentence of one that could not be enumerated."""
-
-    toy: str
-    draft: str
-    verifier: type[Verifier]
-    gamma: int
-    rounds: int
-    tv: float | None = None
-    expected_tau: tuple[float, ...] = ()
-    lossless: bool = False
-    error: str | None = None
-    bounds: Bounds | None = None
-
-    @property
-    def promise(self) -> VerifierTraits:
-        """What the verifier says of itself."""
-        return self.verifier.traits(self.verifier.Config())
-
-    @property
-    def bad(self) -> bool:
-        return self.error is not None or (self.promise.lossless and not self.lossless)
-
-    @property
-    def verdict(self) -> str:
-        if self.error is not None:
-            return f"FAILED: {self.error}"
-        if not self.promise.lossless:
-            return "declared lossy"
-        return "yes" if self.lossless else "NO"
-
-    def as_json(self) -> dict[str, Any]:
-        """The row for programs; ``error`` is there only if it failed, ``bounds`` only if they were asked for."""
-        found = {
-            "toy": self.toy,
-            "draft": self.draft,
-            "verifier": self.verifier.name,
-            "gamma": self.gamma,
-            "rounds": self.rounds,
-            "tv": self.tv,
-            "expected_tau": list(self.expected_tau),
-            "lossless": self.lossless,
-        }
-        if self.bounds is not None:
-            found["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
-        return found if self.error is None else {**found, "error": self.error}
+def _drafts(args: argparse.Namespace) -> Drafts:
+    if args.drafter is None:
+        if args.drafter_option:
+            raise UsageError("--drafter-option is for the drafter that --drafter names; add it")
+        for label in args.draft or ():
+            if label not in DRAFTS:
+                raise UnknownNameError.among("draft label", label, DRAFTS)
+        return {label: DRAFTS[label] for label in args.draft or DRAFTS}
+    if args.draft:
+        raise UsageError("--draft and --drafter both say what drafts; leave one of them out")
+    found = named_drafter(args.drafter, args.drafter_option or ())
+    return {found.label: found}
 
 
-def _certify(toy: Toy, label: str, verifier: type[Verifier], rounds: int, gamma: int) -> Row | str:
-    """Certify one pair, or say why it cannot run."""
-    from ..certificate.certify import certify
-    from ..contracts.sampling import Sampling
-    from ..contracts.verifier import incompatible
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The models are tiny: threads cost more than they gain."""
+    import torch
 
-    kind = DRAFTS[label]
-    sampling = Sampling(temperature=_temperature(verifier))
-    drafter, config = kind.config(gamma)
-    draft = drafter.traits(config, sampling)
-    if reason := incompatible(kind.drafter, draft, verifier.name, verifier.traits(verifier.Config()), sampling):
-        return f"{label}: {reason}"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        found = certify(
-            toy, kind.build, verifier, rounds=rounds, gamma=gamma, temperature=sampling.temperature, markov=True
-        )
-        if not math.isfinite(found.tv):
-            raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
-    except Exception as error:  # whatever a third party's strategy may raise
-        return Row(toy.name, label, verifier, gamma, rounds, error=_sentence(error))
-    return Row(toy.name, label, verifier, gamma, rounds, found.tv, tuple(found.expected_tau), found.lossless)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _temperature(verifier: type[Verifier]) -> float:
-    """The target's temperature that a verifier is certified at."""
-    return 0.0 if verifier.traits(verifier.Config()).temperature_zero_only else 1.0
+def _rows(
+    args: argparse.Namespace, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
+) -> tuple[list[Row], list[str], list[str]]:
+    """All pairs that can run, why others are no pairs, and what would be too much."""
+    from ..certificate.rows import CannotRun, TooMuch, certify_row, row_bounds
 
-
-def _bounds(toy: Toy, row: Row, known: dict[float, Bounds]) -> Bounds:
-    """The bounds that bind a row's rule; ``known`` ones of the same toy and draft are not computed again."""
-    from ..certificate.bounds import Bounds, bounds
-
-    if not row.promise.lossless:
-        return Bounds()
-    temperature = _temperature(row.verifier)
-    if temperature not in known:
-        try:
-            known[temperature] = bounds(toy, DRAFTS[row.draft].build, row.gamma, temperature)
-        except NumericalError as error:
-            known[temperature] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
-    if row.promise.stateful:  # it may take in this round what it repays in a later one
-        return replace(known[temperature], single_draft=None, lp=None)
-    return known[temperature]
+    rows, incompatible, left_out = [], {}, {}
+    for toy in toys:
+        for label, kind in drafts.items():
+            known: dict[Any, Bounds] = {}
+            for verifier in verifiers:
+                try:
+                    row = certify_row(toy, label, kind, verifier, args.rounds, args.gamma)
+                except TooMuch as reason:
+                    left_out[str(reason)] = None
+                    continue
+                except CannotRun as reason:
+                    incompatible[str(reason)] = None
+                    continue
+                if args.bounds and row.error is None:
+                    row = replace(row, bounds=row_bounds(toy, kind, row, known))
+                rows.append(row)
+    return rows, list(incompatible), list(left_out)
 
 
 def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
     """The verifiers to certify, and why others are unusable (an error if they were asked for by name)."""
     if names:
-        return [plugins.get("verifiers", name) for name in dict.fromkeys(names)], []
+        return [_verifier(name) for name in dict.fromkeys(names)], []
     usable, unusable = [], []
     for name in plugins.entries("verifiers"):
         try:
-            usable.append(plugins.get("verifiers", name))
+            usable.append(_verifier(name))
         except ContractError as error:
             unusable.append(str(error))
     return usable, unusable
 
 
-def _check_size(toy: Toy, rounds: int, gamma: int) -> None:
-    tokens = rounds * (gamma + 1)
-    if tokens * math.log(toy.vocab_size) <= math.log(LARGEST_LAW):
-        return
-    if rounds > 1:
-        advice = f"lower --rounds (now {rounds})"
-    else:
-        advice = f"lower the draft length with --gamma (now {gamma})"
-    raise UsageError(
-        f"toy {toy.name} has V = {toy.vocab_size}, so there are more outputs of rounds x (gamma + 1) = "
-        f"{tokens} tokens than the {LARGEST_LAW:,} that can be enumerated; {advice}"
-    )
+def _verifier(name: str) -> type[Verifier]:
+    """A registered rule that says its traits with the options it has by default."""
+    rule = plugins.get("verifiers", name)
+    if needed := [key for key, field in rule.Config.model_fields.items() if field.is_required()]:
+        raise ContractError(
+            f"verifier '{name}' has no default for {', '.join(needed)}, so it cannot be certified by name"
+        )
+    try:
+        rule.traits(rule.Config())
+    except Exception as error:  # whatever a third party's rule may raise
+        raise ContractError(f"verifier '{name}' does not say its traits: {type(error).__name__}: {error}") from None
+    return rule
+
+
+def _without_drafts(rows: Sequence[Row]) -> set[type[Verifier]]:
+    """Verifiers that never saw a drafted token, on any toy."""
+    return {row.verifier for row in rows} - {row.verifier for row in rows if row.drafted}
+
+
+def _remember(rows: Sequence[Row]) -> None:
+    """Write down which rules passed the whole table."""
+    from ..models.device import cache_dir
+    from ..runs.ledger import remember
+
+    failed = {row.verifier for row in rows if not row.proves} | _without_drafts(rows)
+    passed = [rule for rule in dict.fromkeys(row.verifier for row in rows) if rule not in failed]
+    try:
+        remember(passed, cache_dir())
+    except OSError as error:
+        print(f"crossdraft: what was certified could not be noted in {cache_dir()}: {error.strerror}", file=sys.stderr)
 
 
 def _print_table(rows: list[Row], with_bounds: bool) -> None:
@@ -247,9 +236,9 @@ def _print_table(rows: list[Row], with_bounds: bool) -> None:
         line = [
             row.toy,
             row.draft,
-            row.verifier.name + " (temperature 0)" * row.promise.temperature_zero_only,
-            str(row.gamma),
-            str(row.rounds),
+            row.verifier.name + " (temperature 0)" * (row.temperature == 0),
+            ", ".join(map(str, row.lengths)) if isinstance(row.gamma, list) else str(row.gamma),
+            str(len(row.lengths)),
             "-" if row.tv is None else f"{row.tv:.2g}",
             ", ".join(f"{tau:.6f}" for tau in row.expected_tau) or "-",
         ]
@@ -259,8 +248,3 @@ def _print_table(rows: list[Row], with_bounds: bool) -> None:
             line += ["-" if value is None else f"{value:.6f}" for value in values]
         table.append([*line, row.verdict])
     print(tabulate(table, headers=header, tablefmt="simple", disable_numparse=True))
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 import time
@@ -12,17 +13,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..certificate.first_token_law import REJECTED, PromptLaws, Result, choose, judge, sample
 from ..contracts.errors import NumericalError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..certificate.first_token_law import PromptLaws, Result
     from ..contracts.sampling import Sampling
 
 
 #: Tokens shown in a histogram, the target's most probable ones.
 SHOWN = 30
+#: Most tokens of a draft, samples, and samples at once; beyond, a test would not end or not fit.
+LONGEST, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
+#: Options of this test that mean nothing without ``--model``, and what they are if nobody gives them.
+OWN = {
+    "prompt": None,
+    "raw": False,
+    "samples": 1_000_000,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "seed": 0,
+    "batch": None,
+    "dtype": "auto",
+    "device": "auto",
+    "out": None,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--draft", action="append", metavar="LABEL", help="repeatable (default: one that the verifier accepts)")
     option("--prompt", action="append", metavar="TEXT", help="repeatable")
     option("--raw", action="store_true", help="leave the chat template out")
-    option("--samples", type=int, default=1_000_000, metavar="N", help="per prompt and verifier (default: 1000000)")
+    option("--samples", type=int, metavar="N", help="per prompt and verifier (default: 1000000)")
     option("--gamma", type=int, metavar="N", help="draft length (default: 1, where block and token rules agree)")
-    option("--temperature", type=float, default=1.0, metavar="T", help="of both models (default: 1)")
-    option("--top-k", type=int, default=0, metavar="K", help="of both models (default: 0, off)")
-    option("--top-p", type=float, default=1.0, metavar="P", help="of both models (default: 1, off)")
-    option("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: 0)")
+    option("--temperature", type=float, metavar="T", help="of both models (default: 1)")
+    option("--top-k", type=int, metavar="K", help="of both models (default: 0, off)")
+    option("--top-p", type=float, metavar="P", help="of both models (default: 1, off)")
+    option("--seed", type=int, metavar="N", help="of all random numbers (default: 0)")
     option("--batch", type=int, metavar="N", help="samples drawn at once (default: by the vocabulary's size)")
-    option("--dtype", default="auto", help="of the models (default: auto)")
-    option("--device", default="auto", help="of the models and the rules (default: auto)")
+    option("--dtype", help="of the models (default: auto)")
+    option("--device", help="of the models and the rules (default: auto)")
     option("--out", type=Path, metavar="DIR", help="write histograms (PNG, needs crossdraft[plots]) and JSON here")
     option("--json", action="store_true", help="print JSON")
+    parser.set_defaults(**OWN)
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for what was asked of a real model, where there is none."""
+    for option, default in OWN.items():
+        if getattr(args, option) != default:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} is for the law on a real model; name one with --model, or leave --{name} out")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -62,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
         ContractError: a strategy that drafts or emits what its contract forbids.
     """
     sampling = _checked(args)
+    from ..certificate.first_token_law import REJECTED, choose, judge, sample
+
     drafter = args.drafter
     if drafter is None:
         raise UsageError(f"--drafter is missing: name a model that shares the tokenizer of {args.model}")
@@ -125,21 +153,27 @@ def _checked(args: argparse.Namespace) -> Sampling:
     """The sampling parameters of the command line, once everything that needs no model is known to be usable."""
     from pydantic import ValidationError
 
+    from ..certificate.effort import shown
     from ..contracts.sampling import Sampling
 
     if not args.model:
         raise UsageError("--model is missing: name the target whose law is to be tested")
     if not args.prompt or not all(args.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
-    for option, default in (("toy", None), ("rounds", 1), ("bounds", False)):
-        if getattr(args, option, default) != default:
-            raise UsageError(f"--{option} is for the exact models; leave it out with --model")
-    for option in ("samples", "gamma", "batch"):
+    for option in ("toy", "rounds", "drafter_option"):
+        if getattr(args, option, None) is not None:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} is for the exact models; leave it out with --model")
+    for option, most in (("samples", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise UsageError(f"--{option} must be at least 1, got {value}")
-    if args.temperature <= 0:
-        raise UsageError(f"--temperature must be above 0 for a law that can be tested, got {args.temperature:g}")
+            raise UsageError(f"--{option} must be at least 1, got {shown(value)}")
+        if value is not None and value > most:
+            raise UsageError(f"--{option} must be at most {most:,}, got {shown(value)}: it would not end, or not fit")
+    if not 0 < args.temperature < math.inf:
+        raise UsageError(
+            f"--temperature must be above 0 and finite for a law that can be tested, got {args.temperature:g}"
+        )
     if args.out:
         _need_matplotlib()
         try:
@@ -157,6 +191,7 @@ def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
+    from ..certificate.first_token_law import PromptLaws
     from ..decoding.build import TargetContext, make_slots
     from ..models.chat import encode
     from ..models.load import load_model

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -31,13 +31,19 @@ def source_of(cls: type[Any]) -> dict[str, str]:
         nothing can tell whether it changed.
     """
     package = cls.__module__.partition(".")[0]
-    distribution = next(iter(packages_distributions().get(package, ())), "")
+    distribution = next(iter(_distributions().get(package, ())), "")
     try:
         number = version(distribution) if distribution else ""
     except PackageNotFoundError:
         number = ""
     modules = [base.__module__ for base in cls.__mro__ if base.__module__ != "builtins"]
     return {"distribution": distribution, "version": number, "sha256": code_sha256(modules)}
+
+
+@cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    """The distributions of every top-level package, which takes a while to find out."""
+    return packages_distributions()
 
 
 def code_sha256(modules: Sequence[str]) -> str:
@@ -64,9 +70,9 @@ def _closure(modules: Sequence[str]) -> dict[str, Path]:
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
-        if name in found or (file := _file(name)) is None:
-            continue
-        if name.partition(".")[0] != home and any(file.is_relative_to(place) for place in _INSTALLED):
+        top = name.partition(".")[0]
+        # Asked of the top-level package first, because looking for a module imports the packages around it.
+        if name in found or (top != home and _installed(top)) or (file := _file(name)) is None:
             continue
         found[name] = file
         waiting += _imports(name, file)
@@ -75,6 +81,15 @@ def _closure(modules: Sequence[str]) -> dict[str, Path]:
             if package not in found and (file := _file(package)) is not None:
                 found[package] = file
     return found
+
+
+@cache
+def _installed(package: str) -> bool:
+    """Whether a top-level package is a library of this environment or of one below it, or has no file."""
+    file = _file(package)
+    if file is None:
+        return True
+    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(map(file.is_relative_to, _INSTALLED))
 
 
 @cache

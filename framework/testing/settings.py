@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..certificate.tablelm import Toy, ToyContext, built_in_toys
+from ..certificate.tablelm import Toy, ToyContext
+from ..certificate.toys import built_in_toys
 from ..contracts.drafter import DraftContext, Runner
 from ..contracts.lm import LM
 from ..contracts.models import Checkpoint

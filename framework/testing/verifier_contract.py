@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
-from ..certificate.tablelm import built_in_toys
+from ..certificate.toys import built_in_toys
 from ..contracts.draft import Draft, Verdict
 from ..contracts.rng import CounterRng, RoundRng
 from ..contracts.rounds import RoundEvent
@@ -27,7 +27,7 @@ from .settings import Toys
 #: Length of the drafts that a rule is tried with.
 GAMMA = 3
 #: Exact models that rules are enumerated on.
-TOYS = ("G1", "G2")
+TOYS, DEEP = ("G1", "G2"), "D6"
 ROWS = 4
 #: What of a draft is a tensor.
 FIELDS = ("tokens", "parents", "valid", "q", "law", "sequences")
@@ -108,11 +108,14 @@ class VerifierContract:
         """The joint law of the output is the target's, exactly, for every draft that the rule says it can judge.
 
         Of one round, which is enough for a rule without state; of two for one that carries state from round to round.
+        One kind of draft is six tokens deep.
         """
         options: Any = {"rounds": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
-        for label in self.labels():
-            for toy in (toy for toy in built_in_toys() if toy.name in TOYS):
-                found = certify(toy, DRAFTS[label].build, self.make, **options)
+        toys = {toy.name: toy for toy in built_in_toys()}
+        for number, label in enumerate(self.labels()):
+            for toy in (toys[name] for name in (TOYS if number else (*TOYS, DEEP))):
+                lengths = [toy.gamma, min(toy.gamma, GAMMA)][: options["rounds"]]
+                found = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
                 if self.traits.lossless:
                     assert found.tv <= TOLERANCE, (
                         f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {found.tv:.3g} away "

@@ -1,6 +1,5 @@
 """The bounds on E[tau] have their golden values, and no lossless rule exceeds them; ``crossdraft certify --bounds``."""
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -227,26 +226,6 @@ def test_table(capsys: Any, only: Callable) -> None:
     assert greedy[-6:] == ["0.444444", "0.444444", "0.444444", "0.444444", "0.333333", "yes"]
     (lossy,) = (line.split() for line in lines if line.startswith("T0") and " lenient " in line)
     assert lossy[-6:] == ["-", "-", "-", "-", "declared", "lossy"]  # nothing bounds a rule that is lossy
-
-
-@pytest.fixture
-def no_scipy(monkeypatch: Any) -> None:
-    found_spec = importlib.util.find_spec
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "scipy" else found_spec(name))
-
-
-def test_without_scipy_one_line_says_how_to_get_it(capsys: Any, no_scipy: None, only: Callable) -> None:
-    labels = ("chain", "tree-wor-2-1", "iid-2")
-    options = "--json --bounds --verifier specinfer " + " ".join(f"--draft {label}" for label in labels)
-    code, out, err = run(capsys, only("G1") + options)
-    assert code == 0
-    assert err.count("\n") == 1 and "pip install 'crossdraft[bounds]'" in err
-    for row in json.loads(out):
-        mine = row["bounds"]
-        assert mine["lp"] is None
-        tree = row["draft"] == "tree-wor-2-1"
-        assert (mine["full_information"] is None) == (mine["optimal_transport"] is None) == tree
-        assert (mine["single_draft"] is None) == (row["draft"] != "chain")
 
 
 def test_programs_that_are_too_large_are_refused(capsys: Any, monkeypatch: Any, only: Callable) -> None:

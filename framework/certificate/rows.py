@@ -1,0 +1,206 @@
+"""The rows of ``crossdraft certify``: drafts x verifier on a toy, as deep as can be enumerated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..contracts.errors import CrossdraftError, NumericalError
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import Verifier, VerifierTraits, incompatible
+from . import effort
+from .bounds import Bounds, bounds
+from .certify import certify
+from .drafts import DraftKind, NamedDrafter
+from .tablelm import Toy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One certified pair; ``error`` is the sentence of one that could not be enumerated.
+
+    Attributes:
+        lengths: how deep drafts could be, a number a round.
+        temperature: the target's.
+        drafted: whether any draft had a token.
+    """
+
+    toy: str
+    draft: str
+    verifier: type[Verifier]
+    lengths: tuple[int, ...]
+    temperature: float
+    tv: float | None = None
+    expected_tau: tuple[float, ...] = ()
+    lossless: bool = False
+    drafted: bool = False
+    error: str | None = None
+    bounds: Bounds | None = None
+
+    @property
+    def promise(self) -> VerifierTraits:
+        """What the verifier says of itself."""
+        return self.verifier.traits(self.verifier.Config())
+
+    @property
+    def bad(self) -> bool:
+        return self.error is not None or (self.promise.lossless and not self.lossless)
+
+    @property
+    def proves(self) -> bool:
+        """Whether it shows that the rule is lossless, over two rounds if it carries state from one to the next."""
+        enough = len(self.lengths) > 1 or not self.promise.stateful
+        return self.error is None and self.promise.lossless and self.lossless and enough
+
+    @property
+    def verdict(self) -> str:
+        if self.error is not None:
+            return f"FAILED: {self.error}"
+        if not self.promise.lossless:
+            return "declared lossy"
+        if not self.lossless:
+            return "NO"
+        return "yes" if self.drafted else "nothing was drafted"
+
+    @property
+    def gamma(self) -> int | list[int]:
+        """The draft length, or those of the rounds where they differ."""
+        return self.lengths[0] if len(set(self.lengths)) == 1 else list(self.lengths)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for programs; ``error`` is there only if it failed, ``bounds`` only if they were asked for."""
+        found = {
+            "toy": self.toy,
+            "draft": self.draft,
+            "verifier": self.verifier.name,
+            "gamma": self.gamma,
+            "rounds": len(self.lengths),
+            "tv": self.tv,
+            "expected_tau": list(self.expected_tau),
+            "lossless": self.lossless,
+            "drafted": self.drafted,
+        }
+        if self.bounds is not None:
+            found["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
+        return found if self.error is None else {**found, "error": self.error}
+
+
+class CannotRun(Exception):
+    """Why drafts and a verifier are no pair, or one that cannot be enumerated."""
+
+
+class TooMuch(CannotRun):
+    """Nothing is wrong with the pair; there is too much to enumerate."""
+
+
+def certify_row(
+    toy: Toy,
+    label: str,
+    kind: DraftKind | NamedDrafter,
+    verifier: type[Verifier],
+    rounds: int | None = None,
+    gamma: int | None = None,
+) -> Row:
+    """Certify one pair.
+
+    Args:
+        rounds: ``None`` = 1, but 2 if anything is remembered from round to round.
+        gamma: how deep drafts may be in every round; ``None`` = as deep as the toy says and costs seconds.
+
+    Raises:
+        CannotRun: a pair that is incompatible, or too large (`TooMuch`).
+    """
+    row = Row(toy.name, label, verifier, (gamma or 0,), 1.0)
+    try:
+        temperature = _temperature(kind, verifier)
+        lengths = tuple(_lengths(toy, label, kind, verifier, temperature, rounds, gamma))
+        row = replace(row, lengths=lengths, temperature=temperature)
+        found = certify(
+            toy,
+            kind.build,
+            verifier,
+            rounds=len(lengths),
+            gamma=lengths,
+            temperature=temperature,
+            markov=kind.markov,
+        )
+        if not math.isfinite(found.tv):
+            raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
+    except CannotRun:
+        raise
+    except Exception as error:  # whatever a third party's strategy may raise
+        return replace(row, error=_sentence(error))
+    return replace(
+        row,
+        tv=found.tv,
+        expected_tau=tuple(found.expected_tau),
+        lossless=found.lossless,
+        drafted=found.drafted,
+    )
+
+
+def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, known: dict[Any, Bounds]) -> Bounds:
+    """The bounds that bind a row's rule; ``known`` ones of the same toy and draft are not computed again."""
+    if not row.promise.lossless:
+        return Bounds()
+    key = row.lengths[0], row.temperature
+    if key not in known:
+        try:
+            known[key] = bounds(toy, kind.build, *key)
+        except NumericalError as error:
+            known[key] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
+    if row.promise.stateful:  # it may take in this round what it repays in a later one
+        return replace(known[key], single_draft=None, lp=None)
+    return known[key]
+
+
+def _temperature(kind: DraftKind | NamedDrafter, verifier: type[Verifier]) -> float:
+    """The target's temperature that a pair is certified at."""
+    drafter, config = kind.config(1)
+    zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only
+    return 0.0 if zero or verifier.traits(verifier.Config()).temperature_zero_only else 1.0
+
+
+def _lengths(
+    toy: Toy,
+    label: str,
+    kind: DraftKind | NamedDrafter,
+    verifier: type[Verifier],
+    temperature: float,
+    rounds: int | None,
+    gamma: int | None,
+) -> list[int]:
+    """How deep drafts may be in each round."""
+    sampling, promise = Sampling(temperature=temperature), verifier.traits(verifier.Config())
+    wanted = toy.gamma if gamma is None else gamma
+    drafter, config = kind.config(wanted)
+    traits = drafter.traits(config, sampling)
+    if reason := incompatible(kind.drafter, traits, verifier.name, promise, sampling):
+        raise CannotRun(f"{label}: {reason}")
+
+    def cost(length: int) -> float:
+        drafter, config = kind.config(length)
+        return effort.paths(drafter.traits(config, sampling), toy.vocab_size, length)
+
+    multiply = promise.stateful or not kind.markov
+    if rounds is None:
+        rounds = 2 if multiply else 1
+    longest = min(wanted, traits.depth)
+    found: list[int] | None = [longest] * rounds
+    if gamma is None and not kind.markov:
+        found = effort.replayed(drafter, traits, toy.vocab_size, longest, rounds)
+    elif gamma is None and multiply:
+        found = effort.draft_lengths(cost, longest, rounds, effort.DEFAULT_PATHS)
+    elif gamma is None:
+        found = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * rounds
+    # If not even the shortest drafts fit among what is enumerated by default, they may among what is at all.
+    found = found if found is not None and (any(found) or not longest) else [min(longest, 1)] * rounds
+    if reason := effort.too_many_paths(cost, found, multiply and rounds > 1):
+        raise TooMuch(f"toy {toy.name}, {label}: {reason}")
+    return found
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"

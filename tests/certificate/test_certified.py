@@ -1,0 +1,286 @@
+"""What the default command catches, and what it writes down."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from certifying import WrongLater
+from wrong_rules import accepts_from
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate import effort
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.rows import TooMuch, certify_row
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.drafter import DraftTraits
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.runs import ledger, sources
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def install() -> Iterator[Callable[[Any], None]]:
+    """Register a verifier in this process for the length of one test."""
+    added: list[Any] = []
+
+    def add(verifier: Any) -> None:
+        hook = hookimpl(lambda register: register(verifier.name, verifier))
+        added.append(SimpleNamespace(crossdraft_register_verifiers=hook))
+        plugins.manager().register(added[-1], verifier.name)
+
+    yield add
+    for plugin in added:
+        plugins.manager().unregister(plugin)
+
+
+@pytest.fixture
+def one_toy(toys: dict[str, Toy], monkeypatch: Any) -> None:
+    """A default table that takes a moment."""
+    monkeypatch.setattr("crossdraft.framework.certificate.toys.built_in_toys", lambda: [toys["T0"]])
+
+
+MATCH = """
+import torch
+from crossdraft import Verdict, Verifier, VerifierTraits
+
+
+class Match(Verifier):
+    name = "match"
+
+    @classmethod
+    def traits(cls, config):
+        return VerifierTraits(drawn=frozenset({"chain"}))
+
+    def verify(self, draft, p, rng):
+        n = draft.width
+        drawn = torch.stack([rng.draw(p[:, i], index=i) for i in range(n + 1)], 1)
+        tau = ((drawn[:, :n] == draft.tokens) & draft.valid).long().cumprod(1).sum(1)
+        return Verdict(tau, drawn.gather(1, tau[:, None]).squeeze(1))
+"""
+
+
+def loaded(file: Path, code: str) -> Any:
+    """The class Match of a file that is written now."""
+    file.write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sources._digest.cache_clear()  # as in a new process
+    return module.Match
+
+
+@pytest.fixture
+def match(tmp_path: Path) -> Iterator[Any]:
+    name = f"rule_of_{tmp_path.name}"
+    yield loaded(tmp_path / f"{name}.py", MATCH)
+    del sys.modules[name]
+
+
+# -- depth ---------------------------------------------------------------------------------------------------
+
+
+def test_rules_that_accept_anything_deep_down_are_refused_by_default(
+    capsys: Any, install: Callable, cache: Path
+) -> None:
+    rule: Any = accepts_from(4)
+    install(rule)
+    assert cli.main(["certify", "--verifier", rule.name, "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    for toy in ("T0", "G1", "G2", "G3", "G4", "D6"):
+        assert {row["lossless"] for row in rows if row["toy"] == toy} == {toy != "D6"}  # no other one is so deep
+    assert not ledger.certified(rule, cache)
+
+
+@pytest.mark.parametrize("depth", [5, 6])
+@pytest.mark.parametrize("label", ["chain", "point-mass", "stop-early"])
+def test_every_kind_of_chain_is_deep_enough(toys: dict[str, Toy], label: str, depth: int) -> None:
+    row = certify_row(toys["D6"], label, DRAFTS[label], accepts_from(depth))
+    assert row.lengths == (6,) and row.tv is not None and row.tv > 1e-3 and row.bad
+
+
+@pytest.mark.parametrize("label", ["tree-greedy-2-1", "tree-top-2-1"])
+def test_so_are_rules_for_trees(toys: dict[str, Toy], label: str) -> None:
+    right, wrong = plugins.get("verifiers", "specinfer"), accepts_from(6, "specinfer")
+    good, bad = (certify_row(toys["D6"], label, DRAFTS[label], rule) for rule in (right, wrong))
+    assert good.lengths == bad.lengths == (6,)
+    assert good.lossless and not good.bad
+    assert bad.tv is not None and bad.tv > 1e-4 and bad.bad and bad.verdict == "NO"
+
+
+def test_a_mistake_in_the_second_round_is_seen_by_default(toys: dict[str, Toy]) -> None:
+    row = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater)
+    assert row.bad and len(row.lengths) == 2
+    once = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater, rounds=1)
+    assert not once.bad and not once.proves
+
+
+def test_deep_first_rounds_and_shorter_later_ones(toys: dict[str, Toy]) -> None:
+    row = certify_row(toys["D6"], "chain", DRAFTS["chain"], plugins.get("verifiers", "greedy-block"))
+    assert row.lengths == (6, 3) and row.gamma == [6, 3] and row.proves
+    assert row.as_json()["gamma"] == [6, 3] and row.as_json()["rounds"] == 2
+
+
+# -- effort --------------------------------------------------------------------------------------------------
+
+
+def traits(**more: Any) -> DraftTraits:
+    return DraftTraits(**{"drawn": "chain", "point_mass": False, "nodes": 6} | more)
+
+
+@pytest.mark.parametrize(
+    "of, depth, nodes",
+    [
+        (traits(), 2, 2),
+        (traits(), 9, 6),
+        (traits(), 0, 0),
+        (traits(point_mass=True), 4, 0),
+        (traits(drawn=None, nodes=0), 4, 0),
+        (traits(drawn="iid", nodes=12, levels=6), 2, 4),
+        (traits(drawn="without_replacement", nodes=12, levels=3, branching=(2, 2, 1)), 2, 6),
+        (traits(drawn="without_replacement", nodes=99, levels=2, branching=(9, 10)), 2, 3 + 9),  # there are 3 tokens
+        (traits(drawn="without_replacement", nodes=12, levels=3), 2, 12),  # of unknown shape
+    ],
+)
+def test_drawn_nodes(of: DraftTraits, depth: int, nodes: int) -> None:
+    assert effort.drawn_nodes(of, 3, depth) == nodes
+
+
+def test_paths_are_an_upper_bound(toys: dict[str, Toy]) -> None:
+    from crossdraft.framework.certificate.certify import certify
+    from crossdraft.framework.contracts.sampling import Sampling
+
+    for label, rule in (("chain", "token"), ("iid-2", "spectr"), ("tree-wor-2-1", "multipath-block")):
+        for toy in ("T0", "G3", "D6"):
+            drafter, config = DRAFTS[label].config(2)
+            bits = effort.paths(drafter.traits(config, Sampling()), toys[toy].vocab_size, 2)
+            found = certify(toys[toy], DRAFTS[label].build, plugins.get("verifiers", rule), gamma=2)
+            assert 1 < found.paths <= 2**bits
+
+
+def test_lengths_of_rounds() -> None:
+    chain = lambda n: 2 * n + 1.0  # noqa: E731 - two tokens
+    assert effort.draft_length(chain, 6, 2**20) == 6
+    assert effort.draft_length(chain, 6, 2**7) == 3
+    assert effort.draft_length(chain, 6, 1) is None
+    assert effort.draft_lengths(chain, 6, 2, 2**20) == [6, 3]
+    assert effort.draft_lengths(chain, 6, 3, 2**15) == [2, 2, 2]
+    assert effort.draft_lengths(chain, 6, 3, 2**9) == [1, 1, 1]
+    assert effort.draft_lengths(chain, 6, 3, 2**8) is None
+    assert effort.draft_lengths(chain, 0, 3, 2**3) == [0, 0, 0]
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert effort.shown(1_234_567) == "1,234,567"
+    assert effort.shown(10**30) == "about 10^30" and effort.shown(10**4000) == "about 10^4,000"
+    assert effort.power(25) == "33,554,432" and effort.power(1e9) == "about 10^301,029,996"
+
+
+def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
+    """Where a strategy makes more decisions than its traits let expect."""
+    from crossdraft.framework.certificate import certify
+
+    monkeypatch.setattr(certify, "MOST_PATHS", 20.0)
+    row = certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"))
+    assert row.bad and row.error is not None and "more than 20 decision paths" in row.error
+    with pytest.raises(TooMuch, match="toy G2, chain: there may be 8,589,934,592 decision paths"):
+        certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"), gamma=16)
+
+
+# -- what is written down ------------------------------------------------------------------------------------
+
+
+def test_the_whole_table_is_noted_and_parts_are_not(capsys: Any, install: Callable, match: Any, cache: Path) -> None:
+    install(match)
+    assert not ledger.certified(match, cache)
+    for part in (["--draft", "chain"], ["--gamma", "1"]):
+        assert cli.main(["certify", "--verifier", "match", *part]) == 0
+        assert not ledger.certified(match, cache)
+    assert cli.main(["certify", "--verifier", "match"]) == 0
+    assert ledger.certified(match, cache)
+    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certified"]
+    assert entry["name"] == "match" and len(entry["sha256"]) == 64 and entry["crossdraft"]
+    capsys.readouterr()
+
+
+def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
+    ledger.remember([match], cache)
+    assert ledger.certified(match, cache)
+    changed = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("cumprod", "cumprod  ") + "\n")
+    assert not ledger.certified(changed, cache)
+    ledger.remember([changed], cache)
+    assert ledger.certified(changed, cache)
+    assert len(json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certified"]) == 1
+
+
+def test_another_crossdraft_certifies_again(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
+    ledger.remember([of_known_source], cache)
+    monkeypatch.setattr(ledger, "version", lambda name: "99")
+    assert not ledger.certified(of_known_source, cache)
+
+
+def test_crossdrafts_own_rules_need_no_note(cache: Path) -> None:
+    token = plugins.get("verifiers", "token")
+    assert ledger.certified(token, cache)
+    ledger.remember([token], cache)
+    assert not cache.exists()
+
+
+def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
+    made = type("Made", (), {"name": "made", "__module__": "__nowhere__"})
+    ledger.remember([made], cache)
+    assert not ledger.certified(made, cache) and not cache.exists()
+
+
+@pytest.fixture
+def of_known_source(monkeypatch: Any) -> Any:
+    """A rule whose code need not be looked for."""
+    source = {"distribution": "rules", "version": "1", "sha256": "0" * 64}
+    monkeypatch.setattr(ledger, "source_of", lambda rule: source)
+    return type("Known", (), {"name": "known", "__module__": "rules"})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b'{"certified": 5}',
+        b'{"certified": [1, null, {"name": "match"}]}',
+        b"[" * 9999,
+    ],
+)
+def test_damaged_notes_are_no_notes(of_known_source: Any, cache: Path, content: bytes) -> None:
+    cache.mkdir()
+    (cache / ledger.FILE).write_bytes(content)
+    assert not ledger.certified(of_known_source, cache)
+    ledger.remember([of_known_source], cache)
+    assert ledger.certified(of_known_source, cache)
+    assert [file.name for file in cache.iterdir()] == [ledger.FILE]
+
+
+def test_a_cache_that_cannot_be_written_loses_no_table(
+    capsys: Any, install: Callable, match: Any, tmp_path: Path, monkeypatch: Any, one_toy: None
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CROSSDRAFT_CACHE", os.fspath(tmp_path / "file"))
+    install(match)
+    assert cli.main(["certify", "--verifier", "match"]) == 0
+    out, err = capsys.readouterr()
+    assert "match" in out and "could not be noted" in err

@@ -1,0 +1,347 @@
+"""``crossdraft certify --drafter``: one drafter lives through all rounds of a path, and what it learns counts."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from strategies import Frequent
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate import rows
+from crossdraft.framework.certificate.certify import Certificate, certify
+from crossdraft.framework.certificate.drafts import DRAFTS, named_drafter
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.hookspecs import hookimpl
+
+
+class Counts(Drafter):
+    """Draws from the frequencies of what each sequence has said; no model. Honest."""
+
+    name = "counts"
+
+    class Config(StrategyConfig):
+        gamma: int = 2
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: Any):
+        super().__init__(config, context)
+        self.law: dict[int, torch.Tensor] = {}
+        self.proposed = 0
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Any) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=False, nodes=config.gamma)
+
+    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+        self.law[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        self.proposed += 1
+        steps = min(self.config.gamma, max(sequences.limit))
+        if not steps:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        q = torch.stack([law / law.sum() for _, law in sorted(self.law.items())])
+        tokens = torch.stack([rng.draw(self.drawn_from(q), "draft", i) for i in range(steps)], 1)
+        length = torch.tensor(sequences.limit).clamp(max=steps)
+        return Draft.chain(tokens, length, self.reported(q, sequences)[:, None].expand(-1, steps, -1).contiguous())
+
+    def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
+        for row, history in enumerate(sequences.history):
+            for token in history[-accepted[row] - 1 :]:
+                self.law[row] = self.law[row].index_add(0, torch.tensor([token]), torch.ones(1, dtype=torch.float64))
+
+    def drawn_from(self, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def reported(self, q: torch.Tensor, sequences: Any) -> torch.Tensor:
+        return q
+
+
+class LiesOnceItLearnt(Counts):
+    """Reports the law it began with, whatever it has seen since."""
+
+    name = "lies-once-it-learnt"
+
+    def reported(self, q: torch.Tensor, sequences: Any) -> torch.Tensor:
+        return torch.full_like(q, 1 / q.shape[1])
+
+
+class LiesTheSecondTime(Counts):
+    """Counts its own rounds; nothing is observed."""
+
+    name = "lies-the-second-time"
+    observe = Drafter.observe
+
+    def drawn_from(self, q: torch.Tensor) -> torch.Tensor:
+        return q if self.proposed == 1 else torch.nn.functional.one_hot(q.argmax(-1), q.shape[1]).double()
+
+
+class LiesAboutHistory(Counts):
+    """After two equal tokens of its own round it reports a law that it did not draw from."""
+
+    name = "lies-about-history"
+
+    def reported(self, q: torch.Tensor, sequences: Any) -> torch.Tensor:
+        double = torch.tensor([len(h) > 6 and h[-1] == h[-2] for h in sequences.history])
+        return torch.where(double[:, None], q.flip(-1), q)
+
+
+class SharedCounts(Counts):
+    """All sequences it has seen share a memory."""
+
+    name = "shared-counts"
+    batches: list[int] = []  # noqa: RUF012 - all instances write here
+
+    def __init__(self, config: StrategyConfig, context: Any):
+        super().__init__(config, context)
+        self.batches.append(context.batch_size)
+        self.reset()
+
+    def reset(self) -> None:
+        self.shared = torch.ones(self.context.vocab_size, dtype=torch.float64)
+
+    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+        self.law[row] = self.shared
+
+    def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
+        super().observe(sequences, draft, verdict, accepted, scores)
+        self.shared = self.law[0]
+        self.law = dict.fromkeys(self.law, self.shared)
+
+
+class SharedLie(SharedCounts):
+    name = "shared-lie"
+    reported = LiesOnceItLearnt.reported
+
+
+class Shy(Counts):
+    """Has learnt so little after two rounds that it drafts nothing."""
+
+    name = "shy"
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        return Draft.empty(sequences.batch_size, sequences.device)
+
+
+def found(toy: Toy, drafter: type[Drafter], rounds: int, **options: Any) -> Certificate:
+    rule = plugins.get("verifiers", options.pop("rule", "token"))
+    build = lambda context, gamma: drafter(drafter.Config(), context)  # noqa: E731
+    return certify(toy, build, rule, rounds=rounds, **options)
+
+
+# -- one drafter through all rounds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", [Counts, SharedCounts])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
+    two = found(toys["T0"], drafter, 2, rule=rule, gamma=1)
+    assert two.lossless and two.drafted
+    # T0's target does not depend on the context: a drafter that had learnt nothing would accept as much again.
+    assert two.expected_tau[1] > two.expected_tau[0] + 0.01
+
+
+def test_what_was_learnt_is_what_was_said(toys: dict[str, Toy]) -> None:
+    """By hand, on T0 with drafts of one token: E[tau] of round two is the mean over what round one said."""
+    p = (1 / 3, 2 / 3)
+
+    def accepted(counts: tuple[float, float]) -> float:
+        total = sum(counts)
+        return sum(min(p[x], counts[x] / total) for x in (0, 1))
+
+    # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection says 1.
+    after = {(0, 0): 1 / 9, (0, 1): 2 / 9, (1, 0): 1 / 6, (1, 1): 1 / 3, (1,): 1 / 6}
+    second = sum(w * accepted((1 + said.count(0), 1 + said.count(1))) for said, w in after.items())
+    two = found(toys["T0"], Counts, 2, gamma=1)
+    assert two.expected_tau == pytest.approx([5 / 6, second], abs=1e-12)
+
+
+@pytest.mark.parametrize("drafter", [LiesOnceItLearnt, LiesTheSecondTime, LiesAboutHistory, SharedLie])
+@pytest.mark.parametrize("toy", ["T0", "G2"])
+def test_learners_that_cheat_are_caught(toys: dict[str, Toy], drafter: type, toy: str) -> None:
+    assert found(toys[toy], drafter, 1, gamma=1).lossless  # so far all is well
+    assert found(toys[toy], drafter, 2, gamma=1).tv > 1e-3
+
+
+def test_a_memory_of_all_sequences_sees_one_path_at_a_time(toys: dict[str, Toy]) -> None:
+    SharedCounts.batches.clear()
+    two = found(toys["T0"], SharedCounts, 2, gamma=1)
+    assert set(SharedCounts.batches) == {1} and len(SharedCounts.batches) == two.paths
+    assert two.expected_tau == pytest.approx(found(toys["T0"], Counts, 2, gamma=1).expected_tau, abs=1e-12)
+
+
+def test_somebody_elses_learner(toys: dict[str, Toy]) -> None:
+    """It drafts what followed most often: nothing in the first round, something in the second."""
+    one, two = found(toys["G2"], Frequent, 1), found(toys["G2"], Frequent, 2)
+    assert one.lossless and not one.drafted
+    assert two.lossless and two.drafted and two.expected_tau[1] > 0
+
+
+def test_replayed_rounds_agree_with_merged_ones(toys: dict[str, Toy]) -> None:
+    chain = DRAFTS["chain"].build
+    for rule in ("token", "greedy-block"):
+        replayed, merged = (
+            certify(toys["G2"], chain, plugins.get("verifiers", rule), rounds=2, gamma=[3, 1], markov=markov)
+            for markov in (False, True)
+        )
+        assert replayed.expected_tau == pytest.approx(merged.expected_tau, abs=1e-12)
+        assert replayed.tv < 1e-12 and merged.tv < 1e-12
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install() -> Iterator[Callable[[type], None]]:
+    """Register a drafter class in this process for the length of one test."""
+    added: list[Any] = []
+
+    def add(drafter: Any) -> None:
+        hook = hookimpl(lambda register: register(drafter.name, drafter))
+        added.append(SimpleNamespace(crossdraft_register_drafters=hook))
+        plugins.manager().register(added[-1], drafter.name)
+
+    yield add
+    for plugin in added:
+        plugins.manager().unregister(plugin)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """The option for T0 alone."""
+    built_in = json.loads(Path(rows.__file__).with_name("toys.json").read_text(encoding="utf-8"))
+    path = tmp_path / "T0.json"
+    path.write_text(json.dumps({"T0": built_in["T0"]}), encoding="utf-8")
+    return ["--toy", str(path)]
+
+
+def run(capsys: Any, *options: str) -> tuple[int, str, str]:
+    code = cli.main(["certify", *options])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[str]) -> None:
+    install(Counts)
+    code, out, err = run(capsys, "--drafter", "counts", "--json", "--gamma", "1", *small)
+    table = json.loads(out)
+    assert code == 0 and "cannot run together" in err
+    assert {"token", "block", "specinfer", "traversal"} <= {row["verifier"] for row in table}
+    assert {(row["toy"], row["draft"], row["rounds"], row["gamma"]) for row in table} == {("T0", "counts", 2, 1)}
+    assert all(row["lossless"] and row["drafted"] for row in table if row["verifier"] in ("token", "block"))
+
+
+@pytest.mark.parametrize("drafter", [LiesOnceItLearnt, SharedLie])
+def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
+    install(drafter)
+    options = ("--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
+    code, out, _ = run(capsys, *options)
+    assert code == 1 and out.splitlines()[-1].endswith("NO")
+    code, out, _ = run(capsys, *options, "--rounds", "1")
+    assert code == 0 and out.splitlines()[-1].endswith("yes")
+
+
+@pytest.mark.parametrize("drafter", ["none", "shy"])
+def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: list[str], drafter: str) -> None:
+    install(Shy)
+    options = ("--drafter", drafter, "--verifier", "token", *small)
+    code, out, _ = run(capsys, *options)
+    assert code == 1 and out.splitlines()[-1].endswith("nothing was drafted")
+    code, out, _ = run(capsys, *options, "--json")
+    (row,) = json.loads(out)
+    assert code == 1 and row["lossless"] is True and row["drafted"] is False
+
+
+def test_plain_decoding_says_so_but_is_what_was_asked_for(capsys: Any, small: list[str]) -> None:
+    code, out, _ = run(capsys, "--draft", "chain", "--verifier", "token", "--gamma", "0", *small)
+    assert code == 0 and out.splitlines()[-1].endswith("nothing was drafted")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--drafter", "{name: small-lm-tree, branching: [2, 1], siblings: greedy}"),
+        ("--drafter", "small-lm-tree", "--drafter-option", "branching=[2,1]", "--drafter-option", "siblings=greedy"),
+        ("--drafter", "{name: small-lm-tree, branching: [2, 1]}", "--drafter-option", "siblings=greedy"),
+    ],
+)
+def test_options_are_spelt_as_in_recipes(capsys: Any, small: list[str], options: tuple, golden: dict) -> None:
+    code, out, _ = run(capsys, *options, "--json", "--verifier", "greedy-draft-optimal", *small)
+    (row,) = json.loads(out)
+    want = golden["expected_tau"]["greedy-draft-optimal"]["tree-greedy-2-1"]["T0"][0]
+    assert code == 0 and row["draft"] == "small-lm-tree" and row["gamma"] == 2
+    numerator, _, denominator = want.partition("/")
+    assert row["expected_tau"][0] == pytest.approx(float(numerator) / float(denominator or 1), abs=1e-9)
+
+
+def test_a_label_is_what_tables_call_it(capsys: Any, small: list[str]) -> None:
+    mapping = "{name: small-lm, label: two, gamma: 2, temperature: 0}"
+    code, out, _ = run(capsys, "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
+    assert code == 0 and out.splitlines()[-1].split()[:5] == ["T0", "two", "token", "1", "2"]
+
+
+def test_bounds_of_a_named_drafter(capsys: Any, small: list[str]) -> None:
+    mapping = "{name: small-lm, gamma: 2}"
+    code, out, err = run(capsys, "--drafter", mapping, "--verifier", "block", "--bounds", *small)
+    assert code == 0 and "bounds left out" not in err
+    assert out.splitlines()[-1].split()[-5:-1] == ["1.222222", "1.222222", "1.333333", "0.666667"]
+
+
+class NeedsLayers(Counts):
+    name = "needs-layers"
+
+    def __init__(self, config: StrategyConfig, context: Any):
+        super().__init__(config, context)
+        self.depth = context.target_model.config.num_hidden_layers
+
+
+class NeedsHeads(Counts):
+    name = "needs-heads"
+
+    def __init__(self, config: StrategyConfig, context: Any):
+        super().__init__(config, context)
+        context.load_heads("mine")
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["nobody"], "there is no drafter named 'nobody'"),
+        (["small-ml"], "did you mean 'small-lm'?"),
+        (["eagle3"], "'eagle3' cannot be enumerated, because .* it reads the target's hidden states"),
+        (["medusa"], "'medusa' cannot be enumerated"),
+        (["needs-layers"], "'needs-layers' cannot be enumerated, .* AttributeError: 'NoneType'"),
+        (["needs-heads"], "'needs-heads' cannot be enumerated, .* wants to load heads, which target 'toy' does not"),
+        (["{name: small-lm, gama: 2}"], "drafter 'small-lm', key 'gama'"),
+        (["small-lm", "--drafter-option", "gamma=[1"], "this is not YAML"),
+        (["small-lm", "--drafter-option", "gamma"], "write key=value"),
+        (["small-lm", "--drafter-option", "gamma=-1"], "key 'gamma'"),
+        (["small-lm", "--drafter-option", "name=[1]"], "--drafter: key 'name'"),
+        (["{gamma: 2}"], "a mapping needs a name"),
+        (["{name: small-lm"], "this is not YAML"),
+        (["{name: small-lm-iid, K: 4000}"], "T0, small-lm-iid: there may be about 10^2,409 decision paths"),
+    ],
+)
+def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list[str], sentence: str) -> None:
+    install(NeedsLayers)
+    install(NeedsHeads)
+    code, out, err = run(capsys, "--verifier", "specinfer", "--drafter", *options)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert re.search(sentence.replace("10^2", r"10\^2").replace("?", r"\?"), err)
+
+
+def test_models_that_were_not_named_are_the_toys() -> None:
+    assert named_drafter("small-lm").options.model == "toy"
+    assert named_drafter("{name: small-lm, model: mine}").options.model == "mine"
+    with pytest.raises(UsageError, match="cannot be enumerated"):
+        named_drafter("mtp")
