@@ -1,4 +1,4 @@
-"""Does the decoder compute what a model computes? Every node of random rounds against plain forward passes, and greedy text."""
+"""Does the decoder compute what a model computes? Every node of random rounds against plain passes, and greedy text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import torch
-from oracle_trees import NEW, PROMPTS, OracleTrees, drafter_class, verifier_class
+from oracle_trees import NEW, PROMPTS
 
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
@@ -68,3 +68,11 @@ def disagreement(model: Any, *, prompts: Any = PROMPTS, max_length: int = 64, ro
         for b, path in enumerate(paths):
             texts[b] += [drawn[b][i] for i in path[1:]] + [chance.randrange(1, 90)]
     return worst
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """`NEW` tokens, one plain pass each."""
+    text = list(prompt)
+    for _ in range(NEW):
+        text.append(int(plain(model, text)[-1].argmax()))
+    return text[len(prompt) :]

@@ -41,39 +41,70 @@ SIZES: dict[str, Any] = {
     **_named(4, "rotary_dim index_topk"),
 }
 #: Names of the number of layers; lists with an entry a layer are cut to the same layers.
-LAYERS = (
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers"
-).split()
+LAYERS = _named(
+    0,
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers num_decoder_layers",
+)
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_ASSISTANT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2}
+#: Configs that have no valid defaults, and what makes them valid.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {"text_config": {"model_type": text, **_ASSISTANT, "num_hidden_layers": 2, "layer_types": _ALTERNATING}}
+    for name, text in (("gemma4_assistant", "gemma4_text"), ("gemma4_unified_assistant", "gemma4_unified_text"))
+}
 #: What a name alone does not tell, by model type: sizes that depend on each other, or that have no default.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **{name: {"is_decoder": True} for name in (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert reformer roberta "
-        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
-    ).split()},
-    **{name: {"bos_token_id": 1} for name in "cwm emu3 emu3_text_model mllama mllama_text_model modernbert-decoder".split()},
+    **_named(
+        {"is_decoder": True},
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roc_bert "
+        "roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl",
+    ),
+    **_named({"bos_token_id": 1}, "cwm emu3 emu3_text_model mllama mllama_text_model modernbert-decoder"),
     "axk1": {"first_k_dense_replace": 1},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 1, 1]}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note": {"vision_config": None, "audio_config": None},
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": 32},
+        "audio_config": {"adapter_out_dim": 32, "adapter_input_size": 32},
+    },
     "flint": {"mlp_only_layers": [1]},
     "gemma3n_text": {
-        "num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATING * 2,
-        "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING * 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
     },
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
+    **{name: {"text_config": _ASSISTANT} for name in DEFAULTS},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "laguna": {"num_attention_heads_per_layer": [4, 4], "layer_types": _ALTERNATING},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "lfm2": {"layer_types": ["full_attention", "conv"], "full_attn_idxs": None, "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "output_gate_type": "sigmoid",
+    },
+    "zamba": {
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 5,
+    },
     "reformer": {
-        "is_decoder": True, "axial_pos_embds_dim": [8, 24], "axial_pos_shape": [8, 12], "attention_head_size": 8,
+        "is_decoder": True,
+        "axial_pos_embds_dim": [8, 24],
+        "axial_pos_shape": [8, 12],
+        "attention_head_size": 8,
     },
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -109,7 +140,15 @@ def shrunk(config: Any) -> dict[str, Any]:
         inner = getattr(config, name, None)
         if inner is not None:
             changes[name] = {**shrunk(inner), "model_type": inner.model_type}
-    return {**changes, **SPECIAL.get(config.model_type, {})}
+    return _merged(changes, SPECIAL.get(config.model_type, {}))
+
+
+def _merged(changes: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
+    """``special`` first, inside nested configs too."""
+    both = {
+        name: changes[name] | value for name, value in special.items() if name.endswith("_config") and name in changes
+    }
+    return changes | special | both
 
 
 def _representative(lists: list[Any], depth: int) -> list[int]:
@@ -124,17 +163,28 @@ def _representative(lists: list[Any], depth: int) -> list[int]:
     return sorted(chosen)
 
 
+def tiny_config(config_class: Any, **changes: Any) -> Any:
+    """A tiny config; ``changes`` go to the config of its text model."""
+    if list(getattr(config_class, "sub_configs", ())).count("decoder"):  # a causal LM is the decoder of such a model
+        config_class = config_class.sub_configs["decoder"]
+    default = config_class(**DEFAULTS.get(config_class.model_type, {}))
+    text = default.get_text_config()
+    if text is default or not changes:
+        return config_class(**(shrunk(default) | changes))
+    inner = {"model_type": text.model_type, **shrunk(text), **changes}
+    return config_class(**(shrunk(default) | {"text_config": inner}))
+
+
 def tiny(config_class: Any, seed: int = 0, **changes: Any) -> Any:
-    """A random float32 model of the causal LM that goes with ``config_class``; ``changes`` go to its text config."""
+    """A random float32 model of the causal LM that goes with ``config_class``; for ``changes`` see `tiny_config`."""
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = config_class(**shrunk(config_class()))
-    if changes:
-        text = config.get_text_config()
-        made = type(text)(**{**shrunk(type(text)()), **changes})
-        config = made if text is config else config_class(**{**shrunk(config_class()), "text_config": made.to_dict()})
+    config = tiny_config(config_class, **changes)
     torch.manual_seed(seed)
-    return weighted(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(config), seed)
+    if type(config) is config_class or config.get_text_config() is not config:
+        return weighted(AutoModelForCausalLM.from_config(config), seed)
+    return weighted(MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config), seed)
 
 
 def weighted(model: Any, seed: int = 0) -> Any:

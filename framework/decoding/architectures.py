@@ -21,18 +21,43 @@ from ..contracts.errors import ModelError
 if TYPE_CHECKING:
     from .transformers_lm import TransformersLM
 
+_EXACT = """
+AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
+BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM
+Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CTRLLMHeadModel CwmForCausalLM
+DbrxForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM DogeForCausalLM Dots1ForCausalLM
+ElectraForCausalLM Emu3ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM ErnieForCausalLM Exaone4ForCausalLM
+ExaoneMoeForCausalLM FalconForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM Gemma2ForCausalLM
+Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
+Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM GitForCausalLM Glm4ForCausalLM
+Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GotOcr2ForConditionalGeneration GPT2LMHeadModel
+GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM
+GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
+GraniteSWAForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+HyperCLOVAXForCausalLM HYV3ForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
+Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MegatronBertForCausalLM MellumForCausalLM
+MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM
+MinistralForCausalLM MistralForCausalLM MixtralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM
+MoshiForCausalLM NanoChatForCausalLM NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM
+OlmoForCausalLM OPTForCausalLM PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM
+PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RemBertForCausalLM
+RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM
+Starcoder2ForCausalLM VaultGemmaForCausalLM XGLMForCausalLM YoutuForCausalLM
+"""
 #: Classes that the tests hold equal to transformers, logit for logit, in ragged batches of chains and of trees.
-EXACT = frozenset(
-    """
-    """.split()
-)
+EXACT = frozenset(_EXACT.split())
 
 #: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Layers that look at no other token, where a model counts them among the others.
 _STATELESS_LAYERS = {"mlp", "moe", "dense", "sparse"}
 #: Layers that choose among keys, or merge them, with further keys of their own.
-_SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+_SPARSE_LAYERS = {
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
 
 
 def text_config(model: Any) -> Any:
@@ -59,6 +84,11 @@ def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
 def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder model; crossdraft decodes decoder-only causal models"
+    if type(model).__name__ == "BltForCausalLM":
+        yield (
+            "cuts its text into patches of bytes, which have a cache and positions of their own; "
+            "use a model that reads tokens"
+        )
     kinds = set(getattr(config, "layer_types", None) or ())
     if sparse := sorted(kinds & _SPARSE_LAYERS):
         yield (
@@ -76,8 +106,8 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         yield "has chunks of attention without saying in which layers (layer_types in its config); use another model"
     if "flash" in str(getattr(config, "_attn_implementation", "")):
         yield (
-            "was loaded with flash attention, which takes no mask that a tree or rows of different length need; load it "
-            "with attn_implementation sdpa"
+            "was loaded with flash attention, which takes no masks of trees and of rows of different length; "
+            "load it with attn_implementation sdpa"
         )
     inputs = inspect.signature(model.forward).parameters
     if "past_key_values" not in inputs:
@@ -94,6 +124,11 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         yield (
             "uses alibi, whose positions follow from a padding mask, so rows of different length cannot share a batch; "
             "use a model with explicit positions"
+        )
+    if type(model).__name__ == "DogeForCausalLM" and config.is_moe:
+        yield (
+            "with experts (is_moe) routes each token by its neighbours in the pass, later ones and other rows included, "
+            "so it says something else in every batch; use a model without"
         )
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     # Models that began as encoders are both; other configs have `is_decoder` and never read it.
@@ -128,14 +163,20 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
         local = "local" in config.attention_layers
         bound = min(config.window_size, config.max_position_embeddings) if local else config.max_position_embeddings
         if max_length > bound:
-            yield f"counts its local attention's windows from the longest row of a batch: right up to {bound} tokens, {shorter}"
+            yield (
+                "counts the windows of its local attention from the longest row of a batch: "
+                f"right up to {bound} tokens, {shorter}"
+            )
     if name == "DogeForCausalLM" and max_length > config.keep_window_size:
         yield (
-            f"attends to the {config.keep_window_size} keys that it ranks highest, and which of equal ones depends on "
-            f"the length of the pass, {shorter}"
+            f"attends to the {config.keep_window_size} keys that it ranks highest, and which of equal ones that is "
+            f"depends on the length of the pass: right up to {config.keep_window_size} tokens, {shorter}"
         )
     if name == "MoshiForCausalLM" and max_length > config.sliding_window:
-        yield f"has a window of {config.sliding_window} tokens that it reads only where a cache drops keys, {shorter}"
+        yield (
+            f"has a window of {config.sliding_window} tokens that depends on its cache, not on its mask: "
+            f"right up to {config.sliding_window} tokens, {shorter}"
+        )
     if name == "Llama4ForCausalLM" and config.attn_temperature_tuning and max_length >= config.floor_scale:
         yield (
             f"scales its attention from position {config.floor_scale} on by the length of a cache that has one length "
@@ -177,7 +218,9 @@ def trial(lm: TransformersLM) -> None:
             lm.begin(row, text)
         feed = [[[text[-1], child] for text in texts], [[sibling, grandchild] for _ in texts]]
         parents = [[[-1, 0]] * 2, [[0, 1]] * 2]
-        here = [lm.grow(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)]
+        here = [
+            lm.grow(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)
+        ]
         said = torch.cat(here, 1).double()  # root, child, sibling, grandchild
         worst = 0.0
         for row, text in enumerate(texts):
