@@ -18,14 +18,14 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def disagreement(model: Any, *, prompts: Any = PROMPTS, max_length: int = 64, rounds: int = 4, seed: int = 0) -> float:
+def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int = 64, rounds: int = 4) -> float:
     """Largest difference of a logit, in standard deviations of the logits, over all nodes of ragged rounds.
 
     Chains first, then trees in two pieces each; a random branch is kept, and one slot changes hands.
     """
-    reference, chance = copy.deepcopy(model), random.Random(seed)
-    lm = TransformersLM(model, len(prompts), max_length)
-    texts = [list(prompt) for prompt in prompts]
+    reference, chance = copy.deepcopy(model), random.Random(0)
+    lm = lm_class(model, len(PROMPTS), max_length)
+    texts = [list(prompt) for prompt in PROMPTS]
     for row, text in enumerate(texts):
         lm.begin(row, text)
     worst = 0.0

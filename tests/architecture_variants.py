@@ -35,7 +35,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {"scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}},
     "gpt_bigcode": {"no multi-query": {"multi_query": False}},
     "gpt_neo": {
-        "global": {"attention_types": [[["global"], 2]]},
+        "global": {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2},
         "wide window": {"window_size": 64},
     },
     "gpt_neox": {"serial": {"use_parallel_residual": False}},
@@ -85,6 +85,9 @@ def variants(config_class: Any) -> dict[str, dict[str, Any]]:
     rope = known.get("rope_parameters") or {}
     for kind, parameters in _ropes(config_class, rope).items():
         found[f"rope {kind}"] = {"rope_parameters": parameters}
+        if "original_max_position_embeddings" in known and "original_max_position_embeddings" in parameters:
+            original = parameters["original_max_position_embeddings"]
+            found[f"rope {kind}"]["original_max_position_embeddings"] = original
     return found
 
 
@@ -97,7 +100,13 @@ def _ropes(config_class: Any, rope: dict[str, Any]) -> dict[str, dict[str, Any]]
     width = _rotary_width(config_class)
     base = {
         name: first[name]
-        for name in ("rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta")
+        for name in (
+            "rope_theta",
+            "partial_rotary_factor",
+            "mrope_section",
+            "llama_4_scaling_beta",
+            "original_max_position_embeddings",
+        )
         if name in first
     }
     short, long = [1.0 + 0.1 * i for i in range(width)], [2.0 + 0.5 * i for i in range(width)]

@@ -71,6 +71,14 @@ def text_config(model: Any) -> Any:
         ) from None
 
 
+def sliding_window(config: Any) -> int | None:
+    """Tokens that sliding layers look back, themselves included; None = no window, or more than one."""
+    try:
+        return getattr(config, "sliding_window", None)
+    except RuntimeError:  # transformers says so where it differs between layers
+        return None
+
+
 def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
     """Raise ModelError, naming the reason, for a model that this decoder would run wrongly.
 
@@ -102,6 +110,12 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             f"has {what}: their state cannot be rolled back when a draft is rejected, so speculative decoding "
             "would silently continue from rejected tokens; use a model whose layers are all attention"
         )
+    if (
+        "sliding_attention" in kinds
+        and getattr(config, "use_sliding_window", True) is not False
+        and sliding_window(config) is None
+    ):
+        yield "has sliding layers, but its config names no one sliding_window for them; use another model"
     if getattr(config, "attention_chunk_size", None) is not None and not kinds:
         yield "has chunks of attention without saying in which layers (layer_types in its config); use another model"
     if "flash" in str(getattr(config, "_attn_implementation", "")):
@@ -127,7 +141,7 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         )
     if type(model).__name__ == "DogeForCausalLM" and config.is_moe:
         yield (
-            "with experts (is_moe) routes each token by its neighbours in the pass, later ones and other rows included, "
+            "with experts (is_moe) routes each token by its neighbours in the pass, those of other rows included, "
             "so it says something else in every batch; use a model without"
         )
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
@@ -136,6 +150,8 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
     if both_ways or encoder or getattr(config, "is_causal", True) is False:
         hint = "; set is_decoder in its config, if it was trained to be one" if encoder else ""
         yield f"attends in both directions, so it is no causal language model as it is configured{hint}"
+    if model.get_output_embeddings() is None:
+        yield "has no output embedding, so it says nothing about the next token; load a causal language model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         yield (
             "counts positions from its padding token's id, not from 0, and crossdraft's positions would be other ones; "
@@ -160,13 +176,13 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
             )
     name = type(model).__name__
     if name == "GPTNeoForCausalLM":
-        local = "local" in config.attention_layers
-        bound = min(config.window_size, config.max_position_embeddings) if local else config.max_position_embeddings
-        if max_length > bound:
+        if "local" in config.attention_layers and max_length > config.window_size:
             yield (
                 "counts the windows of its local attention from the longest row of a batch: "
-                f"right up to {bound} tokens, {shorter}"
+                f"right up to {config.window_size} tokens, {shorter}"
             )
+        if max_length > config.max_position_embeddings:
+            yield f"has a mask of {config.max_position_embeddings} positions, {shorter}"
     if name == "DogeForCausalLM" and max_length > config.keep_window_size:
         yield (
             f"attends to the {config.keep_window_size} keys that it ranks highest, and which of equal ones that is "

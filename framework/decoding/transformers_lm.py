@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
-from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, text_config, trial
+from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, sliding_window, text_config, trial
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
 from .graphs import Outputs, runner_for
@@ -76,12 +76,14 @@ class TransformersLM:
         self._grown = 0  # speculative nodes of every row
         self._tree: Tensor | None = None  # [B, grown, grown] bool, node i descends from (or is) node j
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._window: int | None = getattr(config, "sliding_window", None)
+        self._window = sliding_window(config)
         if self._layer_types and "sliding_attention" not in self._layer_types:
             self._window = None
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
-        self._chunk: int | None = config.attention_chunk_size if "chunked_attention" in self._layer_types else None
+        self._chunk: int | None = None
+        if "chunked_attention" in self._layer_types:
+            self._chunk = config.attention_chunk_size
         self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     # -- protocol ---------------------------------------------------------------------------------------
