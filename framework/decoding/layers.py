@@ -13,6 +13,12 @@ from ..contracts.errors import ModelError
 
 def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """A causal LM that shares everything with ``model`` but runs only these of its decoder's layers, in this order."""
+    shared = [name for name in ("num_kv_shared_layers", "hidden_size_per_layer_input") if _set(model, name)]
+    if shared:
+        raise ModelError(
+            f"{type(model).__name__} has layers that need each other, or their number ({', '.join(shared)} in its "
+            "config), so some of them cannot be run alone"
+        )
     count, decoder = model.config.get_text_config().num_hidden_layers, model.get_decoder()
     stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
@@ -56,6 +62,10 @@ def own_modules(model: Any) -> Any:
 
 #: What every module holds by name (parameters, buffers, submodules, hooks): a copy needs containers of its own.
 _HELD = [name for name, held in vars(nn.Module()).items() if isinstance(held, dict | set)]
+
+
+def _set(model: Any, name: str) -> bool:
+    return bool(getattr(model.config.get_text_config(), name, None))
 
 
 def _shallow(module: nn.Module) -> Any:

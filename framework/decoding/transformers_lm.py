@@ -20,14 +20,13 @@ from torch import Tensor
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
+from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, sliding_window, text_config, trial
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
 from .graphs import Outputs, runner_for
 from .kvcache import Placement, RaggedCache
 from .layers import with_layers
 
-#: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.
-_ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
 PREFILL_CHUNK = 1024
 #: Graphs attend over a multiple of so many slots, or over all of them. Also a mask whose rows PyTorch's kernels take as
@@ -35,28 +34,6 @@ PREFILL_CHUNK = 1024
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
 MOST_GRAPHED = 4096
-
-
-def refuse_unsupported(model: Any) -> None:
-    """Raise ModelError, naming the reason, for a model that this decoder would run wrongly."""
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model; crossdraft decodes decoder-only causal models")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(kinds - _ROLLBACK_LAYERS)
-    if recurrent or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
-        raise ModelError(
-            f"{name} has {what}: their state cannot be rolled back when a draft is rejected, so speculative decoding "
-            "would silently continue from rejected tokens; use a model whose layers are all attention"
-        )
-    if "chunked_attention" in kinds:
-        raise ModelError(f"{name} uses chunked attention, whose mask crossdraft does not build; use another model")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(
-            f"{name} takes no position_ids (its positions follow from the padding mask), so rows of different "
-            "length cannot share a batch; use a model with explicit positions"
-        )
 
 
 class TransformersLM:
@@ -68,15 +45,25 @@ class TransformersLM:
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
 
+    Raises:
+        ModelError: a model that would be run wrongly, see `refuse_unsupported` and `trial`.
+
     ``begin`` and ``grow`` hand further inputs by name to the model, for drafting heads that read more than tokens.
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int):
-        refuse_unsupported(model)
+        refuse_unsupported(model, max_length)
+        self._prepare(model, batch_size, max_length)
+        if needs_trial(model):
+            apart = object.__new__(TransformersLM)
+            apart._prepare(model, 2, TRIAL_LENGTH)
+            trial(apart)
+
+    def _prepare(self, model: Any, batch_size: int, max_length: int) -> None:
         self.model = model.eval()
         speed_up_small_batches(model)
         self.batch_size, self.max_length = batch_size, max_length
-        config = model.config.get_text_config()
+        config = text_config(model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = model.device
@@ -88,12 +75,15 @@ class TransformersLM:
         self._forks: list[LayerFork] = []
         self._grown = 0  # speculative nodes of every row
         self._tree: Tensor | None = None  # [B, grown, grown] bool, node i descends from (or is) node j
-        self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
+        self._window = sliding_window(config)
         if self._layer_types and "sliding_attention" not in self._layer_types:
             self._window = None
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
+        self._chunk: int | None = None
+        if "chunked_attention" in self._layer_types:
+            self._chunk = config.attention_chunk_size
         self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     # -- protocol ---------------------------------------------------------------------------------------
@@ -260,17 +250,18 @@ class TransformersLM:
         return (out.logits if want_logits else None), hidden
 
     def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """Additive masks ``[R, 1, W, reach]``; a dict by layer type for models that mix full and sliding layers."""
-        full = self._additive(allowed)
-        if self._window is None:
-            return full
+        """Additive masks ``[R, 1, W, reach]``; a dict by layer type for models that mix full and other layers."""
+        masks = {"full_attention": self._additive(allowed)}
+        if self._window is None and self._chunk is None:
+            return masks["full_attention"]
         if key_positions is None or key_positions.shape[-1] != allowed.shape[-1]:
             key_positions = torch.arange(allowed.shape[-1], device=allowed.device)[None]
-        near = positions[..., None] - key_positions[:, None] < self._window
-        sliding = self._additive(allowed & near)
-        if not self._layer_types:
-            return sliding
-        return {"full_attention": full, "sliding_attention": sliding}
+        at, keys = positions[..., None], key_positions[:, None]
+        if self._window is not None:
+            masks["sliding_attention"] = self._additive(allowed & (at - keys < self._window))
+        if self._chunk is not None:
+            masks["chunked_attention"] = self._additive(allowed & (at // self._chunk == keys // self._chunk))
+        return masks if self._layer_types else masks["sliding_attention"]
 
     def _additive(self, allowed: Tensor) -> Tensor:
         dtype = self.model.dtype

@@ -1,0 +1,139 @@
+"""Models that share a class but take another path through it: windows, ropes, alibi, sinks, parallel residuals, ..."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_architectures import tiny, tiny_config
+
+#: Longest text that a rope was trained for, in the variants: the longest row of the checks crosses it, others do not.
+ORIGINAL = 16
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_SHARED = {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2}
+#: Variants of one architecture, by model type and label.
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "bert": {"encoder": {"is_decoder": False}},
+    "cohere": {"norms of queries and keys": {"use_qk_norm": True}},
+    "deepseek_v2": {"groups of experts": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}},
+    "deepseek_v3": {
+        "groups of experts": {"n_group": 2, "topk_group": 1},
+        "no latent of queries": {"q_lora_rank": None},
+    },
+    "doge": {"all keys": {"keep_window_size": 64}, "experts": {"is_moe": True, "keep_window_size": 64}},
+    "falcon": {
+        "alibi": {"alibi": True},
+        "new decoder": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "no multi-query": {"multi_query": False, "num_kv_heads": 4},
+        "serial": {"parallel_attn": False},
+    },
+    "gemma3_text": {"both directions": {"use_bidirectional_attention": True}},
+    "gemma4_text": {
+        "shared keys": _SHARED | {"num_kv_shared_layers": 2},
+        "keys are values": {"attention_k_eq_v": True},
+        "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    },
+    "gpt2": {"scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}},
+    "gpt_bigcode": {"no multi-query": {"multi_query": False}},
+    "gpt_neo": {
+        "global": {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2},
+        "wide window": {"window_size": 64},
+    },
+    "gpt_neox": {"serial": {"use_parallel_residual": False}},
+    "lfm2": {"attention alone": {"layer_types": ["full_attention"] * 2}},
+    "llama4_text": {
+        "tuned temperature": {"floor_scale": ORIGINAL},
+        "plain temperature": {"floor_scale": ORIGINAL, "attn_temperature_tuning": False},
+    },
+    "minimax_m3_vl_text": {"sparse": {"layer_types": ["minimax_m3_sparse", "full_attention"]}},
+    "ministral3": {
+        "scaled attention": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": ORIGINAL,
+            }
+        }
+    },
+    "mllama": {"layers for images": {"cross_attention_layers": [1]}},
+    "moshi": {"wide window": {"sliding_window": 64}},
+    "olmo": {"clipped": {"clip_qkv": 0.5}},
+    "opt": {"norm behind": {"do_layer_norm_before": False}, "narrow": {"word_embed_proj_dim": 16}},
+    "phi": {"norms of queries and keys": {"qk_layernorm": True}},
+    "qwen3_moe": {"some layers dense": {"mlp_only_layers": [0]}},
+    "stablelm": {"parallel": {"use_parallel_residual": True, "qk_layernorm": True}},
+}
+
+
+def variants(config_class: Any) -> dict[str, dict[str, Any]]:
+    """What to change in the config of the text model, by label, where the architecture has what is changed."""
+    config = tiny_config(config_class).get_text_config()
+    known = config.to_dict()
+    found: dict[str, dict[str, Any]] = {"eager": {"attn_implementation": "eager"}}
+    if "sliding_window" in known:
+        sliding: dict[str, Any] = {"sliding_window": 8}
+        sliding |= {name: True for name in ("use_sliding_window",) if name in known}
+        sliding |= {name: 1 for name in ("max_window_layers",) if name in known}
+        if known.get("layer_types") and len(known["layer_types"]) == 2:
+            sliding["layer_types"] = _ALTERNATING
+        found["sliding"] = sliding
+    if "tie_word_embeddings" in known:
+        found["untied" if config.tie_word_embeddings else "tied"] = {
+            "tie_word_embeddings": not config.tie_word_embeddings
+        }
+    rope = known.get("rope_parameters") or {}
+    for kind, parameters in _ropes(config_class, rope).items():
+        found[f"rope {kind}"] = {"rope_parameters": parameters}
+        if "original_max_position_embeddings" in known and "original_max_position_embeddings" in parameters:
+            original = parameters["original_max_position_embeddings"]
+            found[f"rope {kind}"]["original_max_position_embeddings"] = original
+    return found
+
+
+def _ropes(config_class: Any, rope: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Other kinds of rotary positions, in the form that ``rope`` has."""
+    nested = all(isinstance(inner, dict) for inner in rope.values())
+    first = next(iter(rope.values()), None) if nested else rope
+    if not first or "rope_theta" not in first:
+        return {}
+    width = _rotary_width(config_class)
+    base = {
+        name: first[name]
+        for name in (
+            "rope_theta",
+            "partial_rotary_factor",
+            "mrope_section",
+            "llama_4_scaling_beta",
+            "original_max_position_embeddings",
+        )
+        if name in first
+    }
+    short, long = [1.0 + 0.1 * i for i in range(width)], [2.0 + 0.5 * i for i in range(width)]
+    longrope = {"short_factor": short, "long_factor": long, "factor": 4.0, "short_mscale": 1.1, "long_mscale": 1.2}
+    kinds = {
+        "linear": {"factor": 2.0},
+        "dynamic": {"factor": 2.0},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+        "longrope": longrope | {"original_max_position_embeddings": ORIGINAL},
+        "longrope, short texts": longrope | {"original_max_position_embeddings": 64},
+    }
+    found = {}
+    for label, parameters in kinds.items():
+        made = {**base, "rope_type": label.partition(",")[0], **parameters}
+        found[label] = {name: made if inner else inner for name, inner in rope.items()} if nested else made
+    return found
+
+
+def _rotary_width(config_class: Any) -> int:
+    """Numbers of a rotary frequency table."""
+    for name, buffer in tiny(config_class).named_buffers():
+        if name.rpartition(".")[2].endswith("inv_freq"):
+            return buffer.shape[-1]
+    return 4
