@@ -218,7 +218,7 @@ class _Expansion:
         name, Config = side.strategy.name, side.cls.Config
         try:
             with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
-                config = Config(**side.strategy.config | mine)
+                config = Config(**{**side.strategy.config, **mine})
         except ValidationError as error:
             raise explain(error, self.places, where=where, models={(): Config}, owner=side.title) from None
         except ContractError as error:
@@ -270,7 +270,7 @@ class _Expansion:
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _unknown(self, path: KeyPath, what: str, name: str, known: Iterable[str], hint: str = "") -> UsageError:
+    def _unknown(self, path: KeyPath, what: str, name: str, known: Iterable[str], hint: str = "") -> CrossdraftError:
         error = UnknownNameError.among(what, name, known, hint)
         return self.places.error(path, str(error), UnknownNameError)
 

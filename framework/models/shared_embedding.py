@@ -34,9 +34,10 @@ def shared_embedding_of(path: Path) -> dict[str, str] | None:
         return None
     found = read_json(file, CONFIG_BYTES, error=ModelError)
     shared = found.get("shared_embedding")
-    whole = len(found) == 1 and isinstance(shared, dict) and shared.keys() == {"model", "sha256"}
-    if whole and all(isinstance(value, str) for value in shared.values()):
-        return shared
+    if len(found) == 1 and isinstance(shared, dict) and shared.keys() == {"model", "sha256"}:
+        owner, digest = shared["model"], shared["sha256"]
+        if isinstance(owner, str) and isinstance(digest, str):
+            return shared
     raise ModelError(f'{file} must read {{"shared_embedding": {{"model": ..., "sha256": ...}}}}')
 
 

@@ -30,7 +30,11 @@ _NO_KEY, _MERGING = object(), object()
 KeyPath = tuple[str | int, ...]
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+#: The parser of libyaml, twenty times as fast, where PyYAML was built with it.
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):
     """Tells what a plain scalar is; no dates, and ``=`` is a text."""
 
 

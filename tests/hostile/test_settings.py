@@ -35,7 +35,7 @@ SETTINGS: dict[str, list[str]] = {
     "limit=---\n1\n---\n2": ["a second document begins here"],
     "limit=\0": ["U+0000"],
     'limit="\\0"': ["U+0000"],
-    'limit="\\ud800"': ["not YAML"],
+    'limit="\\ud800"': ["--set limit="],
     "limit=\ud800": ["U+D800"],
     "limit=\x1b[31m": ["U+001B"],
     "limit=" + "[" * 3000: ["nested too deeply"],
