@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..runs.metrics import free, paired_difference
 from ..runs.titles import is_lossless, verifier_title
-from .layout import estimate_text, groups_of
+from .layout import estimate_text, groups_of, not_certified
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
@@ -21,6 +21,8 @@ def remarks_of(summary: Summary) -> list[list[str]]:
     remarks = [_prediction_error(summary), _agreement(summary.results), _cut_rounds(summary), _busy(summary)]
     if any(result.metrics and not is_lossless(result.config) for result in summary.results):
         remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
+    unknown = dict.fromkeys(r.config.verifier.name for r in summary.results if r.metrics and not_certified(r.config))
+    remarks.append([f"not certified: try crossdraft certify --verifier {name}" for name in unknown])
     remarks.append([f"skipped: {sentence}" for sentence in summary.skipped])
     remarks.append(_failures(summary.failed))
     remarks.append([f"note: {note}" for note in summary.notes])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..runs.titles import verifier_title
 from .batch_sizes import by_batch_size
-from .layout import estimate_text, groups_of, tabulated
+from .layout import estimate_text, groups_of, not_certified, tabulated
 from .remarks import differences, remarks_of, shortened
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
     shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest")]
     cells = (
         config.drafter.title,
-        verifier_title(config),
+        verifier_title(config) + (" (not certified)" if not_certified(config) else ""),
         "1" if config.is_baseline else estimate_text(metrics.block_efficiency),
         " ".join(acceptance[:_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",

@@ -10,6 +10,7 @@ import torch
 from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.runs.run_directory import RunDirectory
 from crossdraft.verifiers.token import Token
@@ -110,6 +111,23 @@ def test_a_lossy_verifier_is_marked(bench: Any, install: Any) -> None:
     _, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token, lax]", "drafters=[prompt-lookup]")
     assert "prompt-lookup  lax (lossy)  " in out
     assert "lossy verifiers change what the target says" in out
+
+
+class Promising(Token):
+    """Says of itself that it is lossless, and nobody has looked."""
+
+    name = "promising"
+
+
+def test_a_verifier_that_was_never_certified_is_marked(bench: Any, install: Any, capsys: Any) -> None:
+    install("verifiers", ("promising", Promising))
+    settings = [*ONE_GROUP[:-1], "verifiers=[token, promising]", "drafters=[prompt-lookup]"]
+    _, out, _ = bench(*settings)
+    assert "prompt-lookup  promising (not certified)  " in out and "prompt-lookup  token  " in out
+    assert "not certified: try crossdraft certify --verifier promising" in out
+    assert cli.main(["certify", "--verifier", "promising"]) == 0
+    capsys.readouterr()
+    assert "not certified" not in bench(*settings)[1]
 
 
 def test_records_that_cannot_be_written(bench: Any, monkeypatch: Any) -> None:
