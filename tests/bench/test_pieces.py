@@ -17,7 +17,7 @@ from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.cost.finished_cells import batch_rounds
-from crossdraft.framework.decoding import fused, stopwatch
+from crossdraft.framework.decoding import fused, loop, stopwatch
 from crossdraft.framework.decoding.fitted import FittedLM
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
@@ -55,6 +55,8 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
     """Every look at the clock takes a second, of which a round books seven."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(loop, "FIRST", 0)  # a validated round looks once more
+    monkeypatch.setattr(loop, "EVERY", 10**9)
     settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
     outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
     for result in outcome.results:
