@@ -8,11 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     import torch
 
+#: Kinds of device that models run on; PyTorch knows others that compute nothing (meta), or that nobody has tried.
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 
 
@@ -55,8 +57,10 @@ def pick_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"there is no device {device!r}; write auto, cpu, cuda or cuda:0") from None
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in DEVICES:
+        raise UsageError(f"there is no device {quoted(device)}; write auto, cpu, cuda or cuda:0") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"there is no device {device!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices")
     return found
@@ -73,6 +77,6 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
             native = device.type == "cpu" and not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpu_features())
         return torch.bfloat16 if native else torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if isinstance(found, torch.dtype) and found.is_floating_point:
+    if found in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return found
-    raise UsageError(f"there is no dtype {dtype!r}; write auto, float32, bfloat16 or float16")
+    raise UsageError(f"there is no dtype {quoted(dtype)}; write auto, float32, bfloat16 or float16")

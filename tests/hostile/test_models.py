@@ -236,6 +236,18 @@ def test_a_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
     refusal(directory, "config.json: Permission denied")
 
 
+@pytest.mark.parametrize("option", [{"device": "meta"}, {"device": "toaster"}, {"device": "cpu:x"}, {"device": 3.5}])
+def test_a_device(option: Any, directory: Path) -> None:
+    with pytest.raises(CrossdraftError, match="there is no device"):
+        load_model(str(directory), **option)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "__class__", "complex64", "", 3, None])
+def test_a_dtype(dtype: Any, directory: Path) -> None:
+    with pytest.raises(CrossdraftError, match="there is no dtype"):
+        load_model(str(directory), dtype=dtype)
+
+
 # -- registered models ---------------------------------------------------------------------------------------
 
 
