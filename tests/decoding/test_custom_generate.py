@@ -115,7 +115,7 @@ def test_each_refused_field_is_refused_through_transformers(model: Any, name: st
     )
 
 
-@pytest.mark.parametrize("name", EARLIER)
+@pytest.mark.parametrize("name", sorted(EARLIER))
 def test_what_transformers_refuses_runs_no_more_than_the_rest(model: Any, name: str) -> None:
     with pytest.raises((UsageError, ValueError, TypeError, AttributeError)):
         ask(model, **{name: VALUES.get(name, 3)})
