@@ -223,7 +223,7 @@ def test_defaults_are_allowed_and_read_back(options: type[Options]) -> None:
 
 
 @pytest.mark.parametrize("options", EVERY)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(value=st.one_of(st.none(), st.booleans(), st.text(), st.floats(), st.integers(), st.just(10**5000), st.lists(
     st.one_of(st.integers(), st.floats(), st.text(max_size=3)), max_size=3)), data=st.data())  # fmt: skip
 def test_any_value_is_taken_as_it_is_or_refused_in_a_sentence(options: type[Options], value: Any, data: Any) -> None:
