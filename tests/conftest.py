@@ -1,7 +1,9 @@
 """What several test modules share: golden values, toy models and tiny transformers models."""
 
 import json
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ def toys() -> dict[str, Toy]:
 def drafts() -> dict[str, Callable]:
     """Drafter factories by the label that ``crossdraft certify`` gives them."""
     return {label: kind.build for label, kind in DRAFTS.items()}
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A suite that runs in the background ignores some signals, which tests send to themselves."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in usual}
+    here = threading.current_thread() is threading.main_thread()
+    for number, handler in usual.items():
+        if here and before[number] is signal.SIG_IGN:
+            signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        if here and handler is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 #: The smallest shape in which heads, groups of heads and layers all differ.

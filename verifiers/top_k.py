@@ -35,7 +35,7 @@ class TopK(Verifier):
     class Config(StrategyConfig):
         k: int = Field(3, ge=1, description="accept among this many most probable tokens; ties by lowest id")
         tolerance: float = Field(
-            1.0, ge=0, description="most nats by which a token may trail the most probable one; .inf = any"
+            1.0, ge=0, description="most nats by which a token may trail the most probable one; 1e9 = any"
         )
 
     config: Config

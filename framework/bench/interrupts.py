@@ -28,7 +28,9 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         global _active
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            # What is ignored stays ignored: a run under nohup outlives its terminal.
+            wanted = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in wanted}
             _active = self
         return self
 

@@ -170,7 +170,8 @@ class _Recorder(Verifier):
                 f"there are more than {MOST_DRAFTS:,} different drafts, too many for bounds; lower the draft "
                 f"length with --gamma (now {self.law.gamma})"
             )
-        return Verdict(torch.zeros_like(draft.count), p[:, 0].argmax(-1))
+        nothing = torch.full_like(draft.tokens, -1)
+        return Verdict(torch.zeros_like(draft.count), p[:, 0].argmax(-1), None if draft.is_chain else nothing)
 
 
 def target_law(target: Tensor, drafts: DraftLaw) -> dict[Prefix, float]:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
-
-if TYPE_CHECKING:
-    from .transformers_lm import TransformersLM
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
@@ -221,7 +218,7 @@ def needs_trial(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def trial(lm: TransformersLM) -> None:
+def trial(lm: Any) -> None:
     """Raise ModelError if a model says something else in a ragged batch with a tree than it says alone.
 
     Two rows of different length, each with a root, its child, a sibling of that and a grandchild: three small passes

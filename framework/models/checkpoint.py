@@ -21,9 +21,6 @@ from .resolve import resolve
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Numbers in names of tensors (of layers, heads, experts) are below this; readers make as many modules.
-MOST_NUMBERED = 4096
-
 
 def load_checkpoint(name: str) -> Checkpoint:
     """The heads called ``name``: a registered name, a directory or a Hub id, as :func:`resolve` reads it.
@@ -44,21 +41,9 @@ def load_checkpoint(name: str) -> Checkpoint:
         if twice := sorted(here.keys() & tensors.keys()):
             raise ModelError(f"{path} holds {twice[0]} in more than one file ({file.name} is one of them)")
         tensors |= here
-    _check_names(path, tensors)
-    return Checkpoint(name, path, config, tensors, found.source, weights_sha256(path))
-
-
-def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise ModelError if there are no tensors, or one's name would make a reader build millions of modules."""
     if not tensors:
         raise ModelError(f"{path} holds no tensors; is it a directory of heads?")
-    for name in tensors:
-        for part in name.split("."):
-            if part.isdigit() and not (part.isascii() and len(part) <= 4 and int(part) < MOST_NUMBERED):
-                raise ModelError(
-                    f"{path} holds a tensor {name[:80]!r}; a number in a name (of a layer, a head) must be below "
-                    f"{MOST_NUMBERED}"
-                )
+    return Checkpoint(name, path, config, tensors, found.source, weights_sha256(path))
 
 
 def _safetensors(file: Path) -> dict[str, Tensor]:

@@ -210,7 +210,7 @@ def _explained(name: str) -> Iterator[None]:
         reason = first_line(error)
         if "ignore_mismatched_sizes" in reason:
             reason = "its weights have other shapes than its config.json describes"
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 

@@ -59,6 +59,9 @@ class SamePrompt(TransformersLM):
             self.ready = True
         self.lengths[row] = len(prompt) - 1
 
+    def retire(self, row: int) -> None:
+        self.lengths[row] = 0  # and the prompt stays where it is
+
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Callable) -> Any:

@@ -97,7 +97,7 @@ def test_a_chain_is_no_wider_than_the_widest_row() -> None:
 class Looks(TorchFunctionMode):
     """Notes what reads the values of a tensor on the host."""
 
-    READS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+    READS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
     def __init__(self) -> None:
         super().__init__()

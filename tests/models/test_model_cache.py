@@ -135,14 +135,6 @@ def test_what_another_user_makes_is_left(wheel: Any, monkeypatch: Any) -> None:
     assert ".toy-abcdefgh" in beside(wheel.cache)
 
 
-@pytest.mark.parametrize("name", ["layers.99999999.x", "999999999.0.linear.weight", "blocks.4096.w", "a.²", "1" * 5000])
-def test_heads_whose_names_have_boundless_numbers_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"a number in a name .* must be below 4096"):
-        load_checkpoint(str(tmp_path))
-
-
 def test_heads_without_tensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({}, tmp_path / "model.safetensors")
@@ -151,5 +143,5 @@ def test_heads_without_tensors_are_refused(tmp_path: Path) -> None:
     save_file({"layers.4095.x": torch.zeros(1), "layers.0.x": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert len(load_checkpoint(str(tmp_path)).tensors) == 2
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ModelError, match="is not JSON"):
+    with pytest.raises(ModelError, match="not JSON"):
         load_checkpoint(str(tmp_path))
