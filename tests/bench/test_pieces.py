@@ -124,7 +124,7 @@ def test_charts_without_matplotlib(bench: Any, monkeypatch: Any) -> None:
     assert code == 0 and "note: charts need matplotlib: pip install 'crossdraft[plots]'" in out
 
 
-@pytest.mark.parametrize("name", ["narrow", "wide"])
+@pytest.mark.parametrize("name", ["narrow", pytest.param("wide", marks=pytest.mark.slow)])
 def test_a_drafting_model_of_another_width(bench: Any, models: dict[str, str], name: str) -> None:
     code, out, _ = bench("matrix.batch_size=[2]", f"drafters.1.model={models[name]}")
     assert code == 0 and "16 of 16 responses equal" in out

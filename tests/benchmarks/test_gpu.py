@@ -18,6 +18,7 @@ def script() -> Iterator[dict[str, Any]]:
         yield runpy.run_path(str(SCRIPT))
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_tiny_models(script: dict[str, Any], capsys: Any) -> None:
     options = {"--device": "cpu", "--limit": 1, "--max-new-tokens": 5, "--gamma": 2, "--batch": 2}
     script["main"](["--tiny", *(str(word) for option in options.items() for word in option)])

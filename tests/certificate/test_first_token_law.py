@@ -58,6 +58,7 @@ def test_lossless_rules_pass_and_the_control_is_rejected(verifier: str, draft: s
     assert result.verdict == "yes" and not result.bad
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_samples() -> None:
     for result in counted(case("token"), case("block"), samples=100_000):
         assert result.target.p_value > 1e-3

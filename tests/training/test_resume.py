@@ -96,8 +96,8 @@ def moments(monkeypatch: Any, die_at: int) -> list[str]:
     ("kind", "every"),
     [
         ("medusa", 17),
-        ("small-lm", 71),
-        ("eagle3", 73),
+        pytest.param("small-lm", 71, marks=pytest.mark.slow),
+        pytest.param("eagle3", 73, marks=pytest.mark.slow),
         *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("medusa", "small-lm", "eagle3")),
     ],
 )

@@ -77,6 +77,7 @@ def test_a_killed_run_ends_with_the_same_texts(undisturbed: Path, written: Any, 
         assert found == read(undisturbed / "texts.jsonl", 40, None)[0]
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_the_batch_or_on_how_many_are_asked_for(
     undisturbed: Path, written: Any, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any
     assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_token_compiled_says_what_it_says() -> None:
     assert fused_as_usual("token", "chain", range(2), 300) == 1
