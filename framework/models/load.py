@@ -7,6 +7,7 @@ about drafting.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,6 +167,11 @@ def _explained(name: str) -> Iterator[None]:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
+        elif found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
+            reason = (
+                f"{found[1]} belongs to no causal language model of transformers; "
+                "crossdraft decodes decoder-only causal models"
+            )
         raise ModelError(f"{name} could not be loaded: {reason}") from error
 
 
