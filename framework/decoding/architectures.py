@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
@@ -166,12 +167,15 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
 def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
     """What is right as long as no slot is longer than some bound."""
     shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
+    context = getattr(config, "max_position_embeddings", None)
+    positions = max_length if context is None else min(max_length, context)
     for rope in _ropes(config):
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
         kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("longrope", "su") and original is not None and max_length > original:
+        if kind in ("longrope", "su") and original is not None and positions > original:
+            # Dynamic frequencies change beyond the context alone, where no sequence gets to.
             yield (
                 f"has {kind} positions: once any row of a pass is beyond {original} tokens all rows get other "
                 f"frequencies, {shorter}"
@@ -210,8 +214,6 @@ _tried: WeakSet[Any] = WeakSet()
 
 def needs_trial(model: Any) -> bool:
     """Is it a whole model of an architecture that neither the tests nor an earlier trial know?"""
-    from transformers import PreTrainedModel
-
     kind = type(model)
     known = kind.__name__ in EXACT and kind.__module__.startswith("transformers.")
     return isinstance(model, PreTrainedModel) and not known and model not in _tried

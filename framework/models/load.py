@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -212,6 +213,11 @@ def _explained(name: str) -> Iterator[None]:
             reason = "its weights have other shapes than its config.json describes"
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
+        elif found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
+            reason = (
+                f"{found[1]} belongs to no causal language model of transformers; "
+                "crossdraft decodes decoder-only causal models"
+            )
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.decoding import architectures
 from crossdraft.framework.decoding.architectures import BY_TRIAL, EXACT, needs_trial
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.models.load import load_model
 
 
 def made(model_type: str, label: str = "", **changes: Any) -> Any:
@@ -113,6 +115,27 @@ def test_longrope_may_fill_its_original_length_and_no_more() -> None:
     TransformersLM(model, 2, 16)
     with pytest.raises(ModelError, match="beyond 16 tokens"):
         TransformersLM(model, 2, 17)
+
+
+def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    config = transformers.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="T5Config belongs to no causal language model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_need_each_other_are_not_run_alone(model_type: str) -> None:
+    lm = TransformersLM(made(model_type), 1, 16)
+    with pytest.raises(ModelError, match="layers that need each other"):
+        lm.fork([0])
+
+
+def test_windows_of_different_length_are_refused() -> None:
+    model = made("gemma2")
+    model.config.sliding_window = None
+    with pytest.raises(ModelError, match="names no one sliding_window"):
+        TransformersLM(model, 2, 64)
 
 
 def test_flash_attention_is_refused() -> None:
