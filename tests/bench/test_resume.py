@@ -72,7 +72,9 @@ def test_the_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: di
     assert records(tmp_path) == undisturbed
 
 
-@pytest.mark.parametrize("moment", [12, 25, 40])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(12, marks=pytest.mark.slow), 25, pytest.param(40, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int
 ) -> None:

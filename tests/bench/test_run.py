@@ -74,6 +74,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert "| small-lm" in (directory / "summary.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_what_is_said_depends_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Path) -> None:
     assert bench("drafters.0={name: prompt-lookup, gamma: 2}")[0] == 0
     by_cell: dict[str, list[dict[Any, list[int]]]] = {}

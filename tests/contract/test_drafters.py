@@ -1,5 +1,7 @@
 """Every built-in drafter, and every option that changes what it drafts, through the contract kit."""
 
+import pytest
+
 from crossdraft.testing import DrafterContract
 
 
@@ -17,23 +19,27 @@ class TestSmallLM(DrafterContract):
     options = {"model": "toy", "gamma": 3}
 
 
+@pytest.mark.slow
 class TestSmallLMAtItsOwnTemperature(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3, "temperature": 0.6}
 
 
+@pytest.mark.slow
 class TestConfidencePolicy(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
     asks_device = True
 
 
+@pytest.mark.slow
 class TestConfidencePolicyBefore(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "stop": "before", "threshold": 0.5}}
     asks_device = True
 
 
+@pytest.mark.slow
 class TestHeuristicPolicy(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3, "policy": "heuristic"}
@@ -66,6 +72,7 @@ class TestTreeOfGreedySiblings(DrafterContract):
     options = {"model": "toy", "branching": [2, 1], "siblings": "greedy"}
 
 
+@pytest.mark.slow
 class TestTopKTree(DrafterContract):
     drafter = "small-lm-tree"
     options = {"model": "toy", "choices": [[0], [1], [0, 0], [0, 2]], "siblings": "top-k"}

@@ -62,12 +62,14 @@ class TestEagle(Heads):
     options = {"gamma": 3}
 
 
+@pytest.mark.slow
 class TestEagleUnderAConfidencePolicy(Heads):
     drafter = "eagle"
     options = {"gamma": 3, "policy": {"name": "confidence", "threshold": 0.3}}
     asks_device = True
 
 
+@pytest.mark.slow
 class TestEagleUnderTheHeuristic(Heads):
     drafter = "eagle"
     options = {"gamma": 4, "policy": "heuristic"}
@@ -78,6 +80,7 @@ class TestEagleTree(Heads):
     options = {"tree": "static", "siblings": "without-replacement", "branching": [2, 1]}
 
 
+@pytest.mark.slow
 class TestEagle3(Heads):
     drafter = "eagle3"
     options = {"gamma": 2, "layers": [2, 3, 1]}

@@ -320,10 +320,10 @@ def test_half_a_pair_is_no_text(directory: Path) -> None:
         generate(load_model(str(directory)), "w5 \ud800")
 
 
-def test_a_run_goes_on_after_a_model_that_does_not_load(
+def test_a_model_that_does_not_load_is_refused_before_the_run(
     models: dict[str, str], directory: Path, write_prompts: Any, recipe_file: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """A broken drafting model fails its cells with the sentence, the others are measured."""
+    """With the line of the recipe that names it; nothing is measured."""
     from crossdraft.framework.cli import main as cli
 
     spoil(directory, {"config.json": "{"})
@@ -334,4 +334,5 @@ def test_a_run_goes_on_after_a_model_that_does_not_load(
     )
     assert cli.main(["run", recipe, "--out", str(tmp_path / "runs"), "--quiet"]) == 1
     out, err = capsys.readouterr()
-    assert "1 of 3 cells failed" in err and "config.json:1: not JSON" in out and "Traceback" not in out + err
+    assert out == "" and err.startswith(f"crossdraft: error: {recipe}:5: ") and "not JSON" in err
+    assert "Traceback" not in err and not list(tmp_path.glob("runs/*/cells"))

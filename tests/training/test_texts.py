@@ -63,6 +63,7 @@ def test_texts_come_in_the_order_of_their_index_and_of_both_kinds(undisturbed: P
     assert {text.source for text in greedy} == {"given", "invented"}, "temperatures go with one kind of question"
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_texts(undisturbed: Path, written: Any, tmp_path: Path) -> None:
     whole = (undisturbed / "texts.jsonl").read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
@@ -187,6 +188,7 @@ def test_a_template_with_nothing_before_the_words_cannot_invent(
         Chat(chat_target, 40)
 
 
+@pytest.mark.slow
 def test_questions_that_are_used_up(written: Any, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"the questions are used up after \d+ of 80 tokens"):
         written(tmp_path / "none", invented=0, questions=QUESTIONS[:5])
