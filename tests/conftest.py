@@ -42,6 +42,11 @@ def drafts() -> dict[str, Callable]:
     return {label: kind.build for label, kind in DRAFTS.items()}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: the others fill the other processes meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
     """A suite that runs in the background ignores some signals, which tests send to themselves."""
