@@ -43,10 +43,10 @@ def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
             level *= min(children, vocab_size)
             nodes += level
         return nodes
-    deepest = max(traits.depth, 1)
+    deepest, nodes = max(traits.depth, 1), traits.nodes
     if traits.drawn in ("chain", "iid"):  # all levels are equally wide
-        return float(traits.nodes) * min(depth, deepest) / deepest
-    return float(traits.nodes)
+        nodes = nodes * min(depth, deepest) // deepest
+    return float(min(nodes, 10**18))
 
 
 def paths(traits: DraftTraits, vocab_size: int, depth: int) -> float:
