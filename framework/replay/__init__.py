@@ -1,0 +1,1 @@
+"""Block efficiency from recorded responses, without decoding."""
