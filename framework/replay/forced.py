@@ -1,0 +1,27 @@
+"""What a drafter would have made of a recorded response: all that the identities need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Forced:
+    """One drafter on one recorded response of T tokens x, from every place at which a round can start, G tokens deep.
+
+    A round that starts at t has committed x[:t]; the j-th token (from 0) of its draft stands where x[t + j] does.
+    Cells with t + j >= T are of no meaning.
+
+    Attributes:
+        log_q: float64 [T, G], log Q(x[t + j] | prompt, x[:t + j]) by the drafter that started at t, whose own drafted
+            tokens were x up to there; 0 and -inf where its draft is a point mass that is x[t + j], or is not.
+        lengths: int64 [T], how many tokens it drafts from t on as long as the drafted ones are x: at most G, less
+            where it has nothing to say or its length policy stops.
+        log_p: float64 [T], log P(x[t] | prompt, x[:t]) by the target as it samples; 0 at temperature 0.
+    """
+
+    log_q: np.ndarray
+    lengths: np.ndarray
+    log_p: np.ndarray
