@@ -19,6 +19,7 @@ from typing import Any
 
 from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
+from ..runs.interrupts import asked
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
 from ..runs.prompts import Prompt
@@ -27,8 +28,8 @@ from ..runs.records import CellResult
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
 from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
-from .interrupts import RoundLimit, asked
 from .provenance import models_used
+from .round_limit import RoundLimit
 
 logger = logging.getLogger(__name__)
 

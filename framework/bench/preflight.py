@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from ..contracts.errors import ModelError, UsageError
 from ..decoding.build import TargetContext, make_slots
+from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig, Recipe
 from ..runs.yaml_errors import KeyPath
 from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
-from .interrupts import asked
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> None:

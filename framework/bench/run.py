@@ -13,6 +13,7 @@ from tqdm import tqdm
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError
 from ..models.environment import describe
+from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig, Recipe, digest
 from ..runs.records import CellResult, Outcome
@@ -20,10 +21,10 @@ from ..runs.run_directory import RunDirectory
 from ..runs.titles import group_title, verifier_title
 from .cell_runner import Models
 from .group import Group, Progress, Unwritable
-from .interrupts import RoundLimit, asked
 from .matrix import Plan, plan
 from .preflight import preflight
 from .provenance import changes, provenance
+from .round_limit import RoundLimit
 
 
 class FirstFailure(CrossdraftError):

@@ -10,10 +10,12 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import NumericalError, UsageError
+from .consent import add_consent, trusted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +41,7 @@ OWN = {
     "dtype": "auto",
     "device": "auto",
     "out": None,
+    "trust_remote_code": [],
 }
 
 
@@ -67,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--device", help="of the models and the rules (default: auto)")
     option("--out", type=Path, metavar="DIR", help="write histograms (PNG, needs crossdraft[plots]) and JSON here")
     option("--json", action="store_true", help="print JSON")
+    add_consent(group)
     parser.set_defaults(**OWN)
 
 
@@ -158,6 +162,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
 
     if not args.model:
         raise UsageError("--model is missing: name the target whose law is to be tested")
+    trusted(args, [args.model, args.drafter])
     if not args.prompt or not all(args.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
     for option in ("toy", "rounds", "drafter_option"):
@@ -192,11 +197,12 @@ def _prompts(
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
     from ..certificate.first_token_law import PromptLaws
-    from ..decoding.build import TargetContext, make_slots
+    from ..decoding.build import TargetContext, load_drafting_model, make_slots
     from ..models.chat import encode
     from ..models.load import load_model
 
-    target = load_model(args.model, dtype=args.dtype, device=args.device)
+    consent = frozenset(args.trust_remote_code)
+    target = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in consent)
     tokenizer: Any = target.tokenizer
     encoded = []
     for text in args.prompt:
@@ -211,7 +217,9 @@ def _prompts(
         encoded.append(tokens)
     longest = max(map(len, encoded)) + 1
     lm = make_slots(target, 1, longest)
-    small = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1).load_lm(drafter)
+    load = partial(load_drafting_model, trust_remote_code=drafter in consent)
+    context = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1, load=load)
+    small = context.load_lm(drafter)
     prompts = [
         PromptLaws(
             text,

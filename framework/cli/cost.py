@@ -98,7 +98,8 @@ def _curve(
     logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": args.dtype, "device": device}
     shared = owner if owner is not None and shares_embedding(name, owner) else None
-    loaded = load_model(name, share_with=shared, **options)
+    consent = name in args.trust_remote_code
+    loaded = load_model(name, share_with=shared, trust_remote_code=consent, **options)
     curve = _measured(args, loaded, batch_sizes, widths, contexts)
     save_curve(curve)
     return curve, owner or loaded

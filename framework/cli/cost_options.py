@@ -17,6 +17,7 @@ from ..contracts.limits import (
     MOST_ROWS,
     MOST_TOKENS,
 )
+from .consent import add_consent, trusted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--device", default="auto")
     measuring.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     measuring.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_consent(measuring)
     predicting = parser.add_argument_group("predicting")
     predicting.add_argument("--gamma", type=_integer, metavar="N", help="draft length of a chain (4)")
     predicting.add_argument(
@@ -60,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError for options that do not go together, or that no machine could measure."""
+    trusted(args, () if args.on else (args.target, args.drafter))
     if not args.target and (args.on or not args.run):
         raise UsageError("cost needs --target: a model to measure, or with --on the config.json of one")
     if args.run and args.acceptance:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from .consent import add_consent, trusted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sampled",
         help="check drafts and verdicts in full now and then (sampled), in every round, or never",
     )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="let this model run Python code from its own directory, after you have read it; repeatable",
-    )
+    add_consent(parser)
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
 
 
@@ -48,17 +46,19 @@ def main(args: argparse.Namespace) -> int:
     """0: done; 1: a cell failed, or the disk is full; 2 (as UsageError): the recipe is wrong; 130: interrupted."""
     from transformers.utils import logging
 
-    from ..bench.interrupts import Interrupts
     from ..bench.matrix import load_recipe, plan
     from ..bench.run import run, say
     from ..report.tables import terminal
     from ..report.write import write_summary
+    from ..runs.interrupts import Interrupts
 
     logging.disable_progress_bar()  # a model takes a second to load; the run has a bar of its own
     settings = list(args.settings)
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
     recipe = load_recipe(args.recipe, settings)
+    cells = plan(recipe).cells
+    consent = trusted(args, (name for cell in cells for name in (cell.target, *_texts(cell.drafter.config))))
     with Interrupts():
         outcome = run(
             recipe,
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             fail_fast=args.fail_fast,
             round_limit=args.round_limit,
             validate=args.validate,
-            trust_remote_code=args.trust_remote_code,
+            trust_remote_code=consent,
             say=None if args.quiet else say,
             progress=not args.quiet,
             debug=args.debug,
@@ -76,7 +76,16 @@ def main(args: argparse.Namespace) -> int:
         summary = write_summary(outcome)
         print(terminal(summary))
         if outcome.failed:
-            print(f"crossdraft: {len(outcome.failed)} of {len(plan(recipe).cells)} cells failed", file=sys.stderr)
+            print(f"crossdraft: {len(outcome.failed)} of {len(cells)} cells failed", file=sys.stderr)
         if summary.stopped:
             print(f"crossdraft: error: {summary.stopped}", file=sys.stderr)
         return summary.exit_code
+
+
+def _texts(options: Any) -> Iterator[str]:
+    """Every text in a drafter's options: which of them are models, the drafter alone knows."""
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, dict | list):
+        for one in options.values() if isinstance(options, dict) else options:
+            yield from _texts(one)

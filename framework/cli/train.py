@@ -13,6 +13,7 @@ from ..contracts.errors import ContractError, UsageError
 
 # Trainers import PyTorch, and every kind has to say its options; so nothing is saved by importing this later.
 from ..contracts.training_options import Options, flag, numbers, option
+from .consent import add_consent, trusted
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
@@ -77,6 +78,7 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
     p.set_defaults(recipe=recipe, broken=None)
     p.add_argument("--target", required=True, help="name, directory or Hub id of the target")
     p.add_argument("--out", required=True, help="directory for texts, checkpoint and result")
+    add_consent(p)
     texts = p.add_argument_group("texts")
     texts.add_argument(
         "--texts",
@@ -102,14 +104,15 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
 def _add_options(group: Any, options: type[Options]) -> None:
     for name, default, settings in options.options():
         said = f" (default: {default})" if default and "default" not in settings["help"] else ""
-        group.add_argument(flag(name), default=default, **{**settings, "help": settings["help"] + said})
+        # None: not given. What stands for it is the default of the options' own class.
+        group.add_argument(flag(name), default=None, **{**settings, "help": settings["help"] + said})
 
 
 def main(args: argparse.Namespace) -> int:
     """Train; 130 after Ctrl-C, SIGTERM or SIGHUP, which leave all that is whole."""
     if args.broken:
         raise UsageError(args.broken)
-    from ..training.interrupts import interrupting
+    from ..runs.interrupts import interrupting
 
     try:
         with interrupting():
@@ -126,7 +129,8 @@ def _main(args: argparse.Namespace) -> int:
     recipe, texts = _given(args, args.recipe), _given(args, TextOptions)
     run, card = _given(args, RunOptions), _given(args, CardOptions)
     out, files = _path("--out", args.out), [_path("--texts", name) for name in args.texts]
-    _check_together(args, files)
+    _check_together(args, texts, card, files)
+    trusted(args, [args.target])
 
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
@@ -160,7 +164,8 @@ def _train(
     from ..training.trainer import Trainer
     from ..training.writer import Writer
 
-    target = load_model(args.target, dtype=run.dtype, device=run.device)
+    consent = args.target in args.trust_remote_code
+    target = load_model(args.target, dtype=run.dtype, device=run.device, trust_remote_code=consent)
     # Before the texts: an option that does not fit should not wait for them.
     trainer = Trainer(target, recipe, out, precision=run.precision, cache_gib=run.cache_gib)
     finished = []
@@ -220,7 +225,8 @@ def _train(
 
 
 def _given(args: argparse.Namespace, kind: type[AnyOptions]) -> AnyOptions:
-    return kind(**{name: getattr(args, name) for name, _, _ in kind.options()})
+    given = {name: getattr(args, name) for name, _, _ in kind.options()}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def _path(name: str, text: str) -> Path:
@@ -233,16 +239,19 @@ def _path(name: str, text: str) -> Path:
     raise UsageError(f"{name} {text!r}: must be a path")
 
 
-def _check_together(args: argparse.Namespace, files: list[Path]) -> None:
+def _check_together(args: argparse.Namespace, texts: TextOptions, card: CardOptions, files: list[Path]) -> None:
     """Raise UsageError for options that do not go together, and for files that are not there."""
-    if not args.tokens and not files:
+    if not texts.tokens and not files:
         raise UsageError("no texts to train on: give --tokens for the target to write, or finished --texts")
-    if not args.tokens and args.questions:
+    if not texts.tokens and args.questions:
         raise UsageError("--questions: must be left out with --tokens 0, because the target writes no answers then")
-    if args.texts_limit and not files:
+    if args.texts_limit is not None and not files:
         raise UsageError(f"--texts-limit {args.texts_limit}: must be left out without --texts")
-    if not args.questions and args.invented not in (0.5, 1.0) and args.tokens:
-        raise UsageError(f"--invented {args.invented:g}: must be 1 without --questions, or left out")
+    if args.invented is not None and not (args.questions and texts.tokens) and args.invented != 1:
+        raise UsageError(f"--invented {args.invented:g}: must be left out without --questions that are answered")
+    for name in ("measure_limit", "measure_tokens"):
+        if getattr(args, name) is not None and card.measure == "none":
+            raise UsageError(f"{flag(name)} {getattr(args, name)}: must be left out with --measure none")
     for file in files:
         try:
             there = file.is_file()

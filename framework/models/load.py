@@ -94,7 +94,13 @@ def load_transformers(
         )
     if shared is not None and share_with is None:
         check_owner(name, found.path)
-    check_against_weights(found.path, read_config(found.path), without=("vocab_size",) if shared else ())
+    config = read_config(found.path)
+    if attention := next(_fetched({"attn_implementation": attn_implementation}, config), None):
+        raise ModelError(
+            f"{name}: {quoted(attention)} is attention whose code would be fetched from a repository, unread; "
+            "take one of transformers' own, sdpa or eager"
+        )
+    check_against_weights(found.path, config, without=("vocab_size",) if shared else ())
     check_files(found.path)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
@@ -176,6 +182,18 @@ def _code_elsewhere(path: Path) -> str | None:
             if isinstance(reference, str) and "--" in reference:
                 return reference.partition("--")[0]
     return None
+
+
+def _fetched(*configs: Any) -> Iterator[str]:
+    """Attention by the name of a repository (``org/name``), in a config at any depth, or in a call."""
+    for config in configs:
+        for key, value in config.items() if isinstance(config, dict) else ():
+            if "_implementation" in key:
+                for one in value.values() if isinstance(value, dict) else [value]:
+                    if isinstance(one, str) and "/" in one:
+                        yield one
+            elif isinstance(value, dict):
+                yield from _fetched(value)
 
 
 def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[str, Any]) -> Any:

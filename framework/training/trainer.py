@@ -29,10 +29,10 @@ from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.training import Text, TrainingConfig
 from ..models.digests import weights_sha256
 from ..models.resolve import resolve
+from ..runs.interrupts import until_told
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .features import Features, check_head
 from .files import replace_text, staged
-from .interrupts import until_told
 
 #: Evaluations on the way, beside the one before the first step.
 EVALUATIONS = 10

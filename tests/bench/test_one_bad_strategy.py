@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import ONE_GROUP
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.framework.bench import interrupts
+from crossdraft.framework.runs import interrupts
 from crossdraft.verifiers.token import Token
 
 SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]

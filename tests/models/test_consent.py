@@ -12,6 +12,7 @@ from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
 from crossdraft import generate, load_model
+from crossdraft.framework.cli.main import main
 from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.shared_embedding import SHARED, save_sharing_embedding
@@ -121,6 +122,58 @@ def test_code_of_another_repository_is_not_covered(tmp_path: Path, file: str) ->
     ):
         load_model(str(tmp_path / "it"), trust_remote_code=True)
     assert torch.isfinite(next(load_model(str(tmp_path / "it")).model.parameters())).all()  # as a plain Llama it may
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "nested"])
+def test_attention_is_not_fetched_from_a_repository(tmp_path: Path, key: str) -> None:
+    save_model(tmp_path / "it")
+    with pytest.raises(ModelError, match="'org/kernel' is attention whose code would be fetched"):
+        load_model(str(tmp_path / "it"), attn_implementation="org/kernel")
+    attention = {"attn_implementation": {"": "paged|org/kernel"}}
+    edit(tmp_path / "it" / "config.json", **({"text_config": attention} if key == "nested" else {key: "org/kernel"}))
+    with pytest.raises(ModelError, match="org/kernel' is attention whose code would be fetched"):
+        load_model(str(tmp_path / "it"), trust_remote_code=True)
+
+
+COMMANDS = {
+    "certify": [
+        "certify",
+        "--model",
+        "{target}",
+        "--drafter",
+        "{small}",
+        "--prompt",
+        "w5",
+        "--raw",
+        "--samples",
+        "100",
+    ],
+    "cost": "cost --target {target} --drafter {small} --batch-size 1 --width 1 --context 8 --repeats 1",
+    "run": "run {recipe} --out {out}",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_asks_for_consent_model_by_model(tmp_path: Path, command: str, capsys: Any) -> None:
+    target, small, recipe = tmp_path / "target", tmp_path / "small", tmp_path / "recipe.yaml"
+    markers = [marked(target), marked(small)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question_id": 1, "category": "a", "turns": ["w5 w6"]}\n')
+    recipe.write_text(
+        f"target: {target}\nprompts: {prompts}\nmax_new_tokens: 2\n"
+        f"drafters: [{{name: small-lm, model: {small}, gamma: 1}}]\nverifiers: [token]\n"
+    )
+    names = {"target": target, "small": small, "recipe": recipe, "out": tmp_path / "runs"}
+    argv = [part.format(**names) for part in COMMANDS[command].split()]
+    for allowed, ran in [([], [False, False]), ([target], [True, False]), ([target, small], [True, True])]:
+        main([*argv, *(word for name in allowed for word in ("--trust-remote-code", str(name)))])
+        said = capsys.readouterr().err
+        assert ("it brings Python code of its own" in said) == (not all(ran)), said
+        assert [marker.exists() for marker in markers] == ran
+        for module in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            del sys.modules[module]
+    assert main([*argv, "--trust-remote-code", "nobody"]) == 2
+    assert "--trust-remote-code 'nobody' names no model of this command" in capsys.readouterr().err
 
 
 def test_a_student_may_name_an_owner_that_is_shared(tmp_path: Path) -> None:

@@ -64,7 +64,10 @@ def nothing_is_loaded(*_: Any, **__: Any) -> Any:
         (["--temperatures", "1,nan"], "--temperatures 1,nan: must be"),
         (["--temperatures", ""], "--temperatures '': must be"),
         (["--invented", "1.5"], "--invented 1.5: must be a number, at least 0 and at most 1"),
-        (["--invented", "0.2"], "--invented 0.2: must be 1 without --questions"),
+        (["--invented", "0.2"], "--invented 0.2: must be left out without --questions"),
+        (["--invented", "0.5"], "--invented 0.5: must be left out without --questions"),
+        (["--measure", "none", "--measure-limit", "24"], "--measure-limit 24: must be left out with --measure none"),
+        (["--trust-remote-code", "other"], "--trust-remote-code 'other' names no model of this command"),
         (["--tokens", "-5"], "--tokens -5: must be"),
         (["--tokens", "0"], "no texts to train on"),
         (
@@ -198,7 +201,7 @@ def cli_module(name: str) -> Any:
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    from crossdraft.framework.training.interrupts import interrupting
+    from crossdraft.framework.runs.interrupts import interrupting
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
