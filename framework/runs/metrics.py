@@ -34,7 +34,7 @@ class RoundRecord:
         nodes: drafted tokens of this row.
         width: nodes of the batch's widest row: the target evaluated ``width + 1`` positions for this row.
         limit: how deep the draft was allowed to be: the tokens left to generate, less one.
-        survival: sum over i of Pr(tau >= i | the draft), where the verifier knows it.
+        survival: sum over i of Pr(tau >= i | the first i drafted tokens), where the verifier knows it.
     """
 
     prompt: int

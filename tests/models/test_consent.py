@@ -136,25 +136,17 @@ def test_attention_is_not_fetched_from_a_repository(tmp_path: Path, key: str) ->
 
 
 COMMANDS = {
-    "certify": [
-        "certify",
-        "--model",
-        "{target}",
-        "--drafter",
-        "{small}",
-        "--prompt",
-        "w5",
-        "--raw",
-        "--samples",
-        "100",
-    ],
+    "certify": "certify --model {target} --drafter {small} --prompt w5 --raw --samples 100",
     "cost": "cost --target {target} --drafter {small} --batch-size 1 --width 1 --context 8 --repeats 1",
     "run": "run {recipe} --out {out}",
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_asks_for_consent_model_by_model(tmp_path: Path, command: str, capsys: Any) -> None:
+def test_every_command_asks_for_consent_model_by_model(
+    tmp_path: Path, command: str, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     target, small, recipe = tmp_path / "target", tmp_path / "small", tmp_path / "recipe.yaml"
     markers = [marked(target), marked(small)]
     prompts = tmp_path / "prompts.jsonl"
