@@ -121,9 +121,12 @@ class FeatureDrafter(Drafter):
                 "no transformers model"
             )
         self.head = self.load().to(context.device).eval()
-        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places.
+        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places. And none of the
+        # target's, whose embedding and head need not be of one precision.
+        shared = {id(weight) for weight in context.target_model.parameters()}
         for weight in self.head.parameters():
-            weight.data = weight.data.to(context.target_model.dtype)
+            if id(weight) not in shared:
+                weight.data = weight.data.to(self.head.dtype)
         self.sampling = context.sampling.at(self.config.temperature)
         own = self.config
         room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0

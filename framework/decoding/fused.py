@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..contracts.draft import Draft, Verdict
 from ..contracts.rng import CounterRound, RoundRng, UniformRound
 from ..contracts.verifier import Verifier, VerifierTraits
+from ..models.meanwhile import Meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +177,21 @@ def just_in_time(step: Callable[..., tuple[Tensor, ...]]) -> Function:
 def ahead_of_time(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Function:
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
-    with TemporaryDirectory(prefix="crossdraft-") as directory, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch's own code
+    with TemporaryDirectory(prefix="crossdraft-") as directory, _no_future_warnings:
         program = torch.export.export(_Step(step), tuple(inputs))
         package = aoti_compile_and_package(program, package_path=str(Path(directory) / "step.pt2"))
         return aoti_load_package(package).loader.run  # type: ignore[union-attr]
+
+
+def _ignore_future_warnings() -> Callable[[], None]:
+    """Of torch's own code."""
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore", FutureWarning)
+    return lambda: caught.__exit__(None, None, None)
+
+
+_no_future_warnings = Meanwhile(_ignore_future_warnings)
 
 
 class _Step(nn.Module):

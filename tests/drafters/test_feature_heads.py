@@ -276,6 +276,21 @@ def test_heads_follow_the_targets_dtype_but_positions_stay_exact(
     assert head.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_leave_a_target_of_mixed_precision_as_it_is(
+    heads_decoder: Callable, tiny_model: Callable, trained: Callable, name: str
+) -> None:
+    mixed = tiny_model("llama", seed=2, num_hidden_layers=4, copy="mixed")
+    next(iter(mixed.model.layers)).self_attn.q_proj.weight.data = mixed.lm_head.weight.data[:1].bfloat16()
+    mixed.model.embed_tokens.weight.data = mixed.model.embed_tokens.weight.data.double()
+    before = {key: weight.dtype for key, weight in mixed.named_parameters()}
+    options = {"model": trained(name)} | ({"layers": LAYERS} if name == "eagle3" else {})
+    loop = heads_decoder(mixed, name, options, "greedy", batch_size=2, max_new_tokens=8)
+    assert {key: weight.dtype for key, weight in mixed.named_parameters()} == before
+    head = loop.drafter.head
+    assert {weight.dtype for weight in head.parameters() if weight is not mixed.lm_head.weight} == {torch.float64}
+
+
 # -- errors -----------------------------------------------------------------------------------------------
 
 
