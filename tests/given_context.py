@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from crossdraft import LM, Checkpoint, DraftContext, Sampling
-from crossdraft.framework.decoding.cpu import speed_up_small_batches
-from crossdraft.framework.decoding.graphs import runner_for
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft import LM, Checkpoint, Sampling
+from crossdraft.framework.decoding.build import ModuleContext
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 
-class GivenContext(DraftContext):
+class GivenContext(ModuleContext):
     """That of a target's slots, without tokenizers or names.
 
     Args:
@@ -50,10 +48,3 @@ class GivenContext(DraftContext):
 
     def load_heads(self, name: str) -> Checkpoint:
         return self._load_heads(name)
-
-    def slots(self, module: Any, *, room: int = 0) -> LM:
-        return TransformersLM(module, self.batch_size, self.max_length + room)
-
-    def runner(self, module: Any) -> Any:
-        speed_up_small_batches(module)
-        return runner_for(module)

@@ -147,7 +147,19 @@ def load_drafting_model(name: str, target: LoadedModel, *, trust_remote_code: bo
 
 
 @dataclass
-class TargetContext(DraftContext):
+class ModuleContext(DraftContext):
+    """What a drafter may have for modules of its own, wherever the rest comes from."""
+
+    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
+        return TransformersLM(module, self.batch_size, self.max_length + room)
+
+    def runner(self, module: nn.Module) -> Runner:
+        speed_up_small_batches(module)
+        return runner_for(module)
+
+
+@dataclass
+class TargetContext(ModuleContext):
     """What a drafter may ask for where the target is a loaded model.
 
     Attributes:
@@ -205,13 +217,6 @@ class TargetContext(DraftContext):
         found = load_checkpoint(name)
         self.used[name] = {"sha256": found.sha256, "source": found.source, "heads": True}
         return found
-
-    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
-        return TransformersLM(module, self.batch_size, self.max_length + room)
-
-    def runner(self, module: nn.Module) -> Runner:
-        speed_up_small_batches(module)
-        return runner_for(module)
 
 
 def build_decoder(

@@ -9,16 +9,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..certificate.tablelm import Toy, ToyContext
 from ..certificate.toys import built_in_toys
-from ..contracts.drafter import DraftContext, Runner
+from ..contracts.drafter import DraftContext
 from ..contracts.lm import LM
 from ..contracts.models import Checkpoint
 from ..contracts.sampling import Sampling
-from ..decoding.cpu import speed_up_small_batches
-from ..decoding.graphs import runner_for
+from ..decoding.build import ModuleContext
 from ..decoding.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
 
@@ -106,7 +105,7 @@ class TinyModel(Setting):
         return model.to(device)
 
 
-class TinyContext(DraftContext):
+class TinyContext(ModuleContext):
     """What a drafter may ask for where the target is `TinyModel`'s."""
 
     def __init__(self, model: Any, sampling: Sampling, batch_size: int, max_length: int = 128):
@@ -132,10 +131,3 @@ class TinyContext(DraftContext):
 
     def load_heads(self, name: str) -> Checkpoint:
         return load_checkpoint(name)
-
-    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
-        return TransformersLM(module, self.batch_size, self.max_length + room)
-
-    def runner(self, module: nn.Module) -> Runner:
-        speed_up_small_batches(module)
-        return runner_for(module)
