@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import plugins
 from ..certificate.drafts import DRAFTS, DraftKind, NamedDrafter, named_drafter
 from ..contracts.errors import ContractError, UnknownNameError, UsageError
-from . import certify_model
+from . import certify_model, certify_samples
 
 if TYPE_CHECKING:
     from ..certificate.bounds import Bounds
@@ -80,8 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``crossdraft certify``; 1 if a pair that is declared lossless is not, or one failed.
 
-    With ``--model`` it is :mod:`crossdraft.framework.cli.certify_model` that runs.
+    With ``--samples`` it is :mod:`crossdraft.framework.cli.certify_samples` that runs, with ``--model`` alone
+    :mod:`crossdraft.framework.cli.certify_model`.
     """
+    if args.samples:
+        return certify_samples.main(args)
+    if args.deviation is not None:
+        raise UsageError("--deviation is for draws of somebody else; name their file with --samples")
     if args.model:
         if args.bounds:
             raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")

@@ -32,7 +32,7 @@ LONGEST, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
 OWN = {
     "prompt": None,
     "raw": False,
-    "samples": 1_000_000,
+    "draws": 1_000_000,
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--draft", action="append", metavar="LABEL", help="repeatable (default: one that the verifier accepts)")
     option("--prompt", action="append", metavar="TEXT", help="repeatable")
     option("--raw", action="store_true", help="leave the chat template out")
-    option("--samples", type=int, metavar="N", help="per prompt and verifier (default: 1000000)")
+    option("--draws", type=int, metavar="N", help="per prompt and verifier (default: 1000000)")
     option("--gamma", type=int, metavar="N", help="draft length (default: 1, where block and token rules agree)")
     option("--temperature", type=float, metavar="T", help="of both models (default: 1)")
     option("--top-k", type=int, metavar="K", help="of both models (default: 0, off)")
@@ -70,6 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--device", help="of the models and the rules (default: auto)")
     option("--out", type=Path, metavar="DIR", help="write histograms (PNG, needs crossdraft[plots]) and JSON here")
     option("--json", action="store_true", help="print JSON")
+    group.add_argument(
+        "--samples",
+        type=Path,
+        metavar="FILE",
+        help="test what somebody else's sampler drew: JSONL with prompt, prefix or law, and counts or samples",
+    )
+    group.add_argument(
+        "--deviation",
+        type=float,
+        metavar="D",
+        help="with --samples: a change of the most probable token's share that the draws must be able to show "
+        "(default: 0.02)",
+    )
     add_consent(group)
     parser.set_defaults(**OWN)
 
@@ -109,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     from ..contracts.rng import CounterRng
 
     found, seconds = [], []
-    total = len(prompts) * len(cases) * args.samples
+    total = len(prompts) * len(cases) * args.draws
     with tqdm(total=total, unit=" samples", unit_scale=True, disable=None, leave=False) as bar:
         for number, prompt in enumerate(prompts):
             bar.set_description(f"prompt {number + 1} of {len(prompts)}")
@@ -118,11 +131,11 @@ def main(args: argparse.Namespace) -> int:
                 prompt.p,
                 prompt.q,
                 cases,
-                args.samples,
+                args.draws,
                 rng=CounterRng(args.seed),
                 batch=args.batch,
                 position=prompt.length,
-                first_stream=number * args.samples,
+                first_stream=number * args.draws,
                 progress=bar.update,
             )
             seconds.append(time.perf_counter() - start)
@@ -132,12 +145,12 @@ def main(args: argparse.Namespace) -> int:
         "model": args.model,
         "drafter": drafter,
         "gamma": args.gamma or 1,
-        "samples": args.samples,
+        "samples": args.draws,
         "seed": args.seed,
         "sampling": sampling.model_dump(),
         "rejected_below": REJECTED,
         "prompts": [
-            _record(prompt, results, decode) | {"samples_per_second": len(cases) * args.samples / max(spent, 1e-9)}
+            _record(prompt, results, decode) | {"samples_per_second": len(cases) * args.draws / max(spent, 1e-9)}
             for prompt, results, spent in zip(prompts, found, seconds, strict=True)
         ],
     }
@@ -149,16 +162,13 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(records, indent=2))
     else:
         for prompt, results, record in zip(prompts, found, records["prompts"], strict=True):
-            _print_table(prompt, results, record, args.samples)
+            _print_table(prompt, results, record, args.draws)
     return 1 if any(result.bad for results in found for result in results) else 0
 
 
 def _checked(args: argparse.Namespace) -> Sampling:
     """The sampling parameters of the command line, once everything that needs no model is known to be usable."""
-    from pydantic import ValidationError
-
     from ..certificate.effort import shown
-    from ..contracts.sampling import Sampling
 
     if not args.model:
         raise UsageError("--model is missing: name the target whose law is to be tested")
@@ -169,7 +179,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
         if getattr(args, option, None) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is for the exact models; leave it out with --model")
-    for option, most in (("samples", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
+    for option, most in (("draws", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UsageError(f"--{option} must be at least 1, got {shown(value)}")
@@ -185,6 +195,15 @@ def _checked(args: argparse.Namespace) -> Sampling:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {args.out} cannot be made a directory: {error.strerror}") from None
+    return sampling_of(args)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Temperature, top-k and top-p of the command line. Raises UsageError."""
+    from pydantic import ValidationError
+
+    from ..contracts.sampling import Sampling
+
     try:
         return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     except ValidationError as error:

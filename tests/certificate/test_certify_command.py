@@ -202,7 +202,7 @@ def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
         ("--drafter small-lm --draft chain", "leave one of them out"),
         ("--drafter-option gamma=2", "is for the drafter that --drafter names"),
         ("--prompt x", "--prompt is for the law on a real model"),
-        ("--samples 5", "--samples is for the law on a real model"),
+        ("--draws 5", "--draws is for the law on a real model"),
         ("--top-k 5", "--top-k is for the law on a real model"),
         ("--model m --prompt x --drafter d --drafter-option a=1", "--drafter-option is for the exact models"),
         ("--model m --prompt x --drafter d --gamma 1" + "0" * 30, "--gamma must be at most 64, got about 10^30"),

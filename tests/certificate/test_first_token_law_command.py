@@ -51,7 +51,7 @@ def pair(tmp_path: Path, tiny_model: Callable) -> list[str]:
 
 
 def test_the_law_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
-    code, out = run(capsys, "--samples 5000 --temperature 3 --json", *pair, "--prompt", "w5 w6 w7", "--prompt", "w9")
+    code, out = run(capsys, "--draws 5000 --temperature 3 --json", *pair, "--prompt", "w5 w6 w7", "--prompt", "w9")
     found = json.loads(out)
     assert code == 0
     assert [record["prompt"] for record in found["prompts"]] == ["w5 w6 w7", "w9"]
@@ -70,7 +70,7 @@ def test_the_law_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -
 
 
 def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
-    code, out = run(capsys, "--samples 5000 --top-k 4 --temperature 3 --prompt w5 --verifier token", *pair)
+    code, out = run(capsys, "--draws 5000 --top-k 4 --temperature 3 --prompt w5 --verifier token", *pair)
     assert code == 0
     assert "5,000 first tokens" in out
     assert 4 <= int(out.split(" possible ones")[0].split()[-1]) <= 8
@@ -81,7 +81,7 @@ def test_a_wrong_rule_fails_the_command(capsys: Any, pair: list[str]) -> None:
     plugin = SimpleNamespace(crossdraft_register_verifiers=hookimpl(lambda register: register("inverted", Inverted)))
     plugins.manager().register(plugin, "inverted")
     try:
-        code, out = run(capsys, "--samples 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
+        code, out = run(capsys, "--draws 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
     finally:
         plugins.manager().unregister(plugin)
     assert code == 1
@@ -89,7 +89,7 @@ def test_a_wrong_rule_fails_the_command(capsys: Any, pair: list[str]) -> None:
 
 
 def test_a_drafter_that_is_the_target_tests_nothing(capsys: Any, pair: list[str]) -> None:
-    code, out = run(capsys, "--samples 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[1])
+    code, out = run(capsys, "--draws 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[1])
     assert code == 1
     assert "the control is not rejected" in out
 
@@ -98,7 +98,7 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "plots"
     code, printed = run(
-        capsys, "--samples 2000 --temperature 3 --verifier token --json", *pair,
+        capsys, "--draws 2000 --temperature 3 --verifier token --json", *pair,
         "--prompt", "w5 $ $ w6", "--prompt", "w7", "--out", str(out),
     )  # fmt: skip
     assert code == 0
@@ -120,7 +120,7 @@ def test_without_matplotlib(monkeypatch: Any, capsys: Any, tmp_path: Path) -> No
         ("--prompt x", UsageError, "--model is missing"),
         ("--model m", UsageError, "--prompt is missing"),
         ("--model m --prompt x", UsageError, "--drafter is missing: name a model that shares the tokenizer of m"),
-        ("--model m --drafter d --prompt x --samples 0", UsageError, "--samples must be at least 1, got 0"),
+        ("--model m --drafter d --prompt x --draws 0", UsageError, "--draws must be at least 1, got 0"),
         ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be at least 1, got 0"),
         ("--model m --drafter d --prompt x --batch -2", UsageError, "--batch must be at least 1, got -2"),
         ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
@@ -162,7 +162,7 @@ def test_options_that_a_parser_has_already() -> None:
     parser.add_argument("--gamma", type=int, default=7)
     certify_model.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=1)
-    args = parser.parse_args(["--samples", "5", "--model", "m", "--prompt", "x", "--rounds", "2"])
-    assert (args.gamma, args.samples) == (7, 5)
+    args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--rounds", "2"])
+    assert (args.gamma, args.draws) == (7, 5)
     with pytest.raises(UsageError, match="--rounds is for the exact models"):
         certify_model.main(args)
