@@ -91,7 +91,7 @@ class Draft:
 
     @classmethod
     def copied(cls, rows: Sequence[Sequence[int]], device: torch.device | str) -> Draft:
-        """Chains that no law drew (point masses), as lists of token ids on the host, one a row and any of them empty."""
+        """Chains of point masses from lists of token ids on the host: one list a row, of any length."""
         width = max(map(len, rows), default=0)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows]
         tokens = on_device(padded, torch.device(device)).view(len(rows), width)
