@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="what to write")
-    parser.add_argument("name", help="its name in recipes: small letters, digits and single hyphens")
+    parser.add_argument("name", help="its name in recipes: lower-case letters, digits and single hyphens")
     parser.add_argument("--out", metavar="DIR", help="the folder to make for it (default: ./NAME)")
 
 
@@ -31,12 +31,13 @@ def main(args: argparse.Namespace) -> int:
     folder = write(args.kind, args.name, Path(args.out if args.out is not None else args.name))
     module = spellings(args.name)["example_name"]
     print(f"{printable(str(folder))}/")
-    for file in sorted(folder.iterdir()):
-        print(f"  {file.name}")
+    for file in _files(folder):
+        print(f"  {file.relative_to(folder)}")
     commands = ["pip install -e '.[test]'", "pytest", "crossdraft run recipe.yaml"]
     if args.kind != "prompts":
         commands.insert(2, f"crossdraft certify --{args.kind} {args.name}")
-    print(f"\nYours begins in {module}.py. Then, in that folder:\n")
+    begins = f"{module}.py" if args.kind == "prompts" else f"{module}/{args.kind}.py"
+    print(f"\nYours begins in {begins}. Then, in that folder:\n")
     print("\n".join(f"  {command}" for command in commands))
     return 0
 
@@ -48,15 +49,13 @@ def write(kind: str, name: str, folder: Path) -> Path:
         UsageError: a name that cannot be one or is taken, or a folder that is there already or cannot be written.
     """
     check_name(kind, name)
-    texts = {
-        file.name: file.read_text(encoding="utf-8") for file in sorted((TEMPLATES / kind).iterdir()) if file.suffix
-    }
+    texts = {file.relative_to(TEMPLATES / kind): file.read_text(encoding="utf-8") for file in _files(TEMPLATES / kind)}
     try:
         folder.mkdir(parents=True)
         for file, text in texts.items():
-            for old, new in spellings(name).items():
-                file, text = file.replace(old, new), text.replace(old, new)
-            (folder / file).write_text(text, encoding="utf-8")
+            path = folder / _renamed(str(file), name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(_renamed(text, name), encoding="utf-8")
     except FileExistsError:
         raise UsageError(f"{printable(str(folder))} is there already; give another folder with --out") from None
     except (OSError, ValueError) as error:
@@ -71,6 +70,16 @@ def spellings(name: str) -> dict[str, str]:
         "example_name": name.replace("-", "_"),
         "ExampleName": "".join(part.capitalize() for part in name.split("-")),
     }
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.parent.name != "__pycache__")
+
+
+def _renamed(text: str, name: str) -> str:
+    for old, new in spellings(name).items():
+        text = text.replace(old, new)
+    return text
 
 
 def check_name(kind: str, name: str) -> None:

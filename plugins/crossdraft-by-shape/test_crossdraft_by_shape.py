@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from crossdraft_by_shape import ByShape
+from crossdraft_by_shape.verifier import ByShape
 from pydantic import ValidationError
 
 from crossdraft import make_verifier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from crossdraft_ngram_cache import NgramCache
+from crossdraft_ngram_cache.drafter import NgramCache
 from pydantic import ValidationError
 
 from crossdraft.testing import DrafterContract

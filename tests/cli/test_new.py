@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
+from crossdraft import Verdict
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli import new
@@ -44,20 +45,28 @@ def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[
     yield make
     for module in modules:
         plugins.manager().unregister(module)
-        sys.modules.pop(module.__name__)
+        for name in [name for name in sys.modules if name.partition(".")[0] == module.__name__]:
+            sys.modules.pop(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_runs_in_its_own_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
     folder, module = written(kind)
     out = capsys.readouterr().out
-    for file in folder.iterdir():
-        if file.is_file():
+    for file in folder.rglob("*.*"):
+        if file.is_file() and file.parent.name != "__pycache__":
             assert file.name in out and not LEFT.search(file.name + file.read_text(encoding="utf-8"))
     assert module.__name__ == KINDS[kind].replace("-", "_")
     if kind != "prompts":
         assert plugins.get(f"{kind}s", KINDS[kind]).__name__ == {"drafter": "MyDrafter", "verifier": "Rule2"}[kind]
-    shorter = ["--set", f"target={save_model(tmp_path / 'target')}", "--set", "max_new_tokens=4", "--limit", "2"]
+    shorter = [
+        "--set",
+        f"target={save_model(tmp_path / 'target', context=2048)}",
+        "--set",
+        "max_new_tokens=4",
+        "--limit",
+        "2",
+    ]
     assert cli.main(["run", str(folder / "recipe.yaml"), *shorter, "--quiet"]) == 0
     assert ("prompt-lookup" if kind == "prompts" else KINDS[kind]) in capsys.readouterr().out
 
@@ -74,12 +83,13 @@ def test_what_is_written_is_certified(kind: str, against: list[str], written: An
 
 def test_a_mistake_in_it_is_found(written: Any, capsys: Any, monkeypatch: Any) -> None:
     """The certificate of what is written can fail: here the draft is taken as it is."""
-    _, module = written("verifier")
+    written("verifier")
+    rule = plugins.get("verifiers", "rule-2")
 
     def all_of_it(self: Any, draft: Any, p: Any, rng: Any) -> Any:
-        return module.Verdict(draft.count, rng.draw(p[:, -1]))
+        return Verdict(draft.count, rng.draw(p[:, -1]))
 
-    monkeypatch.setattr(module.Rule2, "verify", all_of_it)
+    monkeypatch.setattr(rule, "verify", all_of_it)
     assert cli.main(["certify", "--verifier", "rule-2", "--draft", "chain"]) == 1
     assert "NO" in capsys.readouterr().out
 
@@ -111,7 +121,7 @@ def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("My-Drafter", "'My-Drafter' is no name here; take small letters, digits and single hyphens"),
+        ("My-Drafter", "'My-Drafter' is no name here; take lower-case letters, digits and single hyphens"),
         ("my_drafter", "is no name here"),
         ("2fast", "is no name here"),
         ("a--b", "is no name here"),

@@ -1,12 +1,12 @@
-"""Every registered verifier through the contract kit."""
+"""Every verifier of ours through the contract kit."""
 
 import pytest
+from verifier_traits import own
 
-from crossdraft.framework import plugins
 from crossdraft.testing import VerifierContract
 
 
-@pytest.fixture(params=sorted(name for name, entry in plugins.entries("verifiers").items()))
+@pytest.fixture(params=own("verifiers"))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

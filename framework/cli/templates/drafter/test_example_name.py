@@ -1,6 +1,6 @@
 """The contract of a drafter: what fails names the mistake."""
 
-from example_name import ExampleName
+from example_name.drafter import ExampleName
 
 from crossdraft.testing import DrafterContract
 

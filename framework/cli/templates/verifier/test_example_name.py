@@ -1,6 +1,6 @@
 """The contract of a verifier: what fails names the mistake."""
 
-from example_name import ExampleName
+from example_name.verifier import ExampleName
 
 from crossdraft.testing import VerifierContract
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossdraft import Draft, Register, RoundRng, Verdict, Verifier, VerifierTraits, hookimpl
+from crossdraft import Draft, RoundRng, Verdict, Verifier, VerifierTraits
 
 
 class ExampleName(Verifier):
@@ -25,8 +25,3 @@ class ExampleName(Verifier):
         drawn = torch.stack([rng.draw(p[:, i], index=i) for i in range(n + 1)], 1)  # [B, N + 1]
         tau = ((drawn[:, :n] == draft.tokens) & draft.valid).long().cumprod(1).sum(1)  # equal from the first one on
         return Verdict(tau, drawn.gather(1, tau[:, None]).squeeze(1))
-
-
-@hookimpl
-def crossdraft_register_verifiers(register: Register) -> None:
-    register("example-name", ExampleName, summary="draws from the target and compares")

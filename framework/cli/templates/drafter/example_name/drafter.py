@@ -12,12 +12,10 @@ from crossdraft import (
     Draft,
     Drafter,
     DraftTraits,
-    Register,
     RoundRng,
     Sampling,
     Sequences,
     StrategyConfig,
-    hookimpl,
 )
 
 
@@ -49,8 +47,3 @@ class ExampleName(Drafter):
             if history[end - 1] == history[-1]:
                 return history[end : end + most]
         return []
-
-
-@hookimpl
-def crossdraft_register_drafters(register: Register) -> None:
-    register("example-name", ExampleName, summary="proposes what followed the last token before")

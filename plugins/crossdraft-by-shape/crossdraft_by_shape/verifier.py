@@ -16,13 +16,11 @@ from crossdraft import (
     CrossdraftError,
     Draft,
     Drawn,
-    Register,
     RoundRng,
     StrategyConfig,
     Verdict,
     Verifier,
     VerifierTraits,
-    hookimpl,
     make_verifier,
 )
 
@@ -78,8 +76,3 @@ def misfit(shape: str, name: str) -> str | None:
     if traits.pairs_only and shape == "without_replacement":
         return "it judges two children of the root alone"
     return None
-
-
-@hookimpl
-def crossdraft_register_verifiers(register: Register) -> None:
-    register("by-shape", ByShape, summary="judges each draft by the rule for its shape")

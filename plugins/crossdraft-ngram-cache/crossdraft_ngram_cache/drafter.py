@@ -19,14 +19,12 @@ from crossdraft import (
     DraftContext,
     Drafter,
     DraftTraits,
-    Register,
     RoundRng,
     Sampling,
     Scores,
     Sequences,
     StrategyConfig,
     Verdict,
-    hookimpl,
 )
 
 #: The longest n-gram there may be: each token is counted after every one of them.
@@ -115,8 +113,3 @@ class NgramCache(Drafter):
         self._counted[row] = len(history)
         while len(self.followers) > self.config.size:
             del self.followers[next(iter(self.followers))]
-
-
-@hookimpl
-def crossdraft_register_drafters(register: Register) -> None:
-    register("ngram-cache", NgramCache, summary="what followed the last tokens most often, in all sequences so far")
