@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from verifier_traits import own, traits_of
+from verifier_traits import traits_of
 
 from crossdraft.drafters.autoregressive.trees import Shape, Siblings, grow_fixed
 from crossdraft.framework import plugins
@@ -24,7 +24,7 @@ SHAPES = {
     "greedy": "greedy_draft",
     "top-k": "deterministic",
 }
-RULES = {name: plugins.get("verifiers", name) for name in own("verifiers")}
+RULES = {name: plugins.get("verifiers", name) for name in plugins.entries("verifiers")}
 PAIRS = [
     (name, shape)
     for name, rule in RULES.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from verifier_traits import own, traits_of
+from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate import bounds as module
@@ -125,9 +125,9 @@ def test_gamma_zero_accepts_nothing(toys: dict[str, Toy], label: str) -> None:
 
 
 def rules(label: str) -> Iterator[Any]:
-    """Our lossless rules that sample and accept such drafts."""
+    """The registered lossless rules that sample and accept such drafts."""
     drafter, config = DRAFTS[label].config(2)
-    for name in own("verifiers"):
+    for name in plugins.entries("verifiers"):
         rule, sampling = plugins.get("verifiers", name), Sampling()
         draft = drafter.traits(config, sampling)
         if traits_of(rule).lossless and incompatible("it", draft, name, traits_of(rule), sampling) is None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verifier_traits import own
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
@@ -30,7 +29,7 @@ def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert out.startswith("prompt-lookup: ") and re.search(r"^gamma +\d+ +\w", out, re.MULTILINE)
     for kind in ("drafters", "verifiers"):
-        for name in own(kind):
+        for name in plugins.entries(kind):
             assert cli.main(["list", kind, name, "--json"]) == 0
             options = json.loads(capsys.readouterr().out)["options"]
             assert {o["option"] for o in options} == set(plugins.get(kind, name).Config.model_fields)

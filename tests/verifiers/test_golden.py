@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verifier_traits import own, traits_of
+from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
@@ -49,7 +49,7 @@ def accepts(name: str, label: str) -> bool:
 
 
 def without_golden_numbers() -> list[str]:
-    return sorted(set(own("verifiers")) - {line.split()[0] for line in GOLDEN})
+    return sorted(set(plugins.entries("verifiers")) - {line.split()[0] for line in GOLDEN})
 
 
 #: Draft length of each toy.
@@ -69,7 +69,7 @@ def by_toy(pairs: Iterable[tuple[str, str]], gamma: int | None = None) -> list[t
 #: (line, draft label): what every lossless verifier must survive. The golden table adds options to some names.
 PAIRS = [
     (line, label)
-    for line in dict.fromkeys([*GOLDEN, *own("verifiers")])
+    for line in dict.fromkeys([*GOLDEN, *sorted(plugins.entries("verifiers"))])
     for label in DRAFTS
     if traits_of(rule(line)[0]).lossless and accepts(line.split()[0], label)
 ]
@@ -101,7 +101,7 @@ def golden_rounds(line: str, label: str, toy: str) -> int:
 # -- the walk over the registry -------------------------------------------------------------------------
 
 
-def test_every_verifier_of_ours_has_golden_numbers() -> None:
+def test_every_registered_verifier_has_golden_numbers() -> None:
     missing = ", ".join(without_golden_numbers())
     assert not missing, (
         f"no golden numbers for: {missing}. Add a line to expected_tau in tests/golden.json, "
