@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
+    from .framework.runs.prompts import Prompt, load_prompts
     from .framework.training.losses import distil, overlap
 
     __version__: str
@@ -62,6 +63,7 @@ __all__ = [
     "ModelError",
     "ModelSource",
     "NumericalError",
+    "Prompt",
     "Register",
     "ResolvedModel",
     "Response",
@@ -90,6 +92,7 @@ __all__ = [
     "generate",
     "hookimpl",
     "load_model",
+    "load_prompts",
     "load_recipe",
     "make_verifier",
     "on_device",
@@ -120,6 +123,7 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
+    "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
     "Response": ".framework.contracts.rounds",
@@ -147,6 +151,7 @@ _HOME = {
     "generate": ".framework.decoding.generate",
     "hookimpl": ".framework.contracts.hookspecs",
     "load_model": ".framework.models.load",
+    "load_prompts": ".framework.runs.prompts",
     "load_recipe": ".framework.bench.matrix",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",

@@ -222,7 +222,10 @@ def unusable(kind: str, name: str, why: str) -> ContractError:
 
 
 def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
-    """What a drafter's or verifier's ``traits`` say. Raises ContractError for traits that raise or are nonsense."""
+    """What the ``traits`` of a drafter or verifier (a class, or an instance) say.
+
+    Raises ContractError for traits that raise or are nonsense.
+    """
     from .contracts.drafter import DraftTraits
     from .contracts.verifier import VerifierTraits
 

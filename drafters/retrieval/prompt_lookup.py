@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
@@ -69,8 +69,8 @@ class PromptLookup(Drafter):
 
     config: Config
 
-    def __init__(self, config: StrategyConfig, context: DraftContext):
-        super().__init__(config, context)
+    def attach(self, context: DraftContext) -> None:
+        super().attach(context)
         self._index: list[NgramIndex | None] = [None] * context.batch_size
 
     @classmethod
@@ -86,11 +86,7 @@ class PromptLookup(Drafter):
             index.lookup(self.config.match, min(self.config.gamma, limit)) if index is not None else []
             for index, limit in zip(self._index, sequences.limit, strict=True)
         ]
-        lengths = [len(tokens) for tokens in found]
-        width = max(lengths)
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
-        tokens = on_device(padded, sequences.device).view(len(found), width)
-        return Draft.chain(tokens, on_device(lengths, sequences.device))
+        return Draft.copied(found, sequences.device)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores

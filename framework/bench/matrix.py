@@ -340,7 +340,9 @@ class _Expansion:
     def _check_pairs(self, drafters: list[_Side], skipped: list[str]) -> None:
         for side in (*drafters, *self.verifiers):
             if side.refused and not side.paired:
-                raise self.places.error(side.path, f"{side.title} runs in no cell: {side.refused[0]}")
+                hint = f"; crossdraft list drafters {side.strategy.name}: which verifiers fit"
+                hint = hint if side.kind == "drafters" else ""
+                raise self.places.error(side.path, f"{side.title} runs in no cell: {side.refused[0]}{hint}")
         if len(self.verifiers) == 1 and skipped:  # a choice, not what a cross product leaves over
             raise self.places.error(self.verifiers[0].path, f"{skipped[0]}, or exclude these cells")
 

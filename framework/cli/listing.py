@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from .. import plugins
-from ..contracts.errors import UnknownNameError
+from ..contracts.errors import UnknownNameError, UsageError
 from ..contracts.limits import RECIPE_BYTES
 from ..contracts.reading import read_text
 
@@ -47,6 +47,9 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
         with plugins.guarded(kind, name, "its Config"):
             options = [_option(key, field) for key, field in value.Config.model_fields.items()]
         facts |= {"options": options}
+        if kind == "drafters":
+            more, said = _drafts(value)
+            facts, lines = facts | more, lines + said
         if kind == "verifiers" and not any(option["default"] == _REQUIRED for option in options):
             with plugins.guarded(kind, name, "its Config"):
                 config = value.Config()
@@ -61,6 +64,30 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     if options:
         _print_table(["option", "default", "meaning"], [list(option.values()) for option in options])
     return 0
+
+
+def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
+    """What it drafts with its default options, and which verifiers fit: for programs, and for people."""
+    from ..contracts.sampling import Sampling
+    from ..decoding.build import configured, default_rule, fitting_rules
+
+    fields = drafter.Config.model_fields.items()
+    try:  # an option without a default is a model's name, which traits do not look at
+        given = configured("drafters", {"name": drafter.name} | {key: "?" for key, f in fields if f.is_required()})
+    except UsageError:
+        return {}, ["what it drafts follows from its options"]
+    zero = plugins.traits_of("drafters", *given, Sampling(temperature=0)).temperature_zero_only
+    sampling = Sampling(temperature=0 if zero else 1)
+    traits = plugins.traits_of("drafters", *given, sampling)
+    fitting, best = fitting_rules(given, sampling), default_rule(given, sampling)[0].name
+    facts = {"drawn": traits.drawn, "point_mass": traits.point_mass, "nodes": traits.nodes}
+    facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": best}
+    kind = f"{traits.drawn} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
+    return facts, [
+        f"with its default options: {'no drafts' if traits.drawn is None else kind}{', temperature 0 only' * zero}",
+        f"lossless verifiers that fit: {', '.join(fitting) or 'none'}",
+        f"where none is named: {best}{'' if zero else ' (greedy at temperature 0)'}",
+    ]
 
 
 def _option(key: str, field: Any) -> dict[str, str]:

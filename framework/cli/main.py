@@ -3,7 +3,7 @@
 The larger subcommands are modules of their own with ``add_arguments(parser)`` and ``main(args) -> int``,
 imported only when they were asked for, so that ``--help`` and ``list`` answer at once. Errors made for people
 (`CrossdraftError`) become one line on standard error and the error's exit code: 2 for a wrong request, 1 for
-one that failed. So does any other exception, here and nowhere else.
+one that failed. So does whatever else is raised, a plug-in's `sys.exit` included, here and nowhere else.
 """
 
 import argparse
@@ -25,6 +25,7 @@ COMMANDS = {
     "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
     "train": "train a drafter for a target",
     "cost": "measure what a pass costs, and predict speed-ups from it",
+    "new": "write a working package for a drafter, a verifier or prompts of your own",
 }
 """Subcommands that live in modules of their own, by name, with a line of help."""
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    debug = False
+    args, debug = None, False
     try:
         args = _parser(argv[0] if argv else "").parse_args(argv)
         debug = args.debug
@@ -54,14 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left, as in `crossdraft list | head`; what is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # a bug, ours or a plug-in's: told like one, with its trace on request
+    except BaseException as error:  # a bug, ours or a plug-in's, told with its trace on request; SystemExit, too
+        if args is None and isinstance(error, SystemExit):  # argparse's: --help, or arguments that are wrong
+            raise
         print(f"crossdraft: error: {_unexpected(error)}", file=sys.stderr)
         if debug:
             traceback.print_exc()
         return 1
 
 
-def _unexpected(error: Exception) -> str:
+def _unexpected(error: BaseException) -> str:
     """What an error that nobody made for people says, and where it was raised."""
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
     frames = traceback.extract_tb(error.__traceback__)

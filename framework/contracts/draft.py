@@ -90,6 +90,14 @@ class Draft:
         )
 
     @classmethod
+    def copied(cls, rows: Sequence[Sequence[int]], device: torch.device | str) -> Draft:
+        """Chains of point masses from lists of token ids on the host: one list a row, of any length."""
+        width = max(map(len, rows), default=0)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows]
+        tokens = on_device(padded, torch.device(device)).view(len(rows), width)
+        return cls.chain(tokens, [len(row) for row in rows])
+
+    @classmethod
     def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:
         """K sequences per row, drawn independently, merged into a tree whose nodes the target evaluates once.
 

@@ -181,13 +181,33 @@ class Drafter(ABC):
 
     Life of a slot: ``begin`` with a prompt, then per round ``propose`` and ``observe``, then ``retire``.
     All of it happens under `torch.inference_mode`.
+
+    An instance that is made without a context, ``MyDrafter()``, is its user's: `crossdraft.generate` takes it as often
+    as they like, and what it remembers stays. Every run then begins with `attach`.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+    #: What it drafts for, from `attach` on.
+    context: DraftContext
+    #: Whether it was made for that context alone.
+    bound: bool = True
+    #: Whose it is for now: the decoder's, which sets it.
+    claim: object = None
 
-    def __init__(self, config: StrategyConfig, context: DraftContext):
-        self.config, self.context = config, context
+    def __init__(self, config: StrategyConfig | None = None, context: DraftContext | None = None):
+        self.config = config if config is not None else self.Config()
+        self.bound = context is not None
+        if context is not None:
+            self.attach(context)
+
+    def attach(self, context: DraftContext) -> None:
+        """Draft for ``context`` from here on: it has other slots, perhaps of another target, than any before it.
+
+        A drafter that makes something for its slots, or loads a model, does it here (or in ``__init__``, if it is only
+        ever to be given by class or name); what earlier sequences taught it may stay. The base class keeps ``context``.
+        """
+        self.context = context
 
     @classmethod
     @abstractmethod

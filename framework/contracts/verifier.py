@@ -57,6 +57,8 @@ class Verifier(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+    #: Whose it is for now: the decoder's, which sets it.
+    claim: object = None
 
     def __init__(self, config: StrategyConfig | None = None):
         self.config = config if config is not None else self.Config()

@@ -24,7 +24,7 @@ from ..contracts.verifier import Verifier, incompatible
 from ..models.checkpoint import load_checkpoint
 from ..models.load import load_model, same_tokenizer
 from ..models.shared_embedding import shares_embedding
-from ..plugins import entries, get
+from ..plugins import entries, get, guarded, traits_of
 from .cpu import speed_up_small_batches
 from .fitted import fitted
 from .fused import Fused
@@ -33,10 +33,11 @@ from .loop import Decoder
 from .stopwatch import Stopwatch
 from .transformers_lm import TransformersLM
 
-#: The class of a drafter or verifier and its validated config.
-Configured = tuple[type[Any], Any]
-#: A drafter or verifier: its name, a mapping with ``name`` and the keys of its Config, its class, or class and config.
-StrategyLike = str | Mapping[str, Any] | type[Any] | Configured
+#: The class of a drafter or verifier and its validated config; or an instance, which its user holds, and its config.
+Configured = tuple[Any, Any]
+#: A drafter or verifier: its name, a mapping with ``name`` and the keys of its Config, its class, an instance, or class
+#: and config.
+StrategyLike = str | Mapping[str, Any] | type[Any] | Drafter | Verifier | Configured
 
 #: The rule for each kind of draft that ``docs/verifiers.md`` advises; all of them are lossless.
 BEST_RULE = {
@@ -49,14 +50,23 @@ BEST_RULE = {
 
 
 def configured(kind: str, strategy: StrategyLike) -> Configured:
-    """The class and validated config of a drafter (``kind`` "drafters") or verifier ("verifiers").
+    """The class (or the instance that was given) and validated config of a drafter or verifier.
 
-    Raises UnknownNameError, or UsageError naming the key that does not fit.
+    Args:
+        kind: "drafters" or "verifiers".
+
+    Raises:
+        UnknownNameError, ContractError: a name that nobody provides, or a plug-in's that cannot be used.
+        UsageError: names the key that does not fit; or an instance that cannot be used again.
     """
     one, base = kind[:-1], Drafter if kind == "drafters" else Verifier
     cls: Any
-    if isinstance(strategy, tuple) and len(strategy) == 2 and _is_a(base, strategy[0]):
-        cls, config = strategy
+    pair: Any = strategy if isinstance(strategy, tuple) and len(strategy) == 2 else (strategy, None)
+    if isinstance(pair[0], base):
+        _check_instance(one, *pair)
+        return pair[0], pair[0].config
+    if pair is strategy and _is_a(base, pair[0]):
+        cls, config = pair
         if not isinstance(config, cls.Config):
             raise UsageError(f"the config of {one} '{cls.name}' is {config!r}, not a {cls.__name__}.Config")
         return cls, config
@@ -70,11 +80,12 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
         cls = get(kind, name)
     else:
         raise UsageError(
-            f"a {one} is given by its name, by a mapping with 'name' and its options, or by its class "
-            f"(a subclass of crossdraft.{base.__name__}); got {strategy!r}"
+            f"a {one} is given by its name, by a mapping with 'name' and its options, or by its class or an instance "
+            f"of it (a subclass of crossdraft.{base.__name__}); got {strategy!r}"
         )
     try:
-        return cls, cls.Config(**options)
+        with guarded(kind, cls.name, "its Config", passing=(CrossdraftError, ValidationError)):
+            return cls, cls.Config(**options)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -88,10 +99,27 @@ def _is_a(base: type[Any], strategy: Any) -> bool:
     return isinstance(strategy, type) and issubclass(strategy, base) and not strategy.__abstractmethods__
 
 
+def _check_instance(one: str, strategy: Drafter | Verifier, config: Any) -> None:
+    """Refuse an instance with a config beside its own, or with the slots and models of another context."""
+    name = type(strategy).__name__
+    if config is not None and config is not strategy.config:
+        raise UsageError(f"this {name} has a config already; give the instance alone, or the class {name} and a config")
+    if not isinstance(strategy.config, strategy.Config):
+        raise UsageError(f"the config of {one} '{strategy.name}' is {strategy.config!r}, not a {name}.Config")
+    if isinstance(strategy, Drafter) and strategy.bound and type(strategy).attach is Drafter.attach:
+        raise UsageError(
+            f"this {name} was made for one context and cannot draft in another; give its class or its name, make it "
+            f"without a context, or define {name}.attach"
+        )
+
+
 def make_verifier(strategy: StrategyLike) -> Verifier:
     """A verifier by name, or by a mapping with ``name`` and its options; for rules that wrap another one, too."""
-    cls, config = configured("verifiers", strategy)
-    return cls(config)
+    return _made(configured("verifiers", strategy))
+
+
+def _made(rule: Configured) -> Verifier:
+    return rule[0] if isinstance(rule[0], Verifier) else rule[0](rule[1])
 
 
 def check_pair(drafter: Configured, verifier: Configured, sampling: Sampling) -> None:
@@ -106,7 +134,7 @@ def check_pair(drafter: Configured, verifier: Configured, sampling: Sampling) ->
 
 def default_rule(drafter: Configured, sampling: Sampling) -> Configured:
     """The verifier for a drafter where none is named: ``greedy`` at temperature 0, else that of `BEST_RULE`."""
-    drawn = drafter[0].traits(drafter[1], sampling).drawn
+    drawn = traits_of("drafters", *drafter, sampling).drawn
     name = "greedy" if sampling.temperature == 0 else BEST_RULE[drawn or "chain"]
     return configured("verifiers", name)
 
@@ -117,21 +145,22 @@ def fitting_rules(drafter: Configured, sampling: Sampling) -> list[str]:
     for name in entries("verifiers"):
         try:
             rule = configured("verifiers", name)
+            fits = traits_of("verifiers", *rule).lossless and _misfit(drafter, rule, sampling) is None
         except CrossdraftError:  # one that does not load, or needs options
             continue
-        if rule[0].traits(rule[1]).lossless and _misfit(drafter, rule, sampling) is None:
+        if fits:
             found.append(name)
     return found
 
 
 def _misfit(drafter: Configured, verifier: Configured, sampling: Sampling) -> str | None:
-    (drafting, config), (rule, options) = drafter, verifier
-    return incompatible(drafting.name, drafting.traits(config, sampling), rule.name, rule.traits(options), sampling)
+    draft, promise = traits_of("drafters", *drafter, sampling), traits_of("verifiers", *verifier)
+    return incompatible(drafter[0].name, draft, verifier[0].name, promise, sampling)
 
 
 def slot_length(sequence: int, drafters: Iterable[Configured], sampling: Sampling) -> int:
     """Tokens that a slot has to hold: the longest ``sequence``, a root, and the widest draft of any of ``drafters``."""
-    return sequence + 1 + max(drafting.traits(config, sampling).nodes for drafting, config in drafters)
+    return sequence + 1 + max(traits_of("drafters", *drafter, sampling).nodes for drafter in drafters)
 
 
 def make_slots(loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
@@ -219,6 +248,14 @@ class TargetContext(ModuleContext):
         return found
 
 
+def _drafting(drafter: Configured, context: DraftContext) -> Drafter:
+    """A new drafter of a class, or the instance that was given."""
+    if isinstance(drafter[0], Drafter):
+        drafter[0].attach(context)
+        return drafter[0]
+    return drafter[0](drafter[1], context)
+
+
 def build_decoder(
     context: DraftContext,
     drafter: Configured | Callable[[DraftContext], Drafter],
@@ -235,8 +272,8 @@ def build_decoder(
     """A decoder for a pair, over the slots of ``context.target``.
 
     Args:
-        drafter: its class and config, or what makes it.
-        verifier: its class and config, or the verifier itself.
+        drafter: its class (or an instance) and config, or what makes it.
+        verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
         eos, max_new_tokens, rng, stopwatch, on_round, validate: see `Decoder`.
 
@@ -246,12 +283,12 @@ def build_decoder(
     """
     if not callable(drafter) and not isinstance(verifier, Verifier):
         check_pair(drafter, verifier, context.sampling)
-    rule = verifier if isinstance(verifier, Verifier) else verifier[0](verifier[1])
+    rule = verifier if isinstance(verifier, Verifier) else _made(verifier)
     assert context.target is not None
     context.final_law = rule.traits(rule.config).modifies_target
     return Decoder(
         context.target,
-        drafter(context) if callable(drafter) else drafter[0](drafter[1], context),
+        drafter(context) if callable(drafter) else _drafting(drafter, context),
         Fused(rule) if compile_verifier and Fused.takes(rule) else rule,
         sampling=context.sampling,
         eos=eos,

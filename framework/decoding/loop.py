@@ -23,6 +23,7 @@ from ..contracts.rounds import Response, Round, RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_verdict
+from .fused import Fused
 from .stopwatch import Stopwatch
 from .transfer import check_rows, failures, to_host
 from .validation import validate_draft, validate_verdict
@@ -87,8 +88,10 @@ class Decoder:
         self.stopwatch = stopwatch or Stopwatch(target.device)
         self.on_round, self.validate = on_round, validate
         self.traits = drafter.traits(drafter.config, sampling)
-        rule = getattr(verifier, "rule", verifier)  # of compiled code, the rule that was compiled
+        rule = verifier.rule if isinstance(verifier, Fused) else verifier  # of compiled code, what was compiled
         self._lossless = rule.traits(rule.config).lossless
+        self._claimed, self._claim = (drafter, rule), object()
+        drafter.claim = rule.claim = self._claim
         #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
         self.hidden_layers = self.traits.hidden_layers
         b = target.batch_size
@@ -162,6 +165,7 @@ class Decoder:
     @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0, name: str = "the prompt") -> None:
         """Put a sequence into slot ``row``."""
+        self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
         self.target.hidden_layers = self.hidden_layers
@@ -180,6 +184,7 @@ class Decoder:
     def round(self) -> list[Response]:
         """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
         clock, seqs = self.stopwatch, self.sequences
+        self._check_claim()
         clock.start()
         sampled = self.validate == "sampled" and (self._made < FIRST or not self._made % EVERY)
         full, self._made = sampled or self.validate == "always", self._made + 1
@@ -377,6 +382,10 @@ class Decoder:
     @property
     def _prompts(self) -> list[str | None]:
         return [slot.name if slot else None for slot in self._slots]
+
+    def _check_claim(self) -> None:
+        if any(strategy.claim is not self._claim for strategy in self._claimed):  # instances that their user holds
+            raise UsageError("a drafter or verifier of this run was given to another; give each run one of its own")
 
     def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
         if not len(prompt):

@@ -1,4 +1,4 @@
-"""The contract kit: what crossdraft's own drafters and verifiers are tested with, for those of third parties.
+"""The contract kit: what crossdraft's own drafters, verifiers and prompts are tested with, for third parties'.
 
     from crossdraft.testing import DrafterContract
 
@@ -11,7 +11,8 @@ Run it with pytest. Nothing is downloaded: models are small tables of probabilit
 """
 
 from .drafter_contract import DrafterContract
+from .prompts_contract import PromptsContract
 from .settings import Setting, TinyModel, Toys
 from .verifier_contract import VerifierContract
 
-__all__ = ["DrafterContract", "Setting", "TinyModel", "Toys", "VerifierContract"]
+__all__ = ["DrafterContract", "PromptsContract", "Setting", "TinyModel", "Toys", "VerifierContract"]

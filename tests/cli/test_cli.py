@@ -36,6 +36,21 @@ def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
             assert all(o["meaning"] for o in options), f"an option of {name} has no description"
 
 
+def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
+    assert cli.main(["list", "drafters", "small-lm-iid"]) == 0
+    out = capsys.readouterr().out
+    assert "with its default options: iid drafts, at most 10 nodes\n" in out
+    assert "\nlossless verifiers that fit: spectr, specinfer, sample-match, traversal, multipath-block" in out
+    assert "\nwhere none is named: spectr (greedy at temperature 0)\n" in out
+    assert cli.main(["list", "drafters", "prompt-lookup", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["drawn"], found["point_mass"], found["nodes"]) == ("chain", True, 10)
+    assert {"token", "block"} <= set(found["verifiers"]) and found["default_verifier"] == "block"
+    assert "greedy" not in found["verifiers"] and "lenient" not in found["verifiers"]
+    assert cli.main(["list", "drafters", "none"]) == 0
+    assert "with its default options: no drafts\n" in capsys.readouterr().out
+
+
 def test_list_tells_what_a_verifier_judges_and_what_a_recipe_says(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "typical"]) == 0
     assert "LOSSY; judges drafts: chain, deterministic" in capsys.readouterr().out
@@ -93,6 +108,21 @@ def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: An
     assert capsys.readouterr().err == sentence
 
 
+@pytest.mark.parametrize(
+    "error, words", [(SystemExit(0), "SystemExit: 0 (test_cli.py, line"), (GeneratorExit("x"), "GeneratorExit: x")]
+)
+def test_a_plugin_cannot_leave_the_program(monkeypatch: Any, capsys: Any, error: Any, words: str) -> None:
+    def leave(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "list_names", leave)
+    assert cli.main(["list"]) == 1
+    sentence = capsys.readouterr().err
+    assert sentence.startswith(f"crossdraft: error: {words}") and sentence.count("\n") == 1
+    assert cli.main(["list", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_wrong_arguments_exit_with_2() -> None:
     for argv in ([], ["no-such-command"], ["list", "no-such-kind"]):
         with pytest.raises(SystemExit) as left:
@@ -100,10 +130,14 @@ def test_wrong_arguments_exit_with_2() -> None:
         assert left.value.code == 2
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"], ["new", "--help"]]
+)
 def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None:
     code = (
-        "import sys; from crossdraft.framework.cli.main import main\n"
+        "import sys; from crossdraft.framework import plugins; from crossdraft.framework.cli.main import main\n"
+        "every = plugins.entry_points  # what else is installed may be heavy\n"
+        "plugins.entry_points = lambda group: [p for p in every(group=group) if p.dist.name == 'crossdraft']\n"
         f"try: main({argv!r})\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
@@ -115,7 +149,7 @@ def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None
 
 def test_help_names_every_command() -> None:
     done = subprocess.run([sys.executable, "-m", "crossdraft", "--help"], capture_output=True, text=True, check=True)
-    for command in ("run", "list", "plugins", "env", "certify", "train"):
+    for command in ("run", "list", "plugins", "env", "certify", "train", "new"):
         assert f"\n    {command} " in done.stdout
 
 

@@ -294,7 +294,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
     install("drafters", ("tree", Tree))
     assert error(base, "drafters.0=tree", "verifiers=[token, block]", "exclude=[]") == (
         "--set drafters.0=tree: drafter 'tree' runs in no cell: drafter 'tree' makes 'iid' drafts, but verifier 'token' "
-        "accepts only: chain"
+        "accepts only: chain; crossdraft list drafters tree: which verifiers fit"
     )
     skipped = plan(load_recipe(base, ["drafters.0=tree"])).skipped
     assert any("drafter 'tree' makes 'iid' drafts" in reason for reason in skipped)

@@ -1,0 +1,78 @@
+"""The verifier ``by-shape``: judges every draft by the rule that its shape asks for.
+
+A table that compares drafters of different shapes under one rule compares them under a rule that suits one. This
+one column is each at its best: block verification for chains, K-SEQ for independent sequences, traversal verification
+for trees without replacement, and so on. It wraps rules that are there, and adds none of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from crossdraft import (
+    CrossdraftError,
+    Draft,
+    Drawn,
+    RoundRng,
+    StrategyConfig,
+    Verdict,
+    Verifier,
+    VerifierTraits,
+    make_verifier,
+)
+
+
+class ByShape(Verifier):
+    """Lossless on any draft: which rule judges a round follows from the draft's shape alone, and each is lossless."""
+
+    name = "by-shape"
+
+    class Config(StrategyConfig):
+        chain: str = Field("block", description="the rule for chains")
+        iid: str = Field("spectr", description="the rule for K independent sequences")
+        without_replacement: str = Field("traversal", description="the rule for trees without replacement")
+        greedy_draft: str = Field("greedy-draft-optimal", description="the rule for greedy siblings")
+        deterministic: str = Field("sample-match", description="the rule for trees that nothing was drawn for")
+
+        @model_validator(mode="after")
+        def _each_fits(self):
+            for shape in get_args(Drawn):
+                if reason := misfit(shape, getattr(self, shape)):
+                    raise ValueError(f"'{getattr(self, shape)}' cannot judge '{shape}' drafts here: {reason}")
+            return self
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig | None = None):
+        super().__init__(config)
+        self.rules = {shape: make_verifier(getattr(self.config, shape)) for shape in get_args(Drawn)}
+
+    @classmethod
+    def traits(cls, config: Any) -> VerifierTraits:
+        return VerifierTraits(drawn=frozenset(get_args(Drawn)))
+
+    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+        return self.rules[draft.drawn].verify(draft, p, rng)
+
+
+def misfit(shape: str, name: str) -> str | None:
+    """Why the rule called ``name`` cannot stand for ``shape``; None if it can."""
+    try:
+        rule = make_verifier(name)
+    except CrossdraftError as error:
+        return str(error)
+    traits = rule.traits(rule.config)
+    if shape not in traits.drawn:
+        return f"it judges {', '.join(sorted(traits.drawn))}"
+    if not traits.lossless:
+        return "it is lossy"
+    if traits.temperature_zero_only:
+        return "it needs temperature 0"
+    if traits.stateful:
+        return "it carries state from round to round, and the next draft may have another shape"
+    if traits.pairs_only and shape == "without_replacement":
+        return "it judges two children of the root alone"
+    return None

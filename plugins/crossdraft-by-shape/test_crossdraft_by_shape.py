@@ -1,0 +1,40 @@
+"""The contract of a verifier, for all shapes; and what it refuses to wrap."""
+
+from __future__ import annotations
+
+import pytest
+from crossdraft_by_shape.verifier import ByShape
+from pydantic import ValidationError
+
+from crossdraft import make_verifier
+from crossdraft.testing import VerifierContract
+
+
+class TestByShape(VerifierContract):
+    verifier = ByShape
+
+    def test_it_decides_as_the_rule_of_the_shape(self) -> None:
+        """Draft for draft, with the same random numbers."""
+        shapes = set()
+        for _, draft, p, numbers, streams, position in self.recorded(2):
+            rounds = [numbers.round(streams, [position] * len(streams), p.device) for _ in range(2)]
+            said = self.judge(self.make(), draft, p, rounds[0])
+            alone = self.judge(make_verifier(getattr(ByShape.Config(), draft.drawn)), draft, p, rounds[1])
+            assert said.length.tolist() == alone.length.tolist() and said.token.tolist() == alone.token.tolist()
+            shapes.add(draft.drawn)
+        assert shapes == set(ByShape.Config.model_fields), "a shape was never judged"
+
+
+@pytest.mark.parametrize(
+    "shape, rule, reason",
+    [
+        ("iid", "block", "it judges chain"),
+        ("chain", "greedy", "it needs temperature 0"),
+        ("chain", "greedy-block", "it carries state"),
+        ("chain", "lenient", "it is lossy"),
+        ("chain", "nothing", "there is no verifier named 'nothing'"),
+    ],
+)
+def test_rules_that_cannot_be_wrapped(shape: str, rule: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=f"'{rule}' cannot judge '{shape}' drafts here: {reason}"):
+        ByShape.Config(**{shape: rule})

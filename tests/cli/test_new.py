@@ -1,0 +1,159 @@
+"""``crossdraft new``: what it writes works as it stands, and names that cannot be are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny_models import save_model
+
+from crossdraft import Verdict
+from crossdraft.framework import plugins
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli import new
+
+LEFT = re.compile(r"example.?name", re.IGNORECASE)
+KINDS = {"drafter": "my-drafter", "verifier": "rule-2", "prompts": "cities"}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[Path, ModuleType]]]:
+    """``written(kind)``: a new package in the working directory, registered as pip would have it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    modules: list[ModuleType] = []
+
+    def make(kind: str) -> tuple[Path, ModuleType]:
+        assert cli.main(["new", kind, KINDS[kind]]) == 0
+        folder = tmp_path / KINDS[kind]
+        monkeypatch.syspath_prepend(folder)
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        (module,) = project["project"]["entry-points"]["crossdraft"].values()
+        modules.append(import_module(module))
+        plugins.manager().register(modules[-1], "a new package")
+        return folder, modules[-1]
+
+    yield make
+    for module in modules:
+        plugins.manager().unregister(module)
+        for name in [name for name in sys.modules if name.partition(".")[0] == module.__name__]:
+            sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_runs_in_its_own_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
+    folder, module = written(kind)
+    out = capsys.readouterr().out
+    for file in folder.rglob("*.*"):
+        if file.is_file() and file.parent.name != "__pycache__":
+            assert file.name in out and not LEFT.search(file.name + file.read_text(encoding="utf-8"))
+    assert module.__name__ == KINDS[kind].replace("-", "_")
+    if kind != "prompts":
+        assert plugins.get(f"{kind}s", KINDS[kind]).__name__ == {"drafter": "MyDrafter", "verifier": "Rule2"}[kind]
+    shorter = [
+        "--set",
+        f"target={save_model(tmp_path / 'target', context=2048)}",
+        "--set",
+        "max_new_tokens=4",
+        "--limit",
+        "2",
+    ]
+    assert cli.main(["run", str(folder / "recipe.yaml"), *shorter, "--quiet"]) == 0
+    assert ("prompt-lookup" if kind == "prompts" else KINDS[kind]) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind, against", [("drafter", ["--verifier", "token"]), ("verifier", ["--draft", "chain"])])
+def test_what_is_written_is_certified(kind: str, against: list[str], written: Any, capsys: Any) -> None:
+    written(kind)
+    assert cli.main(["certify", f"--{kind}", KINDS[kind], *against]) == 0
+    rows = [
+        line for line in capsys.readouterr().out.splitlines() if line.endswith((" yes", " no")) or "nothing" in line
+    ]
+    assert rows and all(row.endswith(" yes") for row in rows), rows
+
+
+def test_a_mistake_in_it_is_found(written: Any, capsys: Any, monkeypatch: Any) -> None:
+    """The certificate of what is written can fail: here the draft is taken as it is."""
+    written("verifier")
+    rule = plugins.get("verifiers", "rule-2")
+
+    def all_of_it(self: Any, draft: Any, p: Any, rng: Any) -> Any:
+        return Verdict(draft.count, rng.draw(p[:, -1]))
+
+    monkeypatch.setattr(rule, "verify", all_of_it)
+    assert cli.main(["certify", "--verifier", "rule-2", "--draft", "chain"]) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def python(*arguments: str, at: Path, **more: str) -> str:
+    """What a command of this interpreter prints; it has to succeed."""
+    found = subprocess.run(
+        [sys.executable, *arguments], cwd=at, capture_output=True, text=True, env={**os.environ, **more}
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
+    """pip, editable, into a folder of its own; without network, so setuptools has to be here already."""
+    pytest.importorskip("setuptools")
+    name = KINDS[kind]
+    folder, site = new.write(kind, name, tmp_path / name), tmp_path / "site"
+    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+    python("-m", "pip", "install", *offline, "--target", str(site), str(folder), at=tmp_path)
+    listed = python("-m", "crossdraft", "list", new.KINDS[kind], "--json", at=tmp_path, PYTHONPATH=str(site))
+    assert f'"name": "{name}"' in listed and f'"provider": "{name} 0.1.0"' in listed
+    printed = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", at=folder, PYTHONPATH=str(site))
+    assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("My-Drafter", "'My-Drafter' is no name here; take lower-case letters, digits and single hyphens"),
+        ("my_drafter", "is no name here"),
+        ("2fast", "is no name here"),
+        ("a--b", "is no name here"),
+        ("a-", "is no name here"),
+        ("", "'' is no name here"),
+        ("../up", "is no name here"),
+        ("ünder", "is no name here"),
+        ("a" * 201, "has 201 characters; the most is 200"),
+        ("prompt-lookup", "there is a drafter 'prompt-lookup' already, of crossdraft"),
+        ("lambda", "'lambda' would be a word of Python's own"),
+        ("none-such-", "is no name here"),
+        ("true", "'true' would be a word of Python's own"),
+        ("json", "there is a Python module 'json' already"),
+        ("torch", "there is a Python module 'torch' already"),
+        ("crossdraft", "there is a Python module 'crossdraft' already"),
+    ],
+)
+def test_names_that_cannot_be(name: str, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "drafter", name]) == 2
+    sentence = capsys.readouterr().err
+    assert words in sentence and sentence.startswith("crossdraft: error: ") and sentence.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
+    for arguments in (["mine"], ["other", "--out", "mine"], ["other", "--out", "file"], ["other", "--out", "file/x"]):
+        assert cli.main(["new", "prompts", *arguments]) == 2
+        assert "is there already" in (said := capsys.readouterr().err) or "cannot be written" in said
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine"]
+    assert cli.main(["new", "prompts", "mine", "--out", "deep/down"]) == 0
+    assert (tmp_path / "deep" / "down" / "mine.py").is_file()
