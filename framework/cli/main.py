@@ -16,7 +16,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..contracts.errors import CrossdraftError
+from ..contracts.errors import CrossdraftError, printable
+from ..runs.interrupts import interrupting
 from .listing import list_names, list_plugins, show_environment
 
 COMMANDS = {
@@ -36,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    with interrupting():  # SIGTERM and SIGHUP end a command as Ctrl-C does, from its first line on
+        return _main(argv)
+
+
+def _main(argv: list[str]) -> int:
     args, debug = None, False
     try:
         args = _parser(argv[0] if argv else "").parse_args(argv)
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
-        print(f"crossdraft: error: {error}", file=sys.stderr)
+        print("crossdraft: error:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         if debug:
             traceback.print_exc()
         return error.exit_code

@@ -112,11 +112,8 @@ def main(args: argparse.Namespace) -> int:
     """Train; 130 after Ctrl-C, SIGTERM or SIGHUP, which leave all that is whole."""
     if args.broken:
         raise UsageError(args.broken)
-    from ..runs.interrupts import interrupting
-
     try:
-        with interrupting():
-            return _main(args)
+        return _main(args)
     except KeyboardInterrupt:
         print(
             f"crossdraft: interrupted; what is whole is kept in {args.out}, and the same command goes on from there",

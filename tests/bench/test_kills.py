@@ -56,7 +56,9 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
                 run.send_signal(number)
                 _, err = run.communicate(timeout=60)
                 assert "Traceback" not in err, err
-                assert number == signal.SIGKILL or run.returncode == 130, err
+                # Beyond its last line Python has given the signal back to the system: then there is nothing left to do.
+                over = run.returncode == -number and found(tmp_path) == expected
+                assert number == signal.SIGKILL or run.returncode == 130 or over, err
                 kills += 1
                 now = pieces(tmp_path / "runs")
                 assert now >= kept, "a finished piece was lost"

@@ -1,9 +1,12 @@
 """The command line: what it prints, its exit codes, and that it answers without loading PyTorch."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +109,28 @@ def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: An
     monkeypatch.setattr(cli, "list_names", fail)
     assert cli.main(["list"]) == code
     assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_every_command_like_ctrl_c(monkeypatch: Any, capsys: Any, number: int) -> None:
+    def told(_: Any) -> int:
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+        return 0
+
+    monkeypatch.setattr(cli, "list_names", told)
+    before = signal.getsignal(number)
+    assert cli.main(["list"]) == 130
+    assert capsys.readouterr().err == "crossdraft: interrupted\n" and signal.getsignal(number) is before
+
+
+def test_errors_steer_no_terminal(monkeypatch: Any, capsys: Any) -> None:
+    def fail(_: Any) -> int:
+        raise UsageError("a name \x1b[2J, and\na second line")
+
+    monkeypatch.setattr(cli, "list_names", fail)
+    assert cli.main(["list"]) == 2
+    assert capsys.readouterr().err == "crossdraft: error: a name \\x1b[2J, and\na second line\n"
 
 
 @pytest.mark.parametrize(
