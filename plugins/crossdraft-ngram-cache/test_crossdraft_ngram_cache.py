@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from crossdraft_ngram_cache.drafter import NgramCache
 from pydantic import ValidationError
@@ -14,7 +16,7 @@ class TestNgramCache(DrafterContract):
     remembers = True
 
 
-def counted(*texts: list[int], **options: object) -> NgramCache:
+def counted(*texts: list[int], **options: Any) -> NgramCache:
     """A cache that has seen these texts in one slot after another."""
     cache = NgramCache(NgramCache.Config(**options))
     for row, text in enumerate(texts):

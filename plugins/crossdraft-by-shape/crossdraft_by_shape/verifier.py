@@ -31,11 +31,11 @@ class ByShape(Verifier):
     name = "by-shape"
 
     class Config(StrategyConfig):
-        chain: str = Field("block", description="the rule for chains")
-        iid: str = Field("spectr", description="the rule for K independent sequences")
-        without_replacement: str = Field("traversal", description="the rule for trees without replacement")
-        greedy_draft: str = Field("greedy-draft-optimal", description="the rule for greedy siblings")
-        deterministic: str = Field("sample-match", description="the rule for trees that nothing was drawn for")
+        chain: str = Field(default="block", description="the rule for chains")
+        iid: str = Field(default="spectr", description="the rule for K independent sequences")
+        without_replacement: str = Field(default="traversal", description="the rule for trees without replacement")
+        greedy_draft: str = Field(default="greedy-draft-optimal", description="the rule for greedy siblings")
+        deterministic: str = Field(default="sample-match", description="the rule for trees that nothing was drawn for")
 
         @model_validator(mode="after")
         def _each_fits(self):
