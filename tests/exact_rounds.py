@@ -1,7 +1,7 @@
 """One round of each rule in exact arithmetic, written from the papers, and random models to run it on.
 
-A model is a function from a prefix (a tuple of tokens) to a law (a list of fractions). Every rule gives the joint law of
-what a round emits and tau. Nothing here is shared with what is tested.
+A model is a function from a prefix (a tuple of tokens) to a law (a list of fractions). Every rule gives the joint law
+of what a round emits and tau. Nothing here is shared with what is tested.
 """
 
 from __future__ import annotations
