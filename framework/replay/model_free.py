@@ -95,7 +95,7 @@ def _next(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:
     """The next of somebody's drafts; the guard is set up only where something is wrong, because that takes longer."""
     try:
         return next(drafts, None)
-    except Exception as error:
+    except BaseException as error:
         with plugins.guarded("drafters", name, "drafts_along()"):
             raise error
 

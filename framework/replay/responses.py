@@ -135,7 +135,11 @@ class Reader(Reading):
                 self.assumed["left out: later turns whose conversation the run had to cut"] += 1
                 continue
             tokens = token_ids(row["tokens"], "tokens", where)
-            log_p = None if row.get("log_p") is None else log_probabilities(row["log_p"], "log_p", len(tokens), where)
+            log_p = (
+                None
+                if row.get("logprobs") is None
+                else log_probabilities(row["logprobs"], "logprobs", len(tokens), where)
+            )
             ended = row["finish"] == "eos"
             most = config.max_new_tokens if row["finish"] in ("eos", "length") else len(tokens)
             yield Response(name, prompt.category, ids, tokens, log_p, ended, most, config.sampling, where)
