@@ -25,7 +25,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..decoding.build import Configured, configured
 from .forced import Forced
-from .identities import RULES, SEQUENCES, is_point_mass, no_identity, survival
+from .identities import RULES, SEQUENCES, certain, no_identity, survival
 from .response import Response
 from .rounds import Acceptance, expected
 from .tally import Pieces, Tally
@@ -156,11 +156,13 @@ def _add(
     numbers: Sequence[int],
     writer: _Positions | None,
 ) -> None:
-    certain, known = all(map(is_point_mass, forced)), None
+    point_mass, rounds = certain(forced), {}
     for rule, ks in candidate.rules.items():
-        if known is None or not certain:  # every rule accepts the same of a point mass, whatever K is
-            known = [survival(rule, one, ks) for one in forced], {}
-        at_least, rounds = known
+        if point_mass is None:
+            rounds = {}
+            at_least = [survival(rule, one, ks) for one in forced]
+        else:  # every rule accepts the same of it, whatever K is
+            at_least = [dict.fromkeys(ks, one) for one in point_mass]
         for k in ks:
             if k not in rounds:
                 given = [
