@@ -31,7 +31,7 @@ from .sequences import CHAINS, many
 #: belongs to one rule. ``greedy`` needs temperature 0, where P is 1 and every rule accepts what agrees.
 SINGLE = {"token": "token", "greedy": "token", "block": "block", "specinfer": "token", "spectr": "token"}
 #: The same where K sequences are drawn independently.
-SEQUENCES = ("sample-match", *CHAINS)
+SEQUENCES = (*CHAINS, "sample-match")
 RULES = (*SINGLE, "sample-match")
 #: How far above 0 rounding may put the logarithm of a probability.
 SLACK = 1e-3
