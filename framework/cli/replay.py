@@ -231,10 +231,9 @@ class _Target:
         self, drafter: Configured, depth: int, sequences: int, sampling: Sampling
     ) -> tuple[Callable[[Iterable[Response]], Iterator[Forced]], Callable[[Iterable[Response]], Iterator[Any]] | None]:
         """What forces a drafter that needs a model along texts, and what has it draft there as it likes."""
-        cls, config = drafter
         name = self._args.target or self._reader.target
         if not name:
-            raise UsageError(f"drafter '{cls.name}' needs a target: --target MODEL, the one that was recorded")
+            raise UsageError(f"drafter '{drafter[0].name}' needs a target: --target MODEL, the one that was recorded")
 
         def forced(texts: Iterable[Response]) -> Iterator[Forced]:
             from ..replay import force

@@ -58,8 +58,8 @@ class Candidate:
         rules: names, and for each the numbers of sequences K. Rules of a point mass accept alike and share a tally.
         gammas: draft lengths.
         forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
-        drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws and not on the text;
-            None = as many as `Forced` says.
+        drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
+            `Forced` says.
         tallies: what came out, by rule and K.
     """
 
