@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .sequences import Sums
+
 
 @dataclass(frozen=True)
 class Forced:
@@ -20,8 +22,10 @@ class Forced:
         lengths: int64 [T], how many tokens it drafts from t on as long as the drafted ones are x: at most G, less
             where it has nothing to say or its length policy stops.
         log_p: float64 [T], log P(x[t] | prompt, x[:t]) by the target as it samples; 0 at temperature 0.
+        sums: what rules for several i.i.d. sequences need, where the drafter draws them: `sequences.sums` of the rows.
     """
 
     log_q: np.ndarray
     lengths: np.ndarray
     log_p: np.ndarray
+    sums: Sums | None = None

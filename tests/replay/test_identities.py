@@ -1,0 +1,180 @@
+"""Every identity against enumeration of all drafts and decisions in exact arithmetic; wrong ones are found out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import exact_rounds as exact
+import numpy as np
+import pytest
+
+from crossdraft.framework.contracts.errors import NumericalError, UsageError
+from crossdraft.framework.replay import identities
+from crossdraft.framework.replay.forced import Forced
+from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.sequences import Sums, sums
+
+CLOSE = 1e-12
+
+
+def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> Forced:
+    """What replay knows of an output whose first rounds draft all but its last token."""
+    t, logs = len(output), np.full((len(output), len(output)), -np.inf)
+    laws = [[law(output[:i]) for i in range(t)] for law in (p, q)]
+    for at in range(t):
+        for j in range(t - at):  # the drafter looks at the prefix alone
+            chance = q(output[: at + j])[output[at + j]]
+            logs[at, j] = math.log(chance) if chance else -math.inf
+    log_p = np.array([math.log(law[x]) for law, x in zip(laws[0], output, strict=True)])
+    rows = [np.array(law, dtype=float) for law in laws]
+    return Forced(logs, np.full(t, t), log_p, sums(*rows, np.array(output), k))
+
+
+def pairs(count: int, v: int) -> list[tuple[exact.Model, exact.Model]]:
+    found = []
+    for seed in range(count):
+        p, q = exact.random_model(2 * seed, v), exact.random_model(2 * seed + 1, v)
+        found.append((p, exact.mixed(p, q) if seed % 3 == 2 else q))
+    return found
+
+
+def outputs(p: exact.Model, v: int, gamma: int) -> list[tuple[int, ...]]:
+    return [o for o in exact.strings(v, gamma + 1) if exact.chance(p, o)]
+
+
+SIZES = [(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(("v", "gamma"), SIZES)
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_one_sequence(rule: str, v: int, gamma: int) -> None:
+    for p, q in pairs(6, v):
+        joint = getattr(exact, rule)(p, q, v, gamma)
+        assert sum(joint.values()) == 1
+        for output in outputs(p, v, gamma):
+            wanted = [float(x) for x in exact.given_output(joint, p, output)]
+            found = survival(rule, forced(p, q, output))[1][0, :gamma]
+            assert found == pytest.approx(wanted, abs=CLOSE)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "specinfer", "spectr", "sample-match"])
+def test_a_point_mass_is_accepted_as_far_as_it_agrees(rule: str) -> None:
+    v, gamma = 3, 3
+    for seed in range(2):
+        p = exact.random_model(seed, v)
+        for draft in exact.strings(v, gamma):
+            joint = exact.point_mass(p, draft, v)
+            for output in outputs(p, v, gamma)[:: 5 + seed]:
+                wanted = [float(x) for x in exact.given_output(joint, p, output)]
+                agrees = [all(draft[j] == output[j] for j in range(i)) for i in range(1, gamma + 1)]
+                assert wanted == [float(x) for x in agrees]
+                logs = np.full((gamma + 1, gamma), -np.inf)
+                logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
+                of_output = forced(p, p, output)
+                given = Forced(logs, np.full(gamma + 1, gamma), of_output.log_p)
+                assert survival(rule, given)[1][0].tolist() == wanted
+                shortcut = identities.certain([given])
+                assert shortcut is not None and shortcut[0][0].tolist() == wanted
+
+
+SEQUENCES = [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]
+#: Of SpecTr's rho in exact arithmetic, over the smallest one. So much that the residual may say what a rejected
+#: sequence said, which then goes on.
+SLACK = Fraction(1, 8)
+RULES: dict[str, Callable] = {
+    "specinfer": exact.specinfer,
+    "sample-match": exact.sample_match,
+    "spectr": exact.spectr(SLACK),
+}
+
+
+@pytest.mark.parametrize(("v", "gamma", "k"), SEQUENCES)
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_several_sequences_at_every_k_from_one_pass(rule: str, v: int, gamma: int, k: int) -> None:
+    ks = range(1, k + 1)
+    for p, q in pairs(4, v):
+        joints = {one: exact.many(p, q, v, gamma, one, RULES[rule]) for one in ks}
+        assert all(sum(joint.values()) == 1 for joint in joints.values())
+        for output in outputs(p, v, gamma):
+            given = forced(p, q, output, k)
+            if rule == "spectr":  # with the very rho of the enumeration, which is rational
+                given = Forced(given.log_q, given.lengths, given.log_p, _with_rho(given.sums, p, q, output, k))
+            found = survival(rule, given, ks)
+            for one in ks:
+                wanted = [float(x) for x in exact.given_output(joints[one], p, output)]
+                assert found[one][0, :gamma] == pytest.approx(wanted, abs=CLOSE)
+
+
+def _with_rho(found: Sums | None, p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int) -> Sums:
+    assert found is not None
+    rho, beta = np.empty_like(found.rho), np.empty_like(found.beta)
+    for t in range(len(output)):
+        a, b = p(output[:t]), q(output[:t])
+        for s in range(1, k + 1):
+            r = exact.valid_rho(a, b, s, SLACK) if s > 1 else Fraction(1)
+            rho[t, s - 1], beta[t, s - 1] = r, sum(min(x / r, y) for x, y in zip(a, b, strict=True))
+    assert np.all(found.rho <= rho + 1e-9) and np.all(rho - found.rho <= float(SLACK) + 1e-9)
+    return Sums(found.p, found.q, found.c, rho, beta)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        identities.token,  # token's identity for block verification
+        lambda log_r: np.exp(np.minimum(np.cumsum(log_r, -1), 0)),  # R_i without the running minimum
+    ],
+)
+def test_a_wrong_identity_of_block_verification_is_found_out(wrong: Callable) -> None:
+    worst = 0.0
+    for p, q in pairs(3, 2):
+        joint = exact.block(p, q, 2, 3)
+        for output in outputs(p, 2, 3):
+            wanted = np.array([float(x) for x in exact.given_output(joint, p, output)])
+            given = forced(p, q, output)
+            found = wrong(given.log_q[0, :3] - given.log_p[:3])
+            worst = max(worst, float(np.abs(found - wanted).max()))
+    assert worst > 1e-4
+
+
+def test_block_accepts_no_less_than_token() -> None:
+    logs = np.random.default_rng(0).normal(size=(1000, 16))
+    assert np.all(identities.block(logs) >= identities.token(logs) - 1e-15)
+
+
+def test_rho_is_that_of_the_rule() -> None:
+    import torch
+
+    from crossdraft.verifiers.spectr import rho_star
+
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(200, 30, generator=generator, dtype=torch.float64).mul(3).softmax(-1) for _ in range(2))
+    q[:20] = p[:20]
+    q[20:40] = p[20:40] * 0.999 + 0.001 / 30
+    found = sums(p, q, torch.zeros(200, dtype=torch.long), 8)
+    for s in range(1, 9):
+        theirs = rho_star(p, q, torch.full((200,), s)).numpy()
+        assert found.rho[40:, s - 1] == pytest.approx(theirs[40:], abs=1e-7)
+        assert found.rho[:, s - 1] == pytest.approx(theirs, abs=1e-4)  # P = Q but for a thousandth
+
+
+def test_what_has_no_identity_is_refused() -> None:
+    given = Forced(np.full((2, 2), -0.5), np.full(2, 2), np.zeros(2))
+    with pytest.raises(UsageError, match=r"'traversal' cannot be replayed.*measure it with crossdraft run"):
+        survival("traversal", given)
+    with pytest.raises(UsageError, match="judges one sequence, not 2"):
+        survival("block", given, [2])
+    with pytest.raises(UsageError, match="needs rows of both laws"):
+        survival("spectr", given, [2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 0.5])
+def test_numbers_that_are_no_logarithms_are_refused(bad: float) -> None:
+    with pytest.raises(NumericalError, match="log P of token 1"):
+        survival("token", Forced(np.zeros((2, 2)), np.full(2, 2), np.array([0.0, bad])))
+    if bad != -np.inf:
+        logs = np.zeros((2, 2))
+        logs[0, 1] = bad
+        with pytest.raises(NumericalError, match="log Q of drafted token 2 from token 0"):
+            survival("token", Forced(logs, np.full(2, 2), np.zeros(2)))

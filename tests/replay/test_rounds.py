@@ -1,0 +1,176 @@
+"""The recursion over rounds: against the certificate's exact expectations, against walking every way, at the end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.certify import certify
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.replay.forced import Forced
+from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.rounds import Acceptance, expected, law_of_tau
+from crossdraft.framework.replay.sequences import sums
+
+GAMMA = 2
+
+
+def forced(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> Forced:
+    last = torch.tensor([toy.vocab_size, *output[:-1]])
+    p, q = toy.target[last], toy.drafter[last]
+    x = torch.tensor(output)
+    log_p, log_q = (law.gather(1, x[:, None])[:, 0].log().numpy() for law in (p, q))
+    t = np.arange(len(output))
+    ahead = np.minimum(t[:, None] + np.arange(depth), len(output) - 1)
+    return Forced(log_q[ahead], np.full(len(output), depth), log_p, sums(p, q, x, k))
+
+
+def chance(toy: Toy, output: tuple[int, ...]) -> float:
+    last = [toy.vocab_size, *output[:-1]]
+    return float(np.prod([float(toy.target[a, b]) for a, b in zip(last, output, strict=True)]))
+
+
+def tau_by_round(toy: Toy, rule: str, k: int, rounds: int, gamma: int, of: Callable = survival) -> list[float]:
+    """E[tau] of each round, over all outputs long enough that none of them ends a draft."""
+    found = np.zeros(rounds)
+    for output in itertools.product(range(toy.vocab_size), repeat=rounds * (gamma + 1)):
+        weight = chance(toy, output)
+        if not weight:
+            continue
+        at_least = of(rule, forced(toy, output, gamma, k), [k])[k]
+        law = law_of_tau(at_least, [gamma])[:, 0]
+        starts = np.zeros(len(output) + gamma + 2)
+        starts[0] = 1
+        for i in range(rounds):
+            found[i] += weight * float(starts[: len(output)] @ at_least.sum(1))
+            after = np.zeros_like(starts)
+            for t in np.flatnonzero(starts[: len(output)]):
+                after[t + 1 : t + gamma + 2] += starts[t] * law[t]
+            starts = after
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "draft", "k"),
+    [
+        ("token", "chain", 1),
+        ("block", "chain", 1),
+        ("sample-match", "chain", 1),
+        ("specinfer", "iid-2", 2),
+        ("spectr", "iid-2", 2),
+        ("sample-match", "iid-2", 2),
+        ("specinfer", "iid-3", 3),
+        ("spectr", "iid-3", 3),
+    ],
+)
+@pytest.mark.parametrize("name", ["T0", "D6"])
+def test_as_the_certificate_enumerates(toys: Any, drafts: Any, name: str, rule: str, draft: str, k: int) -> None:
+    """The real drafter, loop and rule over several rounds, every decision enumerated."""
+    toy = toys[name]
+    gamma, rounds = {1: (GAMMA, 3), 2: (GAMMA, 2), 3: (1, 2)}[k]
+    real = certify(toy, drafts[draft], plugins.get("verifiers", rule), rounds=rounds, gamma=gamma, markov=True)
+    assert tau_by_round(toy, rule, k, rounds, gamma) == pytest.approx(real.expected_tau, abs=1e-9)
+
+
+def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
+    """Token's for block, R_i without its running minimum, SpecInfer's for SpecTr."""
+    toy = toys["T0"]
+
+    def no_minimum(rule: str, given: Forced, ks: Any) -> dict[int, np.ndarray]:
+        t = np.arange(len(given.log_p))[:, None]
+        log_r = given.log_q - np.concatenate([given.log_p, np.zeros(GAMMA)])[t + np.arange(GAMMA)]
+        inside = t + np.arange(GAMMA) < len(given.log_p)
+        return {1: np.where(inside, np.exp(np.minimum(np.cumsum(log_r, 1), 0)), 0)}
+
+    real = certify(toy, drafts["chain"], plugins.get("verifiers", "block"), rounds=2, gamma=GAMMA, markov=True)
+    for wrong in (tau_by_round(toy, "token", 1, 2, GAMMA), tau_by_round(toy, "block", 1, 2, GAMMA, no_minimum)):
+        assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-3
+    real = certify(toy, drafts["iid-2"], plugins.get("verifiers", "spectr"), rounds=2, gamma=GAMMA, markov=True)
+    wrong = tau_by_round(toy, "specinfer", 2, 2, GAMMA)
+    assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-4
+
+
+def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> Acceptance:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, depth + 1, t)
+    inside = np.arange(depth) < np.minimum(lengths, t - np.arange(t))[:, None]
+    return Acceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)
+
+
+def walked(one: Acceptance, gamma: int) -> dict[str, float]:
+    """All ways of walking through a response, one after the other."""
+    t, limit = len(one.survival), one.limit or 10**9
+    sums = dict.fromkeys(("rounds", "drafted", "rows", "counted", "emitted"), 0.0) | {"ways": 0.0}
+    waiting = [(0, 1.0)]
+    while waiting:
+        at, weight = waiting.pop()
+        if at >= t:
+            sums["ways"] += weight
+            continue
+        deepest = min(gamma, limit - at - 1)
+        nodes = min(int(one.lengths[at]), deepest)
+        counts = limit - at - 1 >= gamma
+        sums["rounds"] += weight
+        sums["drafted"] += weight * nodes
+        sums["rows"] += weight * (nodes + 1)
+        sums["counted"] += weight * counts
+        at_least = [1.0, *one.survival[at][: max(min(deepest, t - at), 0)], 0.0]
+        for tau in range(len(at_least) - 1):
+            mass = weight * (at_least[tau] - at_least[tau + 1])
+            emitted = min(tau + 1, t - at)
+            sums["emitted"] += counts * mass * emitted
+            if mass:
+                waiting.append((at + emitted, mass))
+    return sums
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.sampled_from([None, 0, 3])), min_size=1, max_size=4), st.integers(0, 99)
+)
+def test_every_way_through_a_response(responses: list[tuple[int, int | None]], seed: int) -> None:
+    depth, gammas = 3, [1, 3]
+    given = [
+        random_acceptance(seed + i, t, depth, over if over is None else t + over)
+        for i, (t, over) in enumerate(responses)
+    ]
+    found = expected(given, gammas)
+    for row, one in enumerate(given):
+        for column, gamma in enumerate(gammas):
+            wanted = walked(one, gamma)
+            assert wanted.pop("ways") == pytest.approx(1)
+            for key, value in wanted.items():
+                assert getattr(found, key)[row, column] == pytest.approx(value), key
+            assert found.tokens[row, column] == len(one.survival)
+
+
+def test_batches_change_nothing() -> None:
+    given = [random_acceptance(i, 1 + 37 * i % 90, 4, None) for i in range(150)]
+    together = expected(given, range(1, 5))
+    for i in (0, 17, 149):
+        alone = expected([given[i]], range(1, 5))
+        assert together.rounds[i] == pytest.approx(alone.rounds[0])
+        assert together.accepted[i] == pytest.approx(alone.accepted[0])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_drafter_that_is_the_target_has_gamma_and_one(rule: str) -> None:
+    """Exactly, in every round that has room; the last one ends with the text."""
+    t, depth = 50, 16
+    log_p = np.log(np.random.default_rng(0).random(t))
+    log_q = np.array([[log_p[min(a + j, t - 1)] for j in range(depth)] for a in range(t)])
+    at_least = survival(rule, Forced(log_q, np.full(t, depth), log_p))[1]
+    cut = expected([Acceptance(at_least, np.full(t, depth), t)], range(1, depth + 1))
+    ended = expected([Acceptance(at_least, np.full(t, depth), None)], range(1, depth + 1))
+    for gamma in range(1, depth + 1):
+        assert cut.emitted[0, gamma - 1] / cut.counted[0, gamma - 1] == pytest.approx(gamma + 1)
+        assert cut.counted[0, gamma - 1] == pytest.approx(t // (gamma + 1))
+        assert ended.rounds[0, gamma - 1] == pytest.approx(-(-t // (gamma + 1)))
+        assert ended.emitted[0, gamma - 1] == pytest.approx(t)
