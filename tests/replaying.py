@@ -26,6 +26,7 @@ class Said:
     prompt: Sequence[int]
     tokens: Sequence[int]
     log_p: Sequence[float] | np.ndarray | None = None
+    where: str = "answers.jsonl:7"
 
 
 def making(
@@ -55,16 +56,10 @@ def configured(name: str, **options: Any) -> tuple[Any, Any]:
 @dataclass(frozen=True)
 class Run:
     """Responses that the loop gave, and for every round where it started and what was drafted: ``(response, start,
-    tokens, q of each token)``, q 1 for a point mass."""
+    tokens, q of each token)``, q 1 for a point mass and where the draft is a tree."""
 
     responses: list[Said]
     rounds: list[tuple[int, int, list[int], list[float]]]
-
-    @property
-    def efficiency(self) -> tuple[float, float]:
-        """Tokens a round, and rounds a response's standard deviation over responses."""
-        counts = np.bincount([index for index, *_ in self.rounds], minlength=len(self.responses))
-        return sum(len(r.tokens) for r in self.responses) / counts.sum(), float(counts.std())
 
     def counts(self) -> np.ndarray:
         """``[responses]``: rounds of each."""
@@ -95,7 +90,8 @@ def run(
                 continue
             n = int(draft.count[row])
             tokens = draft.tokens[row, :n].tolist()
-            q = [1.0] * n if draft.q is None else draft.q[row, range(n), tokens].tolist()
+            drawn = draft.q if draft.is_chain else None
+            q = [1.0] * n if drawn is None else drawn[row, range(n), tokens].tolist()
             rounds.append((index, starts[index], tokens, q))
             starts[index] += len(event.emitted[row])
 

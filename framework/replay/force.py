@@ -167,7 +167,7 @@ class _Replay:
             return np.zeros(len(text.tokens))
         found = np.asarray(text.log_p, dtype=np.float64)
         if found.shape != (len(text.tokens),):
-            raise UsageError(f"a response of {len(text.tokens)} tokens has log P of shape {list(found.shape)}")
+            raise UsageError(f"{text.where}: {len(text.tokens)} tokens have log P of shape {list(found.shape)}")
         return found
 
 
@@ -185,20 +185,20 @@ def deepened(cls: type[Drafter], config: Any, depth: int) -> Any:
 
 def check(texts: Sequence[Recorded], vocab_size: int, context_length: int | None) -> None:
     """Raise UsageError for a response that this target cannot have given."""
-    for index, text in enumerate(texts):
+    for text in texts:
         ids = [*text.prompt, *text.tokens]
-        where = f"response {index + 1}"
         if not len(text.prompt):
-            raise UsageError(f"{where} follows an empty prompt; a prompt needs at least one token")
+            raise UsageError(f"{text.where}: the prompt is empty; a response follows at least one token")
         if context_length is not None and len(ids) > context_length:
             raise UsageError(
-                f"{where} and its prompt have {len(ids)} tokens, but the target's context is {context_length}"
+                f"{text.where}: prompt and response have {len(ids)} tokens, but the target's context is "
+                f"{context_length}; leave it out"
             )
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             strange = min(ids) if min(ids) < 0 else max(ids)
             raise UsageError(
-                f"{where} holds the token {strange}, outside of the target's vocabulary of {vocab_size}; was it given "
-                "by another model?"
+                f"{text.where}: it holds the token {strange}, outside of the target's vocabulary of {vocab_size}; was "
+                "it given by another model?"
             )
 
 
@@ -243,7 +243,7 @@ def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequenc
         for who, values in ((f"drafter '{replay.name}'", own), ("the target", said)):
             if np.isnan(values).any():
                 at = int(np.argmax(np.isnan(values)))
-                raise NumericalError(f"{who} produced NaN at token {at} of a response; try dtype float32")
+                raise NumericalError(f"{who} produced NaN at token {at} of {text.where}; try dtype float32")
         ends = len(text.prompt) + np.arange(n)
         reach = np.array([room(depth, end, context.target.context_length) for end in ends], dtype=np.int64)
         if stops:

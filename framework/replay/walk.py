@@ -27,7 +27,7 @@ from ..decoding.validation import validate_draft
 
 
 class Recorded(Protocol):
-    """A response that somebody recorded: token ids, and log P of each token if it is known."""
+    """A response that somebody recorded: token ids, log P of each token if it is known, and where it stands."""
 
     @property
     def prompt(self) -> Sequence[int]: ...
@@ -37,6 +37,9 @@ class Recorded(Protocol):
 
     @property
     def log_p(self) -> Sequence[float] | np.ndarray | None: ...
+
+    @property
+    def where(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -246,14 +249,14 @@ class _Cells:
             if not fine[:n, row].all():
                 at = int(np.argmin(fine[:n, row]))
                 raise NumericalError(
-                    f"drafter '{name}' produced NaN or infinite numbers at token {at} of a response; try dtype "
+                    f"drafter '{name}' produced NaN or infinite numbers at token {at} of {text.where}; try dtype "
                     "float32, another attention implementation, or check the weights"
                 )
             if forced and not followed[:n, row].all():
                 raise unforced(name, "its tokens are not those that its random source drew from the law it reports")
             if temperature and np.isnan(log_p[:n, row]).any():
                 at = int(np.argmax(np.isnan(log_p[:n, row])))
-                raise NumericalError(f"the target produced NaN at token {at} of a response; try dtype float32")
+                raise NumericalError(f"the target produced NaN at token {at} of {text.where}; try dtype float32")
             own = log_p[:n, row] if temperature else np.zeros(n)
             found.append(Walked(ended(log_q[:n, row]), counts[:n, row], own))
         return found

@@ -18,6 +18,9 @@ from crossdraft import Drafter
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 from crossdraft.framework.replay.force import forced
+from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.rounds import Acceptance
+from crossdraft.framework.replay.rounds import expected as rounds_of
 from crossdraft.framework.replay.walk import ForcedRound
 
 #: Few tokens, so that drafts of random heads are right now and then.
@@ -215,3 +218,32 @@ def test_a_wrong_place_of_the_hidden_states_is_seen(
     _, wrong = case(name, heads, small, target, WARM, lm=Shifted)
     pairs = zip(forced(drafter, said, make, depth=3), forced(drafter, said, wrong, depth=3), strict=True)
     assert max(np.abs(np.exp(a.log_q) - np.exp(b.log_q)).max(initial=0) for a, b in pairs) > 0.05
+
+
+# -- against runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, rule, sequences", [("small-lm", "token", 1), ("small-lm", "block", 1), ("eagle3", "block", 1),
+                              ("small-lm-iid", "specinfer", 3), ("small-lm-iid", "spectr", 3)]
+)  # fmt: skip
+def test_replay_of_a_runs_own_responses_agrees_with_the_run(
+    heads: Callable, target: Any, small: Any, name: str, rule: str, sequences: int
+) -> None:
+    """Rounds of each response, counted and expected given it: the differences have mean 0."""
+    more = {"model": "small"} if name.startswith("small") else {}
+    kind = {"K": sequences} if sequences > 1 else {}
+    drafter = configured(name, gamma=3, **more, **kind) if more else heads(name, gamma=3)
+    make = making(target, Sampling(temperature=1.3), small)
+    made = run(make, drafter, rule, PROMPTS * 14, new=8, rows=60, validate="never")
+    many = 0 if sequences == 1 else sequences
+    found = list(forced(drafter, made.responses, make, depth=3, sequences=many))
+    accepted = [Acceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
+    expected = rounds_of(accepted, [3]).rounds[:, 0]
+    off = made.counts() - expected
+    z = off.mean() / (off.std(ddof=1) / len(off) ** 0.5)
+    assert abs(z) < 3.5 and off.std() > 0.1
+    # Another rule's acceptance, or rounds that start one token later, would be seen.
+    wrong = [Acceptance(one.survival**2, one.lengths, 8) for one in accepted]
+    off = made.counts() - rounds_of(wrong, [3]).rounds[:, 0]
+    assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 5
