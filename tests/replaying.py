@@ -65,6 +65,11 @@ class Run:
         """``[responses]``: rounds of each."""
         return np.bincount([index for index, *_ in self.rounds], minlength=len(self.responses))
 
+    def nodes(self) -> np.ndarray:
+        """``[responses]``: drafted tokens of each."""
+        indices, sizes = [index for index, *_ in self.rounds], [len(tokens) for _, _, tokens, _ in self.rounds]
+        return np.bincount(indices, sizes, minlength=len(self.responses))
+
 
 def run(
     make: MakeContext,

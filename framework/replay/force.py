@@ -31,7 +31,7 @@ from ..decoding.build import Configured, TargetContext, make_slots
 from .along import laid_out, pieces
 from .forced import Forced
 from .sequences import Sums, sums
-from .walk import Recorded, ended, room, unforced, walk
+from .walk import Recorded, Walked, ended, room, unforced, walk
 
 #: How deep drafts are replayed unless somebody asks for more.
 DEPTH = 16
@@ -65,6 +65,7 @@ def forced(
     *,
     depth: int = DEPTH,
     sequences: int = 0,
+    tops: bool = False,
     rows: int = ROWS,
 ) -> Iterator[Forced]:
     """What ``drafter`` would have drafted along each of ``texts``, in their order.
@@ -74,6 +75,7 @@ def forced(
         make: see `MakeContext`; `over` makes it for a loaded target.
         depth: G, of the deepest drafts.
         sequences: most draft sequences that a rule will be asked about, for `Forced.sums`; 0 = there are no sums.
+        tops: tell `Forced.log_top`; of point masses that is known only of drafters with a law of the text.
         rows: most responses side by side; fewer where their laws would take too much memory.
 
     Raises:
@@ -81,7 +83,7 @@ def forced(
         ModelError: a model that the drafter asks for and cannot have.
         NumericalError: NaN in the numbers of target or drafter; log P that are no logarithms of probabilities.
     """
-    replay = _Replay(drafter, texts, make, depth, rows)
+    replay = _Replay(drafter, texts, make, depth, rows, tops)
     law = replay.drafter.text_law()
     if law is None and (sequences or replay.traits.drawn == "iid"):
         raise unforced(replay.name, "its law depends on where a round starts, which only single chains may")
@@ -100,30 +102,35 @@ def drafted(
     depth: int = DEPTH,
     seed: int = 0,
     rows: int = ROWS,
-) -> Iterator[np.ndarray]:
-    """How many tokens ``drafter`` drafts from each token of each text, int64 [T], when it draws for itself.
+) -> Iterator[Walked]:
+    """What ``drafter`` drafts from each token of each text when it draws for itself: `Walked.lengths`, and log Q of the
+    drafted tokens, from which other lengths follow (`lengths`).
 
-    What tokens cost that were drafted in vain, where the length depends on what is drafted. Given the tokens before it,
-    whether a round starts at t and what is drafted there are independent. So the sum over t of Pr(a round starts at t)
+    What tokens cost that are drafted in vain, where the length depends on what is drafted. Given the tokens before t,
+    whether a round starts there and what is drafted there are independent. So the sum over t of Pr(a round starts at t)
     times these lengths has the mean of what a run drafts.
+
+    Args and errors: as of `forced`; ``seed`` of the drawing.
     """
-    replay = _Replay(drafter, texts, make, depth, rows)
+    replay = _Replay(drafter, texts, make, depth, rows, True)
     rng = CounterRng(seed)
-    yield from replay.each(
-        lambda group, indices: [
-            one.lengths for one in walk(replay.drafter, replay.context, group, depth, rng, streams=indices)
-        ]
-    )
+
+    def drawn(group: Sequence[Recorded], indices: Sequence[int]) -> list[Walked]:
+        return walk(replay.drafter, replay.context, group, depth, rng, streams=indices, tops=True)
+
+    yield from replay.each(drawn)
 
 
 class _Replay:
     """A drafter that was made for some texts."""
 
-    def __init__(self, drafter: Configured, texts: Sequence[Recorded], make: MakeContext, depth: int, rows: int):
+    def __init__(
+        self, drafter: Configured, texts: Sequence[Recorded], make: MakeContext, depth: int, rows: int, tops: bool
+    ):
         if depth < 1 or rows < 1:
             raise UsageError(f"a replay needs depth and rows of at least 1, not {depth} and {rows}")
         cls, config = drafter
-        self.name, self.texts, self.depth = cls.name, texts, depth
+        self.name, self.texts, self.depth, self.tops = cls.name, texts, depth, tops
         config = deepened(cls, config, depth)
         longest = max((len(text.prompt) + len(text.tokens) for text in texts), default=1)
         alone = make(1, longest, 1)
@@ -155,9 +162,14 @@ class _Replay:
             yield from (found[index] for index in window)
 
     def walked(self, group: Sequence[Recorded]) -> list[Forced]:
-        walks = walk(self.drafter, self.context, group, self.depth)
+        walks = walk(self.drafter, self.context, group, self.depth, tops=self.tops)
         return [
-            Forced(one.log_q, one.lengths, one.log_p if text.log_p is None else self.recorded(text))
+            Forced(
+                one.log_q,
+                one.lengths,
+                one.log_p if text.log_p is None else self.recorded(text),
+                log_top=one.log_top,
+            )
             for one, text in zip(walks, group, strict=True)
         ]
 
@@ -213,7 +225,7 @@ def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequenc
     lengths = [len(text.tokens) for text in group]
     longest = max(lengths, default=0)
     x = on_device([[*text.tokens, *[0] * (longest - len(text.tokens))] for text in group], context.device)
-    log_q, log_p, stops = [], [], []
+    log_q, log_p, log_top, stops = [], [], [], []
     parts: list[list[Sums]] = [[] for _ in group]
     assert context.target is not None
     target = pieces(context.target, group, width) if asks else None
@@ -222,8 +234,10 @@ def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequenc
         logits = logits[: len(group)]
         q = law.sampling.law(logits)
         log_q.append(_at(q, y))
+        believed = q if law.sampling.temperature else logits.float().softmax(-1)
+        if replay.tops:
+            log_top.append(believed.amax(-1).double().log())
         if law.goes_on is not None:
-            believed = q if law.sampling.temperature else logits.float().softmax(-1)
             flat = (logits.flatten(0, 1), believed.flatten(0, 1), y.flatten())
             stops.append(~law.goes_on(*flat).view_as(y))
         if target is not None:
@@ -252,7 +266,8 @@ def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequenc
         cells = np.where(np.arange(replay.depth) < reach[:, None], cells, -np.inf)
         kept = said if text.log_p is None or not sampled else replay.recorded(text)
         joined = Sums.joined(parts[row]) if parts[row] else None
-        found.append(Forced(ended(cells), reach, kept, joined))
+        best = laid_out(_joined(log_top, row, n), replay.depth) if replay.tops else None
+        found.append(Forced(ended(cells), reach, kept, joined, best))
     return found
 
 

@@ -51,11 +51,13 @@ class Walked:
             would not have drafted.
         lengths: int64 [T], tokens drafted from each on; what is drafted behind the end of the text counts.
         log_p: float64 [T], of the target as it samples.
+        log_top: float64 [T, G], see `Forced`; None where it was not asked for, and of point masses.
     """
 
     log_q: np.ndarray
     lengths: np.ndarray
     log_p: np.ndarray
+    log_top: np.ndarray | None = None
 
 
 class Forcing:
@@ -112,13 +114,15 @@ def walk(
     depth: int,
     rng: RngSource | None = None,
     streams: Sequence[int] | None = None,
+    tops: bool = False,
 ) -> list[Walked]:
     """Walk ``drafter`` along at most B responses, from every token of each, at most ``depth`` tokens deep.
 
     Args:
         rng: where the drafter's random numbers come from; by default they make it draft the response. With another
-            source, drafts are its own: `Walked.lengths` is how many tokens it drafted then, and the rest means nothing.
+            source, drafts are its own, and so are the tokens whose log Q is told.
         streams: the random stream of each response.
+        tops: tell `Walked.log_top`.
 
     Raises:
         UsageError: a drafter that cannot be forced.
@@ -136,7 +140,7 @@ def walk(
     )
     padded = [[*text.tokens, *[0] * (longest + depth - len(text.tokens))] for text in texts]
     x = on_device(padded + [[0] * (longest + depth)] * (b - len(texts)), device)
-    cells = _Cells(x, longest, depth)
+    cells = _Cells(x, longest, depth, rng is None, tops and not traits.point_mass)
     forcing = Forcing(name) if rng is None else None
     source: RngSource = forcing or rng  # type: ignore[assignment]
     target.hidden_layers = traits.hidden_layers
@@ -186,7 +190,7 @@ def walk(
             for row in left:
                 target.retire(row)
                 drafter.retire(row)
-    return cells.walked(texts, name, context.sampling.temperature, forcing is not None)
+    return cells.walked(texts, name, context.sampling.temperature)
 
 
 def room(depth: int, length: int, context_length: int | None) -> int:
@@ -201,9 +205,10 @@ def _free(seqs: Sequences, row: int) -> None:
 class _Cells:
     """What rounds leave, on the device until all are over: nobody waits for it in between."""
 
-    def __init__(self, x: Tensor, rounds: int, depth: int):
+    def __init__(self, x: Tensor, rounds: int, depth: int, forced: bool, tops: bool):
         b, like = len(x), {"dtype": torch.float64, "device": x.device}
-        self._x, self._depth = x, depth
+        self._x, self._depth, self._follows = x, depth, forced
+        self._log_top = torch.full((rounds, b, depth), -math.inf, **like) if tops else None
         self._log_q = torch.full((rounds, b, depth), -math.inf, **like)
         self._log_p = torch.zeros(rounds, b, **like)
         self._count = torch.zeros(rounds, b, dtype=torch.long, device=x.device)
@@ -214,7 +219,8 @@ class _Cells:
         n = min(draft.width, self._depth)
         if not n:
             return
-        tokens, valid, x = draft.tokens[:, :n], draft.valid[:, :n], self._x[:, t : t + n]
+        tokens, valid = draft.tokens[:, :n], draft.valid[:, :n]
+        x = self._x[:, t : t + n] if self._follows else tokens
         same = tokens == x
         self._count[t] = draft.count.clamp(max=self._depth)
         if draft.finite is not None:
@@ -225,22 +231,21 @@ class _Cells:
                 if i < n:  # a point mass that was drawn has to be one
                     self._forced[t] &= ~valid[:, i] | (noted < 1e-6) | (noted > 1 - 1e-6)
         else:
-            q = draft.q[:, :n].gather(2, x[..., None])[..., 0] if draft.law is None else self._by_law(draft, n, x)
+            laws = draft.q[:, :n] if draft.law is None else take_rows(draft.q, draft.law[:, :n])
+            q = laws.gather(2, x[..., None])[..., 0]
+            if self._log_top is not None:
+                self._log_top[t, :, :n] = torch.where(valid, laws.amax(-1).double().log(), -math.inf)
             self._fine[t] &= (q.isfinite() | ~valid).all(1)
             before = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1).cumprod(1).bool()
             self._forced[t] &= ~(before & valid & ~same & (q > 0)).any(1)
         self._log_q[t, :, :n] = torch.where(valid & same, q.double().log(), -math.inf)
 
-    @staticmethod
-    def _by_law(draft: Draft, n: int, x: Tensor) -> Tensor:
-        assert draft.q is not None and draft.law is not None
-        return take_rows(draft.q, draft.law[:, :n]).gather(2, x[..., None])[..., 0]
-
     def said(self, t: int, p: Tensor) -> None:
         """``p [B, 1, V]``, the target's law of token t."""
         self._log_p[t] = p[:, 0].gather(1, self._x[:, t : t + 1])[:, 0].double().log()
 
-    def walked(self, texts: Sequence[Recorded], name: str, temperature: float, forced: bool) -> list[Walked]:
+    def walked(self, texts: Sequence[Recorded], name: str, temperature: float) -> list[Walked]:
+        log_top = None if self._log_top is None else self._log_top.cpu().numpy()
         log_q, log_p = self._log_q.cpu().numpy(), self._log_p.cpu().numpy()
         counts, fine, followed = (values.cpu().numpy() for values in (self._count, self._fine, self._forced))
         found = []
@@ -252,13 +257,14 @@ class _Cells:
                     f"drafter '{name}' produced NaN or infinite numbers at token {at} of {text.where}; try dtype "
                     "float32, another attention implementation, or check the weights"
                 )
-            if forced and not followed[:n, row].all():
+            if self._follows and not followed[:n, row].all():
                 raise unforced(name, "its tokens are not those that its random source drew from the law it reports")
             if temperature and np.isnan(log_p[:n, row]).any():
                 at = int(np.argmax(np.isnan(log_p[:n, row])))
                 raise NumericalError(f"the target produced NaN at token {at} of {text.where}; try dtype float32")
             own = log_p[:n, row] if temperature else np.zeros(n)
-            found.append(Walked(ended(log_q[:n, row]), counts[:n, row], own))
+            cells = ended(log_q[:n, row]) if self._follows else log_q[:n, row]
+            found.append(Walked(cells, counts[:n, row], own, None if log_top is None else log_top[:n, row]))
         return found
 
 

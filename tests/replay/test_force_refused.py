@@ -185,5 +185,5 @@ def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
     never = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 0})
     always = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)
-    assert [one.tolist() for one in drafted(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
-    assert [one.tolist() for one in drafted(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]
+    assert [one.lengths.tolist() for one in drafted(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
+    assert [one.lengths.tolist() for one in drafted(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]
