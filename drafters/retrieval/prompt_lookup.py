@@ -7,9 +7,10 @@ and unlike the original, a continuation shorter than gamma is used as far as it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, S
 from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from .recorded import drafts_along
 
 
 class NgramIndex:
@@ -76,6 +78,12 @@ class PromptLookup(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+
+    @classmethod
+    def drafts_along(
+        cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
+    ) -> Iterator[np.ndarray]:
+        return drafts_along(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "run a recipe: every cell of its matrix, and a report",
     "report": "write one page of results from the records of finished runs",
     "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
+    "replay": "block efficiency of drafters and verifiers from recorded responses, without decoding",
     "train": "train a drafter for a target",
     "cost": "measure what a pass costs, and predict speed-ups from it",
 }

@@ -8,11 +8,12 @@ returns a :class:`Draft`; it does not know which verifier follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -216,6 +217,22 @@ class Drafter(ABC):
     @abstractmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         """What a drafter with this ``config`` makes for a target sampled with ``sampling``; loads nothing."""
+
+    @classmethod
+    def drafts_along(
+        cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
+    ) -> Iterator[np.ndarray] | None:
+        """A fast path for `crossdraft replay`, for drafters of point-mass chains that need no model. Optional.
+
+        Args:
+            texts: prompt and response of each recorded text, as token ids, neither empty; asked for as they are needed.
+            depth: most tokens of a draft, whatever ``config`` says.
+
+        Returns:
+            for each text, in order, int64 ``[T, depth]``: row t is what `propose` would draft after the prompt and the
+            first t tokens of the response, where every round before was observed; -1 past its end. None = not offered.
+        """
+        return None
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         """Slot ``row`` starts a sequence with ``prompt`` (its last token is the first root).

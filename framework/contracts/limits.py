@@ -45,6 +45,11 @@ MOST_POINTS = Limit(10_000, "each of them is measured")
 MOST_BYTES = Limit(16, "no number of a model takes more")
 MOST_DEVICES = Limit(65_536, "no model is spread over more")
 
+# -- a replay --------------------------------------------------------------------------------------------------
+
+MOST_REPLAYED = Limit(64, "a draft of that length is followed from every token of every response")
+MOST_SEQUENCES = Limit(64, "the work of every token grows with its square")
+
 # -- a model ---------------------------------------------------------------------------------------------------
 
 MOST_LAYERS = Limit(1024, "each is built before any weight is read")
@@ -60,4 +65,5 @@ RECIPE_BYTES = Limit(2**20, "a recipe is read whole")
 CONFIG_BYTES = Limit(10 * 2**20, "it is read whole")
 INDEX_BYTES = Limit(100 * 2**20, "it is read whole")
 PROMPT_FILE_BYTES = Limit(2**30, "its prompts are held in memory")
+RESPONSE_FILE_BYTES = Limit(2**38, "reading it takes hours")
 LINE_BYTES = Limit(10 * 2**20, "a line is a prompt, and is read whole")

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from .errors import CrossdraftError, UsageError, printable, quoted
 from .limits import MOST_DIGITS, MOST_NESTING, Limit
 
+#: As many digits as no number here may have.
+_LONG = re.compile(rf"\d{{{MOST_DIGITS + 1}}}", re.ASCII)
 Kind = Literal["file", "directory", "other", ""]
 #: What no text holds that is to be tokenized: NUL and halves of surrogate pairs.
 BROKEN = re.compile("[\x00\ud800-\udfff]")
@@ -152,7 +154,8 @@ def parse_json(text: str, file: Path | str, *, line: int = 1, error: type[Crossd
     """The value in ``text``, which begins at a line of a file."""
     where = printable(str(file))
     try:
-        return json.loads(text, parse_int=_integer)
+        # A hook for every number takes longer than all the rest, so it is there only for a text that needs it.
+        return json.loads(text, parse_int=_integer if _LONG.search(text) else None)
     except json.JSONDecodeError as reason:
         place = f"{where}:{line + reason.lineno - 1}"
         raise error(f"{place}: not JSON: {reason.msg} at column {reason.colno}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +29,26 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
             messages.append({"role": "user", "content": turn})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
-        with _explained(tokenizer, "chat template"):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return _ids(tokenizer, text, add_special_tokens=False)
+        return encode_messages(tokenizer, messages)
     pieces = [piece for pair in zip(turns, [*answers, ""], strict=True) for piece in pair][:-1]
     return _ids(tokenizer, "\n".join(pieces))
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of messages (``role``, ``content``, ..) by the tokenizer's chat template, where the model is to answer.
+
+    Raises ModelError: there is no template, or it fails.
+    """
+    with _explained(tokenizer, "chat template"):
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text; ``special``: with what the tokenizer puts before it. Raises as `encode` does."""
+    if reason := flaw(text, BROKEN):
+        raise UsageError(f"a text holds {reason}, which no tokenizer reads")
+    return _ids(tokenizer, text, add_special_tokens=special)
 
 
 def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:

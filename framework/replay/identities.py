@@ -33,6 +33,8 @@ SINGLE = {"token": "token", "greedy": "token", "block": "block", "specinfer": "t
 #: The same where K sequences are drawn independently.
 SEQUENCES = ("sample-match", *CHAINS)
 RULES = (*SINGLE, "sample-match")
+#: How far above 0 rounding may put the logarithm of a probability.
+SLACK = 1e-3
 
 
 def token(log_r: np.ndarray) -> np.ndarray:
@@ -67,6 +69,10 @@ def survival(rule: str, forced: Forced, ks: Sequence[int] = (1,)) -> dict[int, n
     if rule not in RULES:
         raise UsageError(no_identity(rule))
     depth = forced.log_q.shape[1]
+    if is_point_mass(forced):
+        reach = np.arange(depth) < forced.lengths[:, None]
+        agrees = np.logical_and.accumulate(reach & (forced.log_q == 0), axis=1).astype(float)
+        return dict.fromkeys(ks, agrees)
     t = np.arange(len(forced.log_p))[:, None]
     reach = np.minimum(forced.lengths[:, None], len(t) - t)  # tokens that it can accept
     inside = np.arange(depth) < reach
@@ -93,6 +99,12 @@ def survival(rule: str, forced: Forced, ks: Sequence[int] = (1,)) -> dict[int, n
     return found
 
 
+def is_point_mass(forced: Forced) -> bool:
+    """Whether its draft is certain from every token: then every rule accepts it as far as it agrees with the output."""
+    known = np.isfinite(forced.log_p) & (forced.log_p <= SLACK)
+    return bool(((forced.log_q == 0) | (forced.log_q == -np.inf)).all() and known.all())
+
+
 def ahead(values: np.ndarray, depth: int) -> np.ndarray:
     """``[T, depth]``: ``values[t + j]`` at (t, j), 0 beyond the end."""
     padded = np.concatenate([values, np.zeros(max(depth - 1, 0))])
@@ -101,14 +113,13 @@ def ahead(values: np.ndarray, depth: int) -> np.ndarray:
 
 def check(forced: Forced, inside: np.ndarray) -> None:
     """Raise NumericalError unless log P is finite and at most 0, and log Q at most 0 ``inside``."""
-    slack = 1e-3  # of a softmax in float32
-    if not np.all(np.isfinite(forced.log_p)) or np.any(forced.log_p > slack):
-        at = int(np.argmin(np.isfinite(forced.log_p) & (forced.log_p <= slack)))
+    if not np.all(np.isfinite(forced.log_p)) or np.any(forced.log_p > SLACK):
+        at = int(np.argmin(np.isfinite(forced.log_p) & (forced.log_p <= SLACK)))
         raise NumericalError(
             f"log P of token {at} of the response is {forced.log_p[at]:g}, which is no logarithm of the probability of "
             "a token that was said"
         )
-    wrong = inside & ~(forced.log_q <= slack)
+    wrong = inside & ~(forced.log_q <= SLACK)
     if wrong.any():
         at, j = (int(i) for i in np.argwhere(wrong)[0])
         raise NumericalError(

@@ -60,7 +60,7 @@ class Rounds:
         return self.drafted + self.rounds
 
 
-def law_of_tau(survival: np.ndarray, gammas: Sequence[int]) -> np.ndarray:
+def law_of_tau(survival: np.ndarray, gammas: Sequence[int] | np.ndarray) -> np.ndarray:
     """Pr(tau = i) for i = 0 .. G, ``[.., gammas, G + 1]``, from Pr(tau >= i), ``[.., G]`` for i = 1 .. G."""
     depth, order = survival.shape[-1], np.array(gammas)[:, None]
     at_least = np.concatenate([np.ones((*survival.shape[:-1], 1)), survival, np.zeros((*survival.shape[:-1], 1))], -1)
@@ -100,12 +100,8 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
     room = limit[:, None] - 1 - t  # most tokens that a draft may have
     survival *= i <= np.minimum(room, size[:, None] - t)[..., None]
 
-    steps = law_of_tau(survival, gammas)  # [n, T, gammas, G + 1]
-    visited = np.zeros((n, len(gamma), longest + depth + 2))  # v, with what lies beyond the end
-    visited[:, :, 0] = 1
-    for at in range(longest):
-        visited[:, :, at + 1 : at + depth + 2] += visited[:, :, at, None] * steps[:, at]
-    visited = visited[:, :, :longest] * (t < size[:, None])[:, None]
+    certain = not np.any((survival > 0) & (survival < 1))
+    visited = (_walked if certain else _visited)(survival, gamma) * (t < size[:, None])[:, None]
 
     counted = visited * (room[:, None] >= gamma[:, None])
     bonus = i <= (size[:, None] - 1 - t)[..., None]  # after an accepted last token comes nothing
@@ -119,3 +115,28 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
         emitted=(counted * emits.transpose(0, 2, 1)).sum(-1),
         accepted=counted @ survival * (i <= gamma[:, None]),
     )
+
+
+def _visited(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
+    """v, ``[n, gammas, T]``: the probability that a round starts at each token, from Pr(tau >= i) ``[n, T, G]``."""
+    n, longest, depth = survival.shape
+    steps = law_of_tau(survival, gamma)  # [n, T, gammas, G + 1]
+    found = np.zeros((n, len(gamma), longest + depth + 1))  # with what lies beyond the end
+    found[:, :, 0] = 1
+    for t in range(longest):
+        found[:, :, t + 1 : t + depth + 2] += found[:, :, t, None] * steps[:, t]
+    return found[:, :, :longest]
+
+
+def _walked(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
+    """The same where nothing is left to chance, as for a point mass: all ways are walked at once, round by round."""
+    n, longest, _ = survival.shape
+    after = np.minimum(survival.sum(-1).astype(np.int64)[:, None], gamma[:, None]) + 1 + np.arange(longest)
+    after = np.concatenate([np.minimum(after, longest), np.full((n, len(gamma), 1), longest)], -1)
+    found = np.zeros(after.shape)
+    ways = np.arange(n * len(gamma)) * (longest + 1)
+    at, after, flat = ways.copy(), after.ravel() + np.repeat(ways, longest + 1), found.reshape(-1)
+    while (at < ways + longest).any():
+        flat[at] = 1
+        at = after[at]
+    return found[:, :, :longest]

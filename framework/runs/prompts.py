@@ -94,7 +94,7 @@ def load_prompts(
         UsageError: no such source, or a row that is no prompt; says which and where.
         ContractError: a registered source that gives no rows.
     """
-    chosen = _select(_numbered(_rows(source, split, column)), source, categories, limit)
+    chosen = _select(_numbered(rows(source, split, column)), source, categories, limit)
     if not chosen:
         raise UsageError(f"{source} has no prompts")
     return chosen
@@ -127,7 +127,8 @@ def _kind(source: str) -> str:
     raise UnknownNameError.among("prompt source", source, plugins.entries("prompts"), hint)
 
 
-def _rows(source: str, split: str | None, column: str | None) -> Iterator[Located]:
+def rows(source: str, split: str | None = None, column: str | None = None) -> Iterator[Located]:
+    """The rows of a source as they are, see `load_prompts`; with a ``column``, each as ``{"turns": [text]}``."""
     kind = _kind(source)
     if kind in ("hub", "directory"):
         yield from _dataset_rows(source, kind == "hub", split, column)
@@ -140,8 +141,8 @@ def _rows(source: str, split: str | None, column: str | None) -> Iterator[Locate
     found: Any = plugins.get("prompts", source)
     with plugins.guarded("prompts", source):
         found = found() if callable(found) else found
-        rows = found if isinstance(found, Path) else iter(found)
-    yield from _jsonl_rows(rows) if isinstance(rows, Path) else _registered_rows(source, rows)
+        found = found if isinstance(found, Path) else iter(found)
+    yield from _jsonl_rows(found) if isinstance(found, Path) else _registered_rows(source, found)
 
 
 def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:

@@ -158,7 +158,7 @@ def test_rho_is_that_of_the_rule() -> None:
 
 
 def test_what_has_no_identity_is_refused() -> None:
-    given = Forced(np.zeros((2, 2)), np.full(2, 2), np.zeros(2))
+    given = Forced(np.full((2, 2), -0.5), np.full(2, 2), np.zeros(2))
     with pytest.raises(UsageError, match=r"'traversal' cannot be replayed.*measure it with crossdraft run"):
         survival("traversal", given)
     with pytest.raises(UsageError, match="judges one sequence, not 2"):

@@ -1,0 +1,247 @@
+"""``crossdraft replay SOURCE...``: block efficiency from recorded responses, without decoding."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..contracts.errors import UsageError, quoted
+from ..contracts.limits import MOST_LISTED, MOST_REPLAYED, MOST_SEQUENCES
+
+if TYPE_CHECKING:
+    from ..contracts.models import LoadedModel
+    from ..contracts.sampling import Sampling
+    from ..decoding.build import Configured
+    from ..replay.forced import Forced
+    from ..replay.replay import Candidate
+    from ..replay.response import Response
+    from ..replay.responses import Reader
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``crossdraft replay``."""
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="the directory of a finished run or of one of its cells, a JSONL file of responses, a directory that the "
+        "library datasets can read, or hf:org/name",
+    )
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="a name, or a mapping as in recipes: '{name: prompt-lookup, max_ngram: 4}'; one that sets gamma is "
+        "replayed at that length alone; repeatable",
+    )
+    parser.add_argument(
+        "--verifier",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="repeatable (default: those that fit)",
+    )
+    parser.add_argument("--gamma", default="1-16", metavar="LIST", help="draft lengths, as in 1-8,12 (1-16)")
+    parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (the drafter's own K)")
+    parser.add_argument(
+        "--target",
+        default="",
+        metavar="MODEL",
+        help="whose tokenizer reads texts, and whose log P is needed",
+    )
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float)):
+        parser.add_argument(f"--{name}", type=kind, help="what the responses were sampled with, where they do not say")
+    parser.add_argument(
+        "--logprobs",
+        choices=("processed",),
+        help="log-probabilities in files are those after temperature and truncation (vLLM: processed_logprobs); not "
+        "needed at temperature 0, and at 1 without truncation",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="replay the first N responses")
+    parser.add_argument("--column", metavar="NAME", help="of a data set, the text")
+    parser.add_argument("--split", metavar="NAME", help="of a data set")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="of a text of a data set (64)")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="most that follow them (128)")
+    parser.add_argument("--dtype", default="auto", help="of models that are run (auto)")
+    parser.add_argument("--device", default="auto", help="that models are run on (auto)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers of every position, as Parquet")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON, by category too")
+    form.add_argument("--csv", action="store_true", help="print a line for each drafter, rule, K, gamma and category")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 2 (as UsageError): a source, a drafter or a rule that cannot be replayed."""
+    from ..replay.replay import replay
+    from ..replay.responses import Reader
+    from .replay_tables import as_csv, as_json, tables
+
+    gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
+    ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k is not None else ()
+    for name in ("limit", "prompt_tokens", "tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    sampling = _sampling(args)
+    reader = Reader(
+        target=args.target,
+        sampling=sampling,
+        processed=args.logprobs == "processed",
+        prompt_tokens=args.prompt_tokens,
+        tokens=args.tokens,
+        split=args.split,
+        column=args.column,
+        limit=args.limit,
+    )
+    responses = reader.read(args.sources)
+    first = next(responses, None)
+    if first is None:
+        raise UsageError(f"{', '.join(map(quoted, args.sources))}: there is no response to replay")
+    sampling = sampling or first.sampling
+    candidates = _candidates(args, gammas, ks, sampling, reader)
+    found = replay(_alike(chain([first], responses), sampling), candidates, args.out)
+    if args.json:
+        print(as_json(found, sampling, reader.assumed))
+    elif args.csv:
+        print(as_csv(found), end="")
+    else:
+        print(tables(found, sampling, reader.assumed))
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> Sampling | None:
+    from pydantic import ValidationError
+
+    from ..contracts.sampling import Sampling
+
+    given = {key: getattr(args, key) for key in Sampling.model_fields if getattr(args, key) is not None}
+    if given and "temperature" not in given:
+        raise UsageError("sampling parameters need a --temperature beside them")
+    try:
+        return Sampling.model_validate(given) if given else None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+
+
+def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:
+    """``1-4,8`` as 1, 2, 3, 4, 8, in order and each once."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(f"{option} {quoted(text)}: write numbers and ranges, as in 1-8,12")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not 1 <= low <= high:
+            raise UsageError(f"{option}: {part.strip()} is no range of numbers from 1 on")
+        if reason := most.refusal(high):
+            raise UsageError(f"{option}: {high} is too much; {reason}")
+        found |= set(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def _alike(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
+    """The responses, as long as none was sampled in another way than the first."""
+    for response in responses:
+        if response.sampling is not None and response.sampling != sampling:
+            raise UsageError(
+                f"{response.where}: it was sampled in another way than the responses before it; replay them apart"
+            )
+        yield response
+
+
+def _candidates(
+    args: argparse.Namespace, gammas: Sequence[int], ks: Sequence[int], sampling: Sampling | None, reader: Reader
+) -> list[Candidate]:
+    from ..contracts.sampling import Sampling
+    from ..decoding.build import configured
+    from ..replay import model_free
+    from ..replay.replay import Candidate, rules_for, with_gamma
+
+    if reason := MOST_LISTED.refusal(args.drafter):
+        raise UsageError(f"--drafter: {len(args.drafter)} of them; {reason}")
+    found: dict[str, Candidate] = {}
+    target = _Target(args, reader)
+    for text in args.drafter:
+        strategy = _strategy(text)
+        title = strategy.title if strategy.title not in found else text
+        if title in found:
+            raise UsageError(f"--drafter {text} is given twice")
+        cls, config = configured("drafters", {"name": strategy.name, **strategy.config})
+        chosen = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
+        if max(chosen) > MOST_REPLAYED or min(chosen) < 1:
+            raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
+        config = with_gamma(cls, config, max(chosen))
+        law = sampling or Sampling()
+        rules = rules_for(title, (cls, config), args.verifier, ks or (getattr(config, "K", 1),), law)
+        depth = cls.traits(config, law).depth
+        if not (chosen := tuple(gamma for gamma in chosen if gamma <= depth)):
+            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; ask for a --gamma up to that")
+        if model_free.needs_no_model(cls, config, law):
+            forced = _without_model((cls, config), max(chosen), law)
+        else:
+            if sampling is None:
+                raise UsageError(
+                    "it is not known what the responses were sampled with, on which the laws of target and drafter "
+                    "depend; say it with --temperature (and --top-k, --top-p, --min-p)"
+                )
+            several = max((k for each in rules.values() for k in each), default=1)
+            forced = target.forced((cls, config), max(chosen), several, sampling)
+        found[title] = Candidate(title, (cls, config), rules, chosen, forced)
+    return list(found.values())
+
+
+def _strategy(text: str) -> Any:
+    from pydantic import ValidationError
+
+    from ..runs.recipe import Strategy
+    from ..runs.yaml_values import yaml_value
+
+    where = f"--drafter {text}"
+    given = yaml_value(text, lambda line: where) if text.lstrip().startswith("{") else text
+    try:
+        return Strategy.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
+
+
+def _without_model(
+    drafter: Configured, depth: int, sampling: Sampling
+) -> Callable[[Iterable[Response]], Iterator[Forced]]:
+    from ..replay import model_free
+
+    return lambda texts: model_free.forced(*drafter, texts, depth, sampling)
+
+
+class _Target:
+    """The target, loaded when a drafter first needs a model."""
+
+    def __init__(self, args: argparse.Namespace, reader: Reader):
+        self._args, self._reader = args, reader
+        self._loaded: LoadedModel | None = None
+
+    def forced(
+        self, drafter: Configured, depth: int, sequences: int, sampling: Sampling
+    ) -> Callable[[Iterable[Response]], Iterator[Forced]]:
+        """What forces a drafter that needs a model along texts."""
+        name = self._args.target or self._reader.target
+        if not name:
+            raise UsageError(f"drafter '{drafter[0].name}' needs a target: --target MODEL, the one that was recorded")
+
+        def along(texts: Iterable[Response]) -> Iterator[Forced]:
+            from ..models.load import load_model
+            from ..replay.force import forced, over
+
+            if self._loaded is None:
+                self._loaded = load_model(name, dtype=self._args.dtype, device=self._args.device)
+            several = sequences if sequences > 1 else 0
+            yield from forced(drafter, list(texts), over(self._loaded, sampling), depth=depth, sequences=several)
+
+        return along

@@ -1,0 +1,232 @@
+"""Replay: what drafters and rules would have made of recorded responses, in one pass over them.
+
+Candidates with their rules go along the same responses side by side, a window of them at a time; nothing but sums is
+kept, and a line of Parquet for every token where they are asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from itertools import islice, tee
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from .. import plugins
+from ..contracts.drafter import Drafter
+from ..contracts.errors import ContractError, UsageError
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import incompatible
+from ..decoding.build import Configured, configured
+from .forced import Forced
+from .identities import RULES, SEQUENCES, is_point_mass, no_identity, survival
+from .response import Response
+from .rounds import Acceptance, expected
+from .tally import Pieces, Tally
+
+#: Responses that are added up together.
+WINDOW = 256
+_POSITIONS = pa.schema(
+    [
+        ("response", pa.int64()),
+        ("prompt", pa.string()),
+        ("category", pa.string()),
+        ("position", pa.int64()),
+        ("token", pa.int64()),
+        ("drafter", pa.string()),
+        ("rule", pa.string()),
+        ("k", pa.int64()),
+        ("drafted", pa.int64()),
+        ("survival", pa.list_(pa.float64())),
+    ]
+)
+
+
+@dataclass
+class Candidate:
+    """A drafter with the rules and draft lengths that it is replayed with.
+
+    Attributes:
+        title: what tables call it.
+        drafter: class and config; its own gamma is at least the largest of ``gammas``.
+        rules: names, and for each the numbers of sequences K. Rules of a point mass accept alike and share a tally.
+        gammas: draft lengths.
+        forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
+        tallies: what came out, by rule and K.
+    """
+
+    title: str
+    drafter: Configured
+    rules: dict[str, tuple[int, ...]]
+    gammas: tuple[int, ...]
+    forced: Callable[[Iterable[Response]], Iterator[Forced]]
+    tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        return max(self.gammas)
+
+    def tally(self, pieces: Pieces, rule: str, k: int) -> Tally:
+        """That of a rule and K, made when it is first asked for."""
+        return self.tallies.setdefault((rule, k), Tally(pieces, self.gammas, k))
+
+
+@dataclass
+class Replayed:
+    """What was replayed: how much of it, and what became of each candidate."""
+
+    candidates: list[Candidate]
+    pieces: Pieces
+    responses: int = 0
+    tokens: int = 0
+
+
+def rules_for(
+    title: str, drafter: Configured, names: Sequence[str], ks: Sequence[int], sampling: Sampling
+) -> dict[str, tuple[int, ...]]:
+    """The rules to replay a drafter with, and for each the numbers of sequences: ``names``, or those that fit.
+
+    Raises UsageError for a pair that cannot run, and for a rule or a draft without an identity.
+    """
+    cls, config = drafter
+    traits = plugins.traits_of("drafters", cls, config, sampling)
+    if traits.drawn is None:
+        raise UsageError(f"drafter '{title}' never drafts; there is nothing to replay")
+    if traits.drawn not in ("chain", "iid"):
+        raise UsageError(
+            f"drafter '{title}' drafts trees ('{traits.drawn}'), of which no identity is known; measure it with "
+            "crossdraft run"
+        )
+    several = traits.drawn == "iid"
+    if not names:
+        # Of a point mass every rule accepts the same.
+        single = ("token",) if traits.point_mass else ("token", "block")
+        names = SEQUENCES if several else ("greedy",) if sampling.temperature == 0 else single
+    for name in names:
+        if name not in RULES:
+            plugins.get("verifiers", name)
+            raise UsageError(no_identity(name))
+        verifier, options = configured("verifiers", name)
+        if reason := incompatible(title, traits, name, plugins.traits_of("verifiers", verifier, options), sampling):
+            raise UsageError(reason)
+    return {name: tuple(ks) if several else (1,) for name in dict.fromkeys(names)}
+
+
+def replay(responses: Iterable[Response], candidates: Sequence[Candidate], out: Path | None = None) -> Replayed:
+    """Replay ``candidates`` along ``responses``, which are asked for once.
+
+    Args:
+        out: write a line for every token, drafter, rule and K there (Parquet): ``drafted`` tokens, and ``survival``,
+            Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a round that starts there.
+
+    Raises:
+        UsageError: no responses; what the sources and the candidates raise.
+    """
+    found = Replayed(list(candidates), Pieces())
+    mine, *others = tee(responses, 1 + len(candidates))
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))  # a plug-in's code may print
+        sources = [one.forced(texts) for one, texts in zip(candidates, others, strict=True)]
+        writer = stack.enter_context(_Positions(out)) if out is not None else None
+        while window := list(islice(mine, WINDOW)):
+            numbers = [found.pieces.number(one.category, one.id) for one in window]
+            for candidate, source in zip(candidates, sources, strict=True):
+                forced = list(islice(source, len(window)))
+                if len(forced) != len(window):
+                    raise ContractError(f"drafter '{candidate.title}' gave fewer drafts than there are responses")
+                _add(found, candidate, window, forced, numbers, writer)
+            found.responses += len(window)
+            found.tokens += sum(len(one.tokens) for one in window)
+    if not found.responses:
+        raise UsageError("there is no response to replay")
+    return found
+
+
+def _add(
+    found: Replayed,
+    candidate: Candidate,
+    window: Sequence[Response],
+    forced: Sequence[Forced],
+    numbers: Sequence[int],
+    writer: _Positions | None,
+) -> None:
+    certain, known = all(map(is_point_mass, forced)), None
+    for rule, ks in candidate.rules.items():
+        if known is None or not certain:  # every rule accepts the same of a point mass, whatever K is
+            known = [survival(rule, one, ks) for one in forced], {}
+        at_least, rounds = known
+        for k in ks:
+            if k not in rounds:
+                given = [
+                    Acceptance(values[k], one.lengths, response.limit)
+                    for values, one, response in zip(at_least, forced, window, strict=True)
+                ]
+                rounds[k] = expected(given, candidate.gammas)
+            candidate.tally(found.pieces, rule, k).add(rounds[k], numbers)
+            if writer is not None:
+                writer.add(found.responses, candidate.title, rule, k, window, forced, [one[k] for one in at_least])
+
+
+class _Positions:
+    """The Parquet file of per-position numbers, which is there once it is whole."""
+
+    def __init__(self, path: Path):
+        self._path, self._aside = path, path.with_name(f".{path.name}.part")
+        self._writer: parquet.ParquetWriter | None = None
+
+    def __enter__(self) -> _Positions:
+        try:
+            self._writer = parquet.ParquetWriter(self._aside, _POSITIONS)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from None
+        return self
+
+    def add(
+        self,
+        first: int,
+        drafter: str,
+        rule: str,
+        k: int,
+        window: Sequence[Response],
+        forced: Sequence[Forced],
+        at_least: Sequence[np.ndarray],
+    ) -> None:
+        assert self._writer is not None
+        sizes = [len(one.tokens) for one in window]
+        n, depth = sum(sizes), at_least[0].shape[1]
+        values = pa.array(np.concatenate(at_least).ravel())
+        columns = {
+            "response": np.repeat(np.arange(first, first + len(window)), sizes),
+            "prompt": pa.array([one.id for one in window]).take(pa.array(np.repeat(np.arange(len(window)), sizes))),
+            "category": [one.category for one, size in zip(window, sizes, strict=True) for _ in range(size)],
+            "position": np.concatenate([np.arange(size) for size in sizes]),
+            "token": np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in window]),
+            "drafter": [drafter] * n,
+            "rule": [rule] * n,
+            "k": np.full(n, k),
+            "drafted": np.concatenate([one.lengths for one in forced]),
+            "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
+        }
+        self._writer.write_table(pa.table(columns, schema=_POSITIONS))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        if kind is None:
+            self._aside.replace(self._path)
+        else:
+            self._aside.unlink(missing_ok=True)
+
+
+def with_gamma(cls: type[Drafter], config: Any, gamma: int) -> Any:
+    """The config with another ``gamma``, the same where it has none."""
+    if "gamma" not in cls.Config.model_fields:
+        return config
+    given = config.model_dump(exclude_unset=True) | {"gamma": gamma}
+    return configured("drafters", {**given, "name": cls.name})[1]

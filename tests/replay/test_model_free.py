@@ -1,0 +1,176 @@
+"""Drafters without a model along recorded texts: as their own `propose`, round by round, drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.drafters.retrieval.recorded import drafts_along
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from crossdraft.framework.contracts.errors import ContractError, UsageError
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.replay.model_free import forced, needs_no_model, of_drafts
+
+SAMPLING = Sampling()
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
+
+
+def by_rounds(config: Any, prompt: list[int], response: list[int], depth: int) -> np.ndarray:
+    """What the real drafter proposes when every round commits one token."""
+    context = DraftContext(SAMPLING, 1, 100, 4, torch.device("cpu"))
+    drafter = PromptLookup(config.model_copy(update={"gamma": depth}), context)
+    sequences = Sequences([list(prompt)], torch.zeros(1, 100, dtype=torch.long), [depth], [0])
+    drafter.begin(0, prompt)
+    found = np.full((len(response), depth), -1)
+    for t, token in enumerate(response):
+        draft = drafter.propose(sequences, CounterRng(0).round([0], [t], sequences.device))
+        n = int(draft.count[0])
+        found[t, :n] = draft.tokens[0, :n]
+        sequences.append(0, [token])
+        nothing = Scores(torch.zeros(1, 1, 4), torch.ones(1, dtype=torch.bool), torch.zeros(1, 1, 4))
+        drafter.observe(sequences, draft, Verdict(torch.zeros(1), torch.tensor([token])), [0], nothing)
+    return found
+
+
+@given(
+    st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=4),
+    st.sampled_from(["first", "latest"]),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(1, 5),
+)
+def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, more: int, depth: int) -> None:
+    config = PromptLookup.Config(match=match, min_ngram=shortest, max_ngram=shortest + more, gamma=2)
+    found = list(PromptLookup.drafts_along(config, iter(texts), depth))
+    assert len(found) == len(texts)
+    for drafts, (prompt, response) in zip(found, texts, strict=True):
+        assert drafts.tolist() == by_rounds(config, prompt, response, depth).tolist()
+
+
+def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
+    random = np.random.default_rng(0)
+    texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
+    together = list(drafts_along(texts, 4, range(3, 0, -1), False))
+    monkeypatch.setattr("crossdraft.drafters.retrieval.recorded.BATCH", 60)
+    for one, other in zip(together, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_texts_are_asked_for_as_they_are_needed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("crossdraft.drafters.retrieval.recorded.BATCH", 100)
+    asked = []
+
+    def texts() -> Any:
+        for i in range(1000):
+            asked.append(i)
+            yield SimpleNamespace(prompt=[1, 2, 3], tokens=[1, 2] * 10)
+
+    found = forced(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
+    next(found)
+    assert len(asked) < 10
+
+
+class Echo(Drafter):
+    """Says the last token again, as often as it may; offers no fast path."""
+
+    name = "echo"
+
+    class Config(StrategyConfig):
+        gamma: int = 3
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+
+    def propose(self, sequences: Sequences, rng: Any) -> Draft:
+        lengths = [min(limit, self.config.gamma) for limit in sequences.limit]
+        last = torch.tensor([history[-1] for history in sequences.history])
+        return Draft.chain(last[:, None].expand(-1, max(lengths)), lengths)
+
+
+class Learner(Echo):
+    name = "learner"
+
+    def reset(self) -> None: ...
+
+
+class Liar(Echo):
+    name = "liar"
+
+    @classmethod
+    def drafts_along(cls, config: Any, texts: Any, depth: int) -> Any:
+        return (np.zeros((1, depth)) for _ in texts)
+
+
+class Broken(Echo):
+    name = "broken"
+
+    def propose(self, sequences: Sequences, rng: Any) -> Draft:
+        raise ValueError("no idea")
+
+
+def text(tokens: list[int]) -> Any:
+    return SimpleNamespace(prompt=[5], tokens=tokens)
+
+
+def test_a_drafter_without_a_fast_path_is_asked_itself() -> None:
+    config = Echo.Config(gamma=2)
+    tokens = [5, 5, 6, 6] * 30
+    found = next(forced(Echo, config, [text(tokens)], 4, SAMPLING))
+    assert found.lengths.tolist() == [2] * 120
+    agrees = np.isfinite(found.log_q)
+    assert agrees[:4].tolist() == [
+        [True, True, False, False],
+        [True, False, False, False],
+        [False, False, False, False],
+        [True, False, False, False],
+    ]
+    assert found.log_p.tolist() == [0.0] * 120
+
+
+def test_the_same_by_propose_and_by_the_fast_path() -> None:
+    class Slow(PromptLookup):
+        drafts_along = Drafter.drafts_along
+
+    random = np.random.default_rng(1)
+    texts = [text(random.integers(0, 3, 80).tolist()) for _ in range(3)]
+    config = PromptLookup.Config(gamma=4)
+    for fast, slow in zip(
+        forced(PromptLookup, config, texts, 4, SAMPLING), forced(Slow, config, texts, 4, SAMPLING), strict=True
+    ):
+        assert np.array_equal(fast.log_q, slow.log_q) and np.array_equal(fast.lengths, slow.lengths)
+
+
+def test_who_needs_no_model() -> None:
+    assert needs_no_model(PromptLookup, PromptLookup.Config(), SAMPLING)
+    assert needs_no_model(Echo, Echo.Config(), SAMPLING)
+    small = plugins.get("drafters", "small-lm")
+    assert not needs_no_model(small, small.Config(model="x"), SAMPLING)
+    assert not needs_no_model(small, small.Config(model="x", temperature=0), SAMPLING)  # a point mass, of a model
+    none = plugins.get("drafters", "none")
+    assert not needs_no_model(none, none.Config(), SAMPLING)
+
+
+def test_who_cannot_be_replayed_is_told_so() -> None:
+    with pytest.raises(UsageError, match="'learner' remembers what earlier sequences said"):
+        next(forced(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
+    with pytest.raises(ContractError, match=r"'liar'.*must give int64 \[2, 3\] for each text"):
+        next(forced(Liar, Liar.Config(), [text([1, 2])], 3, SAMPLING))
+    with pytest.raises(ContractError, match=r"'broken'.*propose\(\) raised ValueError: no idea"):
+        next(forced(Broken, Broken.Config(), [text([1, 2])], 3, SAMPLING))
+
+
+def test_a_draft_with_a_hole_ends_there() -> None:
+    found = of_drafts(np.array([[7, -1, 7], [8, 8, -1]]), [7, 8])
+    assert found.lengths.tolist() == [1, 2]
+    assert np.isfinite(found.log_q).tolist() == [[True, False, False], [True, False, False]]
