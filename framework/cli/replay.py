@@ -184,7 +184,7 @@ def _candidates(
         if not (chosen := tuple(gamma for gamma in chosen if gamma <= depth)):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; ask for a --gamma up to that")
         if model_free.needs_no_model(cls, config, law):
-            forced = _without_model((cls, config), max(chosen), law)
+            forced, drafted = _without_model((cls, config), max(chosen), law), None
         else:
             if sampling is None:
                 raise UsageError(
@@ -192,8 +192,8 @@ def _candidates(
                     "depend; say it with --temperature (and --top-k, --top-p, --min-p)"
                 )
             several = max((k for each in rules.values() for k in each), default=1)
-            forced = target.forced((cls, config), max(chosen), several, sampling)
-        found[title] = Candidate(title, (cls, config), rules, chosen, forced)
+            forced, drafted = target.along((cls, config), max(chosen), several, sampling)
+        found[title] = Candidate(title, (cls, config), rules, chosen, forced, drafted)
     return list(found.values())
 
 
@@ -227,21 +227,41 @@ class _Target:
         self._args, self._reader = args, reader
         self._loaded: LoadedModel | None = None
 
-    def forced(
+    def along(
         self, drafter: Configured, depth: int, sequences: int, sampling: Sampling
-    ) -> Callable[[Iterable[Response]], Iterator[Forced]]:
-        """What forces a drafter that needs a model along texts."""
+    ) -> tuple[Callable[[Iterable[Response]], Iterator[Forced]], Callable[[Iterable[Response]], Iterator[Any]] | None]:
+        """What forces a drafter that needs a model along texts, and what has it draft there as it likes."""
         name = self._args.target or self._reader.target
         if not name:
             raise UsageError(f"drafter '{drafter[0].name}' needs a target: --target MODEL, the one that was recorded")
 
-        def along(texts: Iterable[Response]) -> Iterator[Forced]:
-            from ..models.load import load_model
-            from ..replay.force import forced, over
+        def forced(texts: Iterable[Response]) -> Iterator[Forced]:
+            from ..replay import force
 
-            if self._loaded is None:
-                self._loaded = load_model(name, dtype=self._args.dtype, device=self._args.device)
             several = sequences if sequences > 1 else 0
-            yield from forced(drafter, list(texts), over(self._loaded, sampling), depth=depth, sequences=several)
+            over = force.over(self._load(name), sampling)
+            yield from force.forced(drafter, list(texts), over, depth=depth, sequences=several)
 
-        return along
+        def drafted(texts: Iterable[Response]) -> Iterator[Any]:
+            from ..replay import force
+
+            for walked in force.drafted(drafter, list(texts), force.over(self._load(name), sampling), depth=depth):
+                yield walked.lengths
+
+        return forced, drafted if _length_is_drawn(drafter, sampling) else None
+
+    def _load(self, name: str) -> LoadedModel:
+        from ..models.load import load_model
+
+        if self._loaded is None:
+            self._loaded = load_model(name, dtype=self._args.dtype, device=self._args.device)
+        return self._loaded
+
+
+def _length_is_drawn(drafter: Configured, sampling: Sampling) -> bool:
+    """Whether how long a draft is may hang on the tokens that were drawn; it does not where the traits or the length
+    policy say that it is fixed."""
+    cls, config = drafter
+    traits = cls.traits(config, sampling)
+    policy = getattr(config, "policy", None)
+    return traits.drawn == "chain" and not traits.replayable and getattr(policy, "name", "") != "static"

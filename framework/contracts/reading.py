@@ -152,17 +152,16 @@ def read_json(path: Path, most: Limit, *, what: str = "", error: type[Crossdraft
 
 def parse_json(text: str, file: Path | str, *, line: int = 1, error: type[CrossdraftError] = UsageError) -> Any:
     """The value in ``text``, which begins at a line of a file."""
-    where = printable(str(file))
     try:
         # A hook for every number takes longer than all the rest, so it is there only for a text that needs it.
         return json.loads(text, parse_int=_integer if _LONG.search(text) else None)
     except json.JSONDecodeError as reason:
-        place = f"{where}:{line + reason.lineno - 1}"
+        place = f"{printable(str(file))}:{line + reason.lineno - 1}"
         raise error(f"{place}: not JSON: {reason.msg} at column {reason.colno}") from None
     except RecursionError:
-        raise error(f"{where}:{line}: not JSON that can be read: it is nested too deeply") from None
+        raise error(f"{printable(str(file))}:{line}: not JSON that can be read: it is nested too deeply") from None
     except ValueError as reason:
-        raise error(f"{where}:{line}: {reason}") from None
+        raise error(f"{printable(str(file))}:{line}: {reason}") from None
 
 
 def _integer(digits: str) -> int:

@@ -31,7 +31,7 @@ from .sequences import CHAINS, many
 #: belongs to one rule. ``greedy`` needs temperature 0, where P is 1 and every rule accepts what agrees.
 SINGLE = {"token": "token", "greedy": "token", "block": "block", "specinfer": "token", "spectr": "token"}
 #: The same where K sequences are drawn independently.
-SEQUENCES = ("sample-match", *CHAINS)
+SEQUENCES = (*CHAINS, "sample-match")
 RULES = (*SINGLE, "sample-match")
 #: How far above 0 rounding may put the logarithm of a probability.
 SLACK = 1e-3
@@ -69,10 +69,6 @@ def survival(rule: str, forced: Forced, ks: Sequence[int] = (1,)) -> dict[int, n
     if rule not in RULES:
         raise UsageError(no_identity(rule))
     depth = forced.log_q.shape[1]
-    if is_point_mass(forced):
-        reach = np.arange(depth) < forced.lengths[:, None]
-        agrees = np.logical_and.accumulate(reach & (forced.log_q == 0), axis=1).astype(float)
-        return dict.fromkeys(ks, agrees)
     t = np.arange(len(forced.log_p))[:, None]
     reach = np.minimum(forced.lengths[:, None], len(t) - t)  # tokens that it can accept
     inside = np.arange(depth) < reach
@@ -99,10 +95,21 @@ def survival(rule: str, forced: Forced, ks: Sequence[int] = (1,)) -> dict[int, n
     return found
 
 
-def is_point_mass(forced: Forced) -> bool:
-    """Whether its draft is certain from every token: then every rule accepts it as far as it agrees with the output."""
-    known = np.isfinite(forced.log_p) & (forced.log_p <= SLACK)
-    return bool(((forced.log_q == 0) | (forced.log_q == -np.inf)).all() and known.all())
+def certain(forced: Sequence[Forced]) -> list[np.ndarray] | None:
+    """The same for responses whose drafts are all point masses, by any rule of `RULES`; None if some are not.
+
+    A point mass is accepted as far as it agrees with the output, whatever P says.
+    """
+    log_q = np.concatenate([one.log_q for one in forced])
+    log_p = np.concatenate([one.log_p for one in forced])
+    agrees = log_q == 0
+    if not ((agrees | (log_q == -np.inf)).all() and (np.isfinite(log_p) & (log_p <= SLACK)).all()):
+        return None
+    lengths = np.concatenate([one.lengths for one in forced])
+    agrees &= np.arange(log_q.shape[1]) < lengths[:, None]
+    found = np.logical_and.accumulate(agrees, axis=1).astype(np.float64)
+    ends = np.cumsum([len(one.log_p) for one in forced])
+    return [found[end - len(one.log_p) : end] for end, one in zip(ends, forced, strict=True)]
 
 
 def ahead(values: np.ndarray, depth: int) -> np.ndarray:

@@ -7,7 +7,7 @@ drafters whose slots begin with the text so far.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import tee
+from itertools import islice, tee
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,8 @@ from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from .forced import Forced
 
+#: Texts that are compared with their drafts together.
+WINDOW = 64
 #: Slots of a drafter whose `propose` is asked: places of one text.
 SLOTS = 64
 #: Tokens that a vocabulary is said to have, where no model says.
@@ -73,22 +75,30 @@ def forced(cls: type[Drafter], config: Any, texts: Iterable[Text], depth: int, s
                 "be replayed; measure it with crossdraft run"
             )
         drafts = _proposed(cls, config, pairs, depth, sampling)
-    drafts = iter(drafts)
-    for text in texts:
-        found = _next(drafts, cls.name)
-        t = len(text.tokens)
-        if not isinstance(found, np.ndarray) or found.shape != (t, depth) or found.dtype.kind != "i":
-            raise plugins.unusable("drafters", cls.name, f"drafts_along() must give int64 [{t}, {depth}] for each text")
-        yield of_drafts(found, text.tokens)
+    drafts, texts = iter(drafts), iter(texts)
+    while window := list(islice(texts, WINDOW)):
+        found = []
+        for text in window:
+            one, t = _next(drafts, cls.name), len(text.tokens)
+            if not isinstance(one, np.ndarray) or one.shape != (t, depth) or one.dtype.kind != "i":
+                shape = f"int64 [{t}, {depth}]"
+                raise plugins.unusable("drafters", cls.name, f"drafts_along() must give {shape} for each text")
+            found.append(one)
+        yield from of_drafts(found, [text.tokens for text in window])
 
 
-def of_drafts(drafts: np.ndarray, tokens: Sequence[int]) -> Forced:
-    """The `Forced` of point-mass drafts ``[T, depth]``, -1 past their end, along a response."""
-    t, depth = drafts.shape
-    said = np.concatenate([np.asarray(tokens, dtype=np.int64), np.full(depth, -2)])
-    agrees = drafts == said[np.arange(t)[:, None] + np.arange(depth)]
-    lengths = np.logical_and.accumulate(drafts >= 0, axis=1).sum(1)
-    return Forced(np.where(agrees, 0.0, -np.inf), lengths, np.zeros(t))
+def of_drafts(drafts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]) -> list[Forced]:
+    """The `Forced` of point-mass drafts ``[T, depth]``, -1 past their end, along each of some responses."""
+    depth = drafts[0].shape[1]
+    sizes, apart = np.array([len(tokens) for tokens in responses]), np.full(depth, -2)
+    said = np.concatenate([part for tokens in responses for part in (np.asarray(tokens, dtype=np.int64), apart)])
+    starts = np.arange(sizes.sum()) + np.repeat(depth * np.arange(len(sizes)), sizes)
+    every = np.concatenate(drafts)
+    log_q = np.where(every == said[starts[:, None] + np.arange(depth)], 0.0, -np.inf)
+    lengths = np.logical_and.accumulate(every >= 0, axis=1).sum(1)
+    log_p, ends = np.zeros(len(every)), np.cumsum(sizes)
+    slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [Forced(log_q[one], lengths[one], log_p[one]) for one in slices]
 
 
 def _next(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:

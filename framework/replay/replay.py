@@ -25,7 +25,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..decoding.build import Configured, configured
 from .forced import Forced
-from .identities import RULES, SEQUENCES, is_point_mass, no_identity, survival
+from .identities import RULES, SEQUENCES, certain, no_identity, survival
 from .response import Response
 from .rounds import Acceptance, expected
 from .tally import Pieces, Tally
@@ -58,6 +58,8 @@ class Candidate:
         rules: names, and for each the numbers of sequences K. Rules of a point mass accept alike and share a tally.
         gammas: draft lengths.
         forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
+        drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
+            `Forced` says.
         tallies: what came out, by rule and K.
     """
 
@@ -66,6 +68,7 @@ class Candidate:
     rules: dict[str, tuple[int, ...]]
     gammas: tuple[int, ...]
     forced: Callable[[Iterable[Response]], Iterator[Forced]]
+    drafted: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
 
     @property
@@ -129,10 +132,11 @@ def replay(responses: Iterable[Response], candidates: Sequence[Candidate], out: 
         UsageError: no responses; what the sources and the candidates raise.
     """
     found = Replayed(list(candidates), Pieces())
-    mine, *others = tee(responses, 1 + len(candidates))
+    mine, *others = tee(responses, 1 + 2 * len(candidates))
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))  # a plug-in's code may print
-        sources = [one.forced(texts) for one, texts in zip(candidates, others, strict=True)]
+        sources = [_of(one, *others[2 * i : 2 * i + 2]) for i, one in enumerate(candidates)]
+        del others  # what nobody reads would be kept
         writer = stack.enter_context(_Positions(out)) if out is not None else None
         while window := list(islice(mine, WINDOW)):
             numbers = [found.pieces.number(one.category, one.id) for one in window]
@@ -148,29 +152,42 @@ def replay(responses: Iterable[Response], candidates: Sequence[Candidate], out: 
     return found
 
 
+def _of(
+    candidate: Candidate, texts: Iterable[Response], again: Iterable[Response]
+) -> Iterator[tuple[Forced, np.ndarray]]:
+    """What a candidate would draft along each text if it drew the text, and how many tokens it drafts."""
+    if candidate.drafted is None:
+        del again
+        return ((one, one.lengths) for one in candidate.forced(texts))
+    return zip(candidate.forced(texts), candidate.drafted(again), strict=True)
+
+
 def _add(
     found: Replayed,
     candidate: Candidate,
     window: Sequence[Response],
-    forced: Sequence[Forced],
+    replayed: Sequence[tuple[Forced, np.ndarray]],
     numbers: Sequence[int],
     writer: _Positions | None,
 ) -> None:
-    certain, known = all(map(is_point_mass, forced)), None
+    forced, lengths = zip(*replayed, strict=True)
+    point_mass, rounds = certain(forced), {}
     for rule, ks in candidate.rules.items():
-        if known is None or not certain:  # every rule accepts the same of a point mass, whatever K is
-            known = [survival(rule, one, ks) for one in forced], {}
-        at_least, rounds = known
+        if point_mass is None:
+            rounds = {}
+            at_least = [survival(rule, one, ks) for one in forced]
+        else:  # every rule accepts the same of it, whatever K is
+            at_least = [dict.fromkeys(ks, one) for one in point_mass]
         for k in ks:
             if k not in rounds:
                 given = [
-                    Acceptance(values[k], one.lengths, response.limit)
-                    for values, one, response in zip(at_least, forced, window, strict=True)
+                    Acceptance(values[k], drafted, response.limit)
+                    for values, drafted, response in zip(at_least, lengths, window, strict=True)
                 ]
                 rounds[k] = expected(given, candidate.gammas)
             candidate.tally(found.pieces, rule, k).add(rounds[k], numbers)
             if writer is not None:
-                writer.add(found.responses, candidate.title, rule, k, window, forced, [one[k] for one in at_least])
+                writer.add(found.responses, candidate.title, rule, k, window, lengths, [one[k] for one in at_least])
 
 
 class _Positions:
@@ -194,7 +211,7 @@ class _Positions:
         rule: str,
         k: int,
         window: Sequence[Response],
-        forced: Sequence[Forced],
+        lengths: Sequence[np.ndarray],
         at_least: Sequence[np.ndarray],
     ) -> None:
         assert self._writer is not None
@@ -210,7 +227,7 @@ class _Positions:
             "drafter": [drafter] * n,
             "rule": [rule] * n,
             "k": np.full(n, k),
-            "drafted": np.concatenate([one.lengths for one in forced]),
+            "drafted": np.concatenate(lengths),
             "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
         }
         self._writer.write_table(pa.table(columns, schema=_POSITIONS))

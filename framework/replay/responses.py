@@ -71,9 +71,10 @@ class Reader(Reading):
                 yield from self._cell(path)
                 return
         if kind == "file" and self.column is None:
+            file = printable(source)
             for number, line in read_lines(path_of(source), RESPONSE_FILE_BYTES, LINE_BYTES):
                 if line.strip():
-                    where = f"{printable(source)}:{number}"
+                    where = f"{file}:{number}"
                     yield from response_of(self, parse_json(line, source, line=number), where)
             return
         yield from self._texts(source)

@@ -73,8 +73,10 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees(rule: str) -> None:
                 logs = np.full((gamma + 1, gamma), -np.inf)
                 logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
                 of_output = forced(p, p, output)
-                found = survival(rule, Forced(logs, np.full(gamma + 1, gamma), of_output.log_p))[1][0]
-                assert found.tolist() == wanted
+                given = Forced(logs, np.full(gamma + 1, gamma), of_output.log_p)
+                assert survival(rule, given)[1][0].tolist() == wanted
+                shortcut = identities.certain([given])
+                assert shortcut is not None and shortcut[0][0].tolist() == wanted
 
 
 SEQUENCES = [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]

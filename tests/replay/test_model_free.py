@@ -68,6 +68,7 @@ def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
 
 def test_texts_are_asked_for_as_they_are_needed(monkeypatch: Any) -> None:
     monkeypatch.setattr("crossdraft.drafters.retrieval.recorded.BATCH", 100)
+    monkeypatch.setattr("crossdraft.framework.replay.model_free.WINDOW", 3)
     asked = []
 
     def texts() -> Any:
@@ -171,6 +172,6 @@ def test_who_cannot_be_replayed_is_told_so() -> None:
 
 
 def test_a_draft_with_a_hole_ends_there() -> None:
-    found = of_drafts(np.array([[7, -1, 7], [8, 8, -1]]), [7, 8])
+    found = of_drafts([np.array([[7, -1, 7], [8, 8, -1]])], [[7, 8]])[0]
     assert found.lengths.tolist() == [1, 2]
     assert np.isfinite(found.log_q).tolist() == [[True, False, False], [True, False, False]]

@@ -1,0 +1,180 @@
+"""``crossdraft replay``: as the run whose responses it replays, in every form of output, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.runs.metrics import Metrics
+
+RECIPE = """\
+target: {target}
+prompts: {prompts}
+dtype: float32
+device: cpu
+max_new_tokens: 24
+batch_size: 2
+drafters: [{{name: prompt-lookup, gamma: 3}}]
+verifiers: [token, block]
+sampling: {{temperature: 0.3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(models: Any, write_prompts: Any, tmp_path_factory: Any) -> Path:
+    """The directory of a finished run at a temperature at which prompt lookup is right now and then."""
+    root = tmp_path_factory.mktemp("run")
+    prompts = write_prompts(root / "prompts.jsonl", n=6)
+    (root / "recipe.yaml").write_text(RECIPE.format(target=models["target"], prompts=prompts), encoding="utf-8")
+    assert cli.main(["run", str(root / "recipe.yaml"), "--out", str(root / "runs"), "--quiet"]) == 0
+    return next((root / "runs").iterdir())
+
+
+def replayed(capsys: Any, *arguments: Any) -> dict[str, Any]:
+    assert cli.main(["replay", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def cells(run: Path) -> dict[tuple[str, str], Path]:
+    found = {}
+    for file in run.glob("cells/*/config.json"):
+        config = json.loads(file.read_text(encoding="utf-8"))["config"]
+        found[config["drafter"]["name"], config["verifier"]["name"]] = file.parent
+    return found
+
+
+def test_as_the_run_itself_counted(run: Path, capsys: Any) -> None:
+    """The drafts are certain, so given its responses a run could have gone in one way only."""
+    for rule in ("token", "block"):
+        cell = cells(run)["prompt-lookup", rule]
+        found = replayed(capsys, cell, "--drafter", "{name: prompt-lookup, gamma: 3}", "--verifier", rule)
+        (row,) = found["rows"]
+        numbers = json.loads((cell / "metrics.json").read_text(encoding="utf-8"))["metrics"]
+        metrics = Metrics.from_json(numbers)
+        assert metrics.rounds_cut and metrics.mean_tau > 0
+        assert metrics.block_efficiency is not None
+        assert row["rounds"] == pytest.approx(metrics.rounds) and row["tokens"] == metrics.tokens
+        assert row["block_efficiency"] == pytest.approx(numbers["block_efficiency"])
+        assert row["block_efficiency_all_rounds"] == pytest.approx(metrics.block_efficiency_all_rounds)
+        assert row["acceptance_marginal"] == pytest.approx(metrics.acceptance)
+        assert row["drafted_per_round"] == pytest.approx(metrics.nodes_per_round)
+        for name, of in metrics.by_category.items():
+            assert row["by_category"][name]["block_efficiency"]["value"] == pytest.approx(of.block_efficiency.value)
+
+
+def test_the_directory_of_a_run_stands_for_its_plain_decoding(run: Path, capsys: Any) -> None:
+    found = replayed(capsys, run, "--drafter", "prompt-lookup", "--gamma", "1,3")
+    alone = replayed(capsys, cells(run)["none", "token"], "--drafter", "prompt-lookup", "--gamma", "1,3")
+    assert found == alone and found["sampling"]["temperature"] == 0.3 and found["prompts"] == 6
+    assert cli.main(["replay", str(run), "--drafter", "prompt-lookup", "--temperature", "1"]) == 2
+    assert "no finished cell of plain decoding at that sampling; it has: temperature 0.3" in capsys.readouterr().err
+
+
+def rows_of(path: Path, n: int = 30) -> Path:
+    random = np.random.default_rng(0)
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(n):
+            row = {"id": i % 10, "category": "ab"[i % 2], "prompt": [1, 2, 3, 1, 2, 3], "finish": "eos"}
+            file.write(json.dumps(row | {"tokens": random.integers(1, 4, 5 + i).tolist()}) + "\n")
+    return path
+
+
+def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
+    path, out = rows_of(tmp_path / "said.jsonl"), tmp_path / "positions.parquet"
+    options = [path, "--drafter", "prompt-lookup", "--drafter", "{name: prompt-lookup, label: one, max_ngram: 1}"]
+    options += ["--verifier", "token", "--verifier", "specinfer", "--gamma", "2-3"]
+    found = replayed(capsys, *options, "--out", out)
+    assert [(r["drafter"], r["verifier"], r["gamma"]) for r in found["rows"]] == [
+        (drafter, rule, gamma)
+        for drafter in ("prompt-lookup", "one")
+        for rule in ("token", "specinfer")
+        for gamma in (2, 3)
+    ]
+    assert cli.main(["replay", *map(str, options), "--csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    whole = [line for line in lines if not line["category"]]
+    assert len(lines) == 3 * len(whole) == 3 * len(found["rows"])
+    for line, row in zip(whole, found["rows"], strict=True):
+        assert float(line["block_efficiency"]) == row["block_efficiency"]["value"]
+        assert float(line["marginal_2"]) == row["acceptance_marginal"][1]
+        assert float(line["conditional_2"]) == pytest.approx(float(line["marginal_2"]) / float(line["marginal_1"]))
+    assert cli.main(["replay", *map(str, options)]) == 0
+    text = capsys.readouterr().out
+    best = found["rows"][1]["block_efficiency"]
+    assert f"{best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}]" in text and "oracle" in text
+    assert "marginal" in text and "conditional" in text
+
+    one, other = (found["rows"][i]["block_efficiency"]["value"] for i in (1, 5))
+    apart = found["rows"][5]["differences"]
+    assert apart["drafter"]["from"] == "prompt-lookup"
+    assert apart["drafter"]["block_efficiency"]["value"] == pytest.approx(other - one)
+    assert apart["gamma"]["from"] == "2" and "rule" not in apart
+    assert found["rows"][3]["differences"]["rule"]["block_efficiency"]["value"] == 0  # a point mass
+
+    table = parquet.read_table(out).to_pydict()
+    mine = [i for i, rule in enumerate(table["rule"]) if rule == "token" and table["drafter"][i] == "prompt-lookup"]
+    assert len(mine) == found["tokens"] and len(table["rule"]) == 4 * found["tokens"]
+    assert all(len(table["survival"][i]) == 3 for i in mine)
+    said = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [table["token"][i] for i in mine] == [token for tokens in said for token in tokens]
+
+
+def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
+    from crossdraft.framework.replay import tally
+
+    monkeypatch.setattr(tally, "MOST_PIECES", 4)
+    monkeypatch.setattr(tally, "MOST_CATEGORIES", 2)
+    pieces = tally.Pieces()
+    numbers = [pieces.number("a", str(i)) for i in range(50)] + [pieces.number("b", "x"), pieces.number("c", "x")]
+    assert sorted(set(numbers)) == [0, 1, 2, 3, 4, 5]
+    assert numbers[:50] == [pieces.number("a", str(i)) for i in range(50)]
+    assert pieces.category == ["a", "a", "a", "a", "b", tally.OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--drafter", "prompt-lookup", "--verifier", "traversal"], "'traversal' cannot be replayed"),
+        (
+            ["--drafter", "prompt-lookup", "--verifier", "tokn"],
+            "no verifier named 'tokn'; did you mean 'token'",
+        ),
+        (["--drafter", "prompt-lookup", "--verifier", "greedy"], "needs temperature 0"),
+        (["--drafter", "none"], "'none' never drafts"),
+        (["--drafter", "{name: small-lm-tree, model: x}"], "drafts trees ('without_replacement')"),
+        (["--drafter", "{name: small-lm, model: x}"], "needs a target: --target MODEL"),
+        (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is no range of numbers from 1 on"),
+        (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too much; the most is 64"),
+        (["--drafter", "prompt-lookup", "--gamma", "x"], "--gamma 'x': write numbers and ranges"),
+        (["--drafter", "{name: prompt-lookup, gamma: 0}"], "gamma must be from 1 to 64"),
+        (["--drafter", "{name: prompt-lookup, gama: 1}"], "key 'gama'"),
+        (["--drafter", "prompt-lookup", "--drafter", "prompt-lookup"], "is given twice"),
+        (["--drafter", "prompt-lookup", "--limit", "0"], "--limit must be at least 1"),
+        (["--drafter", "prompt-lookup", "--top-p", "0.5"], "need a --temperature beside them"),
+        (["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"], "cannot write /nowhere/x.parquet"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], said: str) -> None:
+    path = rows_of(tmp_path / "said.jsonl", 2)
+    sampled = [] if "--top-p" in options else ["--temperature", "1"]
+    assert cli.main(["replay", str(path), *options, *sampled]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_responses_sampled_in_different_ways_are_refused(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "said.jsonl"
+    rows = [{"prompt": [1], "tokens": [1], "temperature": t} for t in (1, 0.5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
+    assert "said.jsonl:2: it was sampled in another way" in capsys.readouterr().err
+    path.write_text("\n", encoding="utf-8")
+    assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
+    assert "there is no response to replay" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""What recorded responses are read from, and what is refused with file, line and key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import make_tokenizer
+
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.models.tokenizer import TokenizerOf
+from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.responses import Reader
+
+HALF = Sampling(temperature=0.5)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """``read(*rows, **options)``: the responses of a file with these rows, and the reader."""
+
+    def reading(*rows: Any, tokenizer: bool = True, **options: Any) -> tuple[list[Response], Reader]:
+        path = tmp_path / "said.jsonl"
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+        reader = Reader(**options)
+        if tokenizer:
+            reader.target = "tiny"
+            reader._tokenizer = TokenizerOf("tiny", make_tokenizer(), frozenset({2}))
+        return list(reader.read([str(path)])), reader
+
+    return reading
+
+
+def test_token_ids_need_no_tokenizer(read: Any) -> None:
+    row = {"prompt": [1, 2], "tokens": [3, 4], "logprobs": [-1.0, -0.5], "temperature": 1, "category": "c", "id": 7}
+    (one,), reader = read(row, tokenizer=False)
+    assert (one.prompt, one.tokens, one.id, one.category) == ([1, 2], [3, 4], "7", "c")
+    assert one.log_p.tolist() == [-1.0, -0.5] and one.sampling == Sampling()
+    assert not one.ended and one.limit == 2
+    assert "they are log P" in next(iter(reader.assumed))
+
+
+def test_texts_are_tokenized(read: Any) -> None:
+    rows = [
+        {"prompt": "w5 w6", "response": "w7 w8", "finish": "stop", "max_tokens": 9},
+        {"messages": [{"role": "user", "content": "w5"}], "response": "w7", "finish": "length"},
+    ]
+    (first, second), reader = read(*rows)
+    assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
+    assert second.prompt == [3, 5, 4] and second.limit == 1
+    assert any("tokenized anew" in what for what in reader.assumed)
+    with pytest.raises(UsageError, match=r"said.jsonl:1: it holds text, not token ids; name the model.*--target"):
+        read(rows[0], tokenizer=False)
+
+
+def test_log_probabilities_are_used_only_where_they_can_be_log_p(read: Any) -> None:
+    row = {"prompt": [1], "tokens": [3], "logprobs": [-1.0]}
+    assert read(row, sampling=Sampling())[0][0].log_p.tolist() == [-1.0]
+    assert read(row, sampling=Sampling(temperature=0))[0][0].log_p.tolist() == [0.0]
+    for options, why in (({}, "not known what they were sampled with"), ({"sampling": HALF}, "--logprobs processed")):
+        (one,), reader = read(row, **options)
+        assert one.log_p is None and why in next(iter(reader.assumed))
+    assert read(row, sampling=HALF, processed=True)[0][0].log_p.tolist() == [-1.0]
+
+
+CHAT = {
+    "object": "chat.completion",
+    "id": "x1",
+    "choices": [
+        {
+            "message": {"role": "assistant", "content": "w7 w8"},
+            "finish_reason": "length",
+            "logprobs": {"content": [{"token": "w7", "logprob": -0.1}, {"token": "w8", "logprob": -0.2}]},
+        }
+    ],
+}
+REQUEST = {"messages": [{"role": "user", "content": "w5"}], "temperature": 1.0, "max_tokens": 2}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return CHAT | {"choices": [CHAT["choices"][0] | changes]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"request": REQUEST, "response": CHAT},
+        {"custom_id": "x1", "request": {"body": REQUEST}, "response": {"body": CHAT}},
+        CHAT | REQUEST,
+    ],
+)
+def test_a_chat_completion(read: Any, row: Any) -> None:
+    (one,), _ = read(row)
+    assert (one.prompt, one.tokens, one.id) == ([3, 5, 4], [7, 8], "x1")
+    assert one.log_p.tolist() == [-0.1, -0.2] and one.sampling == Sampling() and one.limit == 2
+
+
+def test_completions_and_what_servers_add(read: Any) -> None:
+    said = {"tokens": ["w7", "w8"], "token_logprobs": [-0.1, -0.2]}
+    plain = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "length"}]} | {"prompt": "w5"}
+    named = {"tokens": ["token_id:7", "token_id:2"], "token_logprobs": [-0.1, -0.2]}
+    ids = {"choices": [{"text": "?", "logprobs": named, "finish_reason": "stop"}], "prompt": [5], "max_tokens": 8}
+    told = {"choices": [{"text": "?", "token_ids": [9, 9], "prompt_token_ids": [5, 6]}]}
+    ended = said | {"tokens": ["w7", "w8", "</s>"], "token_logprobs": [-0.1, -0.2, -0.3]}
+    whole = {"choices": [{"text": "w7 w8", "logprobs": ended, "finish_reason": "stop"}], "prompt": [5]}
+    cut = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "stop"}], "prompt": [5]}
+    found, reader = read(plain, ids, told, whole, cut)
+    assert [one.tokens for one in found] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
+    assert [one.ended for one in found] == [False, True, False, True, False]
+    assert found[1].limit == 8 and found[2].prompt == [5, 6]
+    assert reader.assumed["without the token that ended them, taken as cut there"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "said.jsonl:2: not JSON"),
+        ("[1]", "said.jsonl:2: a response is a JSON object, not list"),
+        ({"prompt": [1]}, "said.jsonl:2: a response needs 'response'"),
+        ({"tokens": [1]}, "said.jsonl:2: there is no 'prompt'"),
+        ({"prompt": [], "tokens": [1]}, "said.jsonl:2: the prompt is empty"),
+        ({"prompt": [1], "tokens": [1.5]}, "said.jsonl:2: 'tokens' must be a list of token ids"),
+        ({"prompt": [1], "tokens": [True]}, "said.jsonl:2: 'tokens' must be a list of token ids"),
+        ({"prompt": [1], "tokens": [-1]}, "said.jsonl:2: 'tokens' holds -1, which is no token id"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [0, -1]}, "'logprobs' has 2 numbers, but the response has 1 tok"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "said.jsonl:2: 'logprobs' holds 0.4 for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [-9999.0]}, "'logprobs' holds -9999.0 for token 1"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [NaN]}', "'logprobs' holds nan for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' must be a list of numbers"),
+        ({"prompt": [1], "tokens": [1], "temperature": -1}, "said.jsonl:2: temperature are no sampling parameters"),
+        ({"prompt": [1], "tokens": [1], "temperature": 0.7}, "sampled at temperature 0.7, not at temperature 1"),
+        ({"prompt": [1], "tokens": [1], "finish": "maybe"}, "said.jsonl:2: 'finish' is 'maybe'"),
+        ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "said.jsonl:2: 'max_tokens' is 0"),
+        ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "said.jsonl:2: 'category' is"),
+        ({"prompt": "a\x00", "tokens": [1]}, "said.jsonl:2: a text holds the character U\\+0000"),
+        ({"messages": ["hello"], "tokens": [1]}, "said.jsonl:2: 'messages' must be a list of objects"),
+        ({"response": {"id": 1}, "prompt": [1]}, "'response' is an object without 'choices'"),
+        (chat() | {"choices": {}} | REQUEST, "said.jsonl:2: 'choices' must be a list"),
+        (CHAT, "said.jsonl:2: there is no 'prompt'"),
+        (
+            chat(logprobs={"content": [{"token": "w7", "logprob": -1}]}) | REQUEST,
+            "into 2 tokens, which are",
+        ),
+        (chat(logprobs={"content": [{"token": t, "logprob": -1} for t in ("w7", "w9")]}) | REQUEST, "return_token_ids"),
+        (chat(logprobs=[1]) | REQUEST, r"said.jsonl:2, choices\[0\]: 'logprobs' is neither"),
+        (chat(message={}, logprobs=None) | REQUEST, "holds neither 'token_ids' nor a text"),
+    ],
+)
+def test_what_is_no_response_is_refused_where_it_stands(read: Any, row: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read({"prompt": [1], "tokens": [1]}, row, sampling=Sampling())
+
+
+def test_texts_of_a_data_set_are_cut(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {"text": [" ".join(f"w{5 + (i + j) % 50}" for j in range(20)) for i in range(3)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "texts")
+    reader = Reader(prompt_tokens=4, tokens=10, column="text", limit=2)
+    reader.target, reader._tokenizer = "tiny", TokenizerOf("tiny", make_tokenizer(), frozenset({2}))
+    found = list(reader.read([str(tmp_path / "texts")]))
+    assert [len(one.prompt) for one in found] == [4, 4] and [len(one.tokens) for one in found] == [10, 10]
+    assert found[1].tokens == [10 + i for i in range(10)] and found[1].limit == 10
+    assert any("need not be" in what for what in reader.assumed)
+    with pytest.raises(UsageError, match="no column 'words'"):
+        reader.column = "words"
+        list(reader.read([str(tmp_path / "texts")]))
+
+
+def test_no_such_source() -> None:
+    with pytest.raises(UsageError, match="there is no prompt file nowhere"):
+        list(Reader().read(["nowhere/said.jsonl"]))
+
+
+def test_an_empty_response_is_left_out_and_said(read: Any) -> None:
+    found, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
+    assert len(found) == 1 and reader.assumed["left out: they have no token"] == 1
+
+
+def test_log_p_is_never_above_zero(read: Any) -> None:
+    (one,), _ = read({"prompt": [1], "tokens": [2], "logprobs": [1e-7]}, sampling=Sampling())
+    assert np.array_equal(one.log_p, [0.0])
