@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device, take_rows
-    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
     from .framework.contracts.errors import (
         ContractError,
         CrossdraftError,
@@ -75,6 +75,7 @@ __all__ = [
     "Sequences",
     "StrategyConfig",
     "Text",
+    "TextLaw",
     "Trainee",
     "TrainingConfig",
     "UnknownNameError",
@@ -135,6 +136,7 @@ _HOME = {
     "Sequences": ".framework.contracts.draft",
     "StrategyConfig": ".framework.contracts.drafter",
     "Text": ".framework.contracts.training",
+    "TextLaw": ".framework.contracts.drafter",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
     "UnknownNameError": ".framework.contracts.errors",

@@ -45,9 +45,10 @@ class LengthPolicy:
         fixed: is the length settled by gamma and the row's limit alone? Then the drafts are replayable.
         asks: does `goes_on` ever say no? Then the device is asked once for each drafted token.
         keeps_last: is the token after which a row stops part of the draft?
+        adapts: does the length depend on how earlier rounds went?
     """
 
-    fixed, asks, keeps_last = True, False, True
+    fixed, asks, keeps_last, adapts = True, False, True, False
 
     def __init__(self, gamma: int, batch_size: int):
         self.gamma, self.batch_size = gamma, batch_size
@@ -88,7 +89,7 @@ class ConfidenceLength(LengthPolicy):
 class HeuristicLength(LengthPolicy):
     """After the fate of the last draft."""
 
-    fixed = False
+    fixed, adapts = False, True
 
     def __init__(self, gamma: int, batch_size: int, start: int | None):
         super().__init__(gamma, batch_size)

@@ -155,8 +155,13 @@ class FeatureDrafter(Drafter):
                 drawn="deterministic", point_mass=True, nodes=config.nodes, hidden_layers=layers, levels=config.depth
             )
         if config.tree is None:
-            point_mass = sampling.at(config.temperature).temperature == 0
-            return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, hidden_layers=layers)
+            return DraftTraits(
+                drawn="chain",
+                point_mass=sampling.at(config.temperature).temperature == 0,
+                nodes=config.gamma,
+                hidden_layers=layers,
+                adapts=config.policy.start(config.gamma, 1).adapts,
+            )
         shape, siblings = config.shape(), config.chosen(sampling)
         return DraftTraits(
             drawn="chain" if shape.is_path else DRAWN[siblings],

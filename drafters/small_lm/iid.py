@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
 from ...framework.contracts.limits import MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
@@ -55,6 +55,9 @@ class SmallLMIid(Drafter):
     @property
     def passes(self) -> int:
         return self.model.passes
+
+    def text_law(self) -> TextLaw:
+        return self.chain.text_law()
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.chain.begin(row, prompt)

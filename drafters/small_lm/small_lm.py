@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
 from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
@@ -74,12 +74,22 @@ class SmallLM(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         point_mass = sampling.at(config.temperature).temperature == 0
-        fixed = config.lengths(1).fixed
-        return DraftTraits(drawn="chain", point_mass=point_mass, nodes=config.gamma, replayable=fixed)
+        policy = config.lengths(1)
+        return DraftTraits(
+            drawn="chain",
+            point_mass=point_mass,
+            nodes=config.gamma,
+            replayable=policy.fixed,
+            adapts=policy.adapts,
+        )
 
     @property
     def passes(self) -> int:
         return self.model.passes
+
+    def text_law(self) -> TextLaw:
+        goes_on = self.policy.goes_on if self.policy.asks else None
+        return TextLaw(self.model.lm, self.sampling, goes_on, self.policy.keeps_last)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.model.begin(row, prompt)

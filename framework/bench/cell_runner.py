@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from random import Random
 from typing import Any
 
@@ -318,14 +319,15 @@ class Cell:
         for i, r in enumerate(response.rounds):
             counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
             found.records.append(RoundRecord(prompt.index, name, prompt.category, turn, i, *counts))
-        found.responses.append(
-            {
-                "question_id": prompt.question_id,
-                "turn": turn,
-                "category": prompt.category,
-                "prompt_tokens": length,
-                "text": text,
-                "tokens": response.tokens,
-                "finish": response.finish,
-            }
-        )
+        said: dict[str, Any] = {
+            "question_id": prompt.question_id,
+            "turn": turn,
+            "category": prompt.category,
+            "prompt_tokens": length,
+            "text": text,
+            "tokens": response.tokens,
+            "finish": response.finish,
+        }
+        if response.logprobs is not None:  # JSON knows no infinity: null is a token that the target never says
+            said["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
+        found.responses.append(said)

@@ -53,6 +53,8 @@ class DraftTraits:
             `DraftContext.final_law` asks for it. A rule that modifies later targets needs all three.
         temperature_zero_only: its drafts make sense only where the target is decoded greedily; other cells of a matrix
             leave it out.
+        adapts: what or how long it drafts depends on how earlier rounds went, not on the committed tokens alone (a
+            schedule of lengths, a bandit). Such drafts cannot be told from a text, so replay refuses them.
     """
 
     drawn: Drawn | None
@@ -63,6 +65,7 @@ class DraftTraits:
     replayable: bool = False
     temperature_zero_only: bool = False
     levels: int | None = None
+    adapts: bool = False
 
     def problem(self) -> str | None:
         """What is wrong with these traits, for people; None if a draft can be as they say."""
@@ -79,7 +82,7 @@ class DraftTraits:
             isinstance(self.branching, tuple) and all(_is_count(n) and n for n in self.branching)
         ):
             return f"branching={quoted(self.branching)}, which is no tuple of numbers of children"
-        for key in ("point_mass", "replayable", "temperature_zero_only"):
+        for key in ("point_mass", "replayable", "temperature_zero_only", "adapts"):
             if not isinstance(value := getattr(self, key), bool):
                 return f"{key}={quoted(value)}, which is neither True nor False"
         return None
@@ -88,6 +91,26 @@ class DraftTraits:
     def depth(self) -> int:
         """Depth of the deepest node there can be."""
         return self.nodes if self.levels is None else self.levels
+
+
+@dataclass(frozen=True)
+class TextLaw:
+    """How a drafter drafts whose law of a token follows from the tokens before it, wherever the round started.
+
+    Then one pass over a text says what drafting from each of its tokens would, see `Drafter.text_law`.
+
+    Attributes:
+        lm: slots of the model whose law it is, the drafter's own.
+        sampling: makes the law that tokens are drawn from of the model's logits.
+        goes_on: ``goes_on(logits, q, token) -> [n] bool``: is another token drafted after ``token [n]``, drawn from
+            ``q [n, V]``, which was made from ``logits [n, V]`` (their softmax at temperature 0)? ``None`` = always.
+        keeps_last: is the token at which that says no part of the draft?
+    """
+
+    lm: LM
+    sampling: Sampling
+    goes_on: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    keeps_last: bool = True
 
 
 def _is_count(value: object) -> bool:
@@ -256,6 +279,13 @@ class Drafter(ABC):
 
         A drafter whose memory outlives a sequence has to define it; what belongs to a slot is begun anew anyway.
         """
+
+    def text_law(self) -> TextLaw | None:
+        """The law of every drafted token, if it follows from the tokens before it alone; ``None`` if it does not.
+
+        A shortcut for replay, which uses this drafter's slots then, and never calls ``propose``.
+        """
+        return None
 
     @property
     def passes(self) -> int:

@@ -43,6 +43,9 @@ class Response:
         rounds: its rounds, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
         error: what went wrong, a sentence, where ``finish`` is ``"error"``.
+        logprobs: log P of each of ``tokens`` given those before it, by the target's law as it is sampled from
+            (temperature and all); -inf where a lossy rule said what the target never does. ``None`` at temperature 0,
+            where each is 0.
     """
 
     index: int
@@ -51,6 +54,7 @@ class Response:
     rounds: list[Round]
     text: str | None = None
     error: str | None = None
+    logprobs: list[float] | None = None
 
 
 def raise_failed(responses: Sequence[Response]) -> None:

@@ -41,6 +41,7 @@ class _Slot:
     prompt_length: int
     wanted: int  # tokens still to generate
     rounds: list[Round] = field(default_factory=list)
+    logprobs: list[float] | None = None
 
 
 class Decoder:
@@ -174,7 +175,8 @@ class Decoder:
         self.sequences.append(row, prompt)
         self.sequences.stream[row] = stream
         self.verifier.begin(row)
-        self._slots[row] = _Slot(index, name, len(prompt), self.max_new_tokens)
+        logprobs = [] if self.sampling.temperature else None
+        self._slots[row] = _Slot(index, name, len(prompt), self.max_new_tokens, logprobs=logprobs)
         self._set_limit(row)
         self.stopwatch.mark("prefill")
         self.drafter.begin(row, prompt, hidden)
@@ -200,7 +202,8 @@ class Decoder:
         clock.mark("verify")
 
         check_verdict(judged, verdict, verifier=self._verifier)
-        rows = to_host(drafted.candidates, judged, scores, verdict)
+        # At temperature 0 every log p of what is said is 0.
+        rows = to_host(drafted.candidates, judged, scores, verdict, logprobs=self.sampling.temperature > 0)
         where = {
             row: f"{slot.name} at position {len(seqs.history[row])}" for row, slot in enumerate(self._slots) if slot
         }
@@ -225,12 +228,15 @@ class Decoder:
                 continue
             if not busy[row]:  # its slot looks free from here on, and is, once the round is over
                 tokens = seqs.history[row][slot.prompt_length :]
-                finished.append(Response(slot.index, tokens, "error", slot.rounds, error=failed[row]))
+                more = {"error": failed[row], "logprobs": slot.logprobs}
+                finished.append(Response(slot.index, tokens, "error", slot.rounds, **more))
                 seqs.history[row], seqs.limit[row] = [], 0
                 continue
             new = committed[row] = self._until_eos(rows[row].tokens[: accepted[row] + 1])
             seqs.append(row, new)
             slot.wanted -= len(new)
+            if slot.logprobs is not None:
+                slot.logprobs += rows[row].logprobs[: len(new)]
             tau, limit = min(accepted[row], len(new)), seqs.limit[row]
             survival = rows[row].survival if verdict.survival is not None else None
             slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival))
@@ -250,7 +256,7 @@ class Decoder:
                 continue
             if row not in failed:
                 tokens = seqs.history[row][slot.prompt_length :]
-                finished.append(Response(slot.index, tokens, finish, slot.rounds))
+                finished.append(Response(slot.index, tokens, finish, slot.rounds, logprobs=slot.logprobs))
             self._free(row)
             self._retired(row, finish)
         clock.mark("rest")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from ..contracts.draft import Draft, Scores, Verdict
 from ..contracts.errors import ContractError
@@ -26,6 +28,7 @@ class Row(NamedTuple):
         q: the sum of all its q, which is NaN or infinite where one of them is.
         survival: the sum of `Verdict.survival`.
         tokens: those on the accepted path and the one that follows; behind them whatever there was.
+        logprobs: log p of each of ``tokens`` after those before it; empty if nobody wants to know.
     """
 
     tau: int
@@ -36,14 +39,16 @@ class Row(NamedTuple):
     q: float
     survival: float
     tokens: list[int]
+    logprobs: list[float]
 
 
-def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict) -> list[Row]:
+def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, logprobs: bool = False) -> list[Row]:
     """The round's one synchronisation.
 
     Args:
         drafted: what the drafter proposed, without probes.
         draft: what of it was judged: a chain is trimmed.
+        logprobs: of emitted tokens, too. A gather, and no pass over p.
     """
     if draft.width:
         order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
@@ -62,11 +67,30 @@ def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict) -> l
     survival = fine if verdict.survival is None else verdict.survival.sum(1)
     # float64 holds every token id exactly.
     meta = [verdict.length, drafted.count, depth, scores.finite, drafter_finite, q, survival]
-    host = torch.cat([torch.stack(meta, 1).double(), emitted.double()], 1).tolist()
+    parts = [torch.stack(meta, 1).double(), emitted.double()]
+    if logprobs:
+        parts.append(_logprobs(emitted, verdict, scores))
+    width, host = emitted.shape[1], torch.cat(parts, 1).tolist()
     return [
-        Row(int(tau), int(nodes), int(depth), bool(target), bool(drafter), q, survival, [int(t) for t in tokens])
-        for tau, nodes, depth, target, drafter, q, survival, *tokens in host
+        Row(
+            *(int(tau), int(nodes), int(depth), bool(target), bool(drafter), q, survival),
+            [int(token) for token in rest[:width]],
+            rest[width:],
+        )
+        for tau, nodes, depth, target, drafter, q, survival, *rest in host
     ]
+
+
+def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
+    """``[B, D + 1]`` float64: log p of each of ``emitted [B, D + 1]``, which follow the root and a path."""
+    (_, laws, vocab), width = scores.p.shape, emitted.shape[1]
+    if verdict.path is None:
+        after = torch.arange(width, device=emitted.device)
+    else:
+        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp(0, laws - 1)
+    # A verdict that names no token is found on the host.
+    index = after * vocab + emitted.clamp(0, vocab - 1)
+    return scores.p.flatten(1).gather(1, index).double().log()
 
 
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:

@@ -22,6 +22,8 @@ class Forced:
         lengths: int64 [T], how many tokens it drafts from t on as long as the drafted ones are x: at most G, less
             where it has nothing to say or its length policy stops.
         log_p: float64 [T], log P(x[t] | prompt, x[:t]) by the target as it samples; 0 at temperature 0.
+        log_top: float64 [T, G], the largest log-probability of the law that each token was drawn from, of the model's
+            softmax at temperature 0; what policies of lengths ask for (`lengths`). None where nobody wanted to know it.
         sums: what rules for several i.i.d. sequences need, where the drafter draws them: `sequences.sums` of the rows.
     """
 
@@ -29,3 +31,4 @@ class Forced:
     lengths: np.ndarray
     log_p: np.ndarray
     sums: Sums | None = None
+    log_top: np.ndarray | None = None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +23,7 @@ from ..decoding.build import build_decoder
 from ..decoding.loop import Decoder
 from ..decoding.validation import validate_draft
 from ..plugins import get
+from ..replay.force import forced
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .settings import Setting, Toys
@@ -311,6 +315,26 @@ class DrafterContract:
                         "propose() waits for the device: it looks at a value of a tensor (bool(), int(), .item(), "
                         f".tolist(), a mask as an index). Say asks_device = True if it must ({error})"
                     ) from error
+
+    def test_the_law_of_a_text(self) -> None:
+        """A drafter that offers `text_law` says by it what it drafts from each token of a text, forced to follow it."""
+        drafts = type("Forced", (self.drafting,), {"text_law": Drafter.text_law})
+        for temperature in self.each_temperature():
+            sampling = Sampling(temperature=temperature)
+            if type(self).make is not DrafterContract.make or self.drafting.text_law is Drafter.text_law:
+                return
+            traits = self.drafting.traits(self.config, sampling)
+            if traits.drawn != "chain" or traits.adapts:
+                continue
+            texts = [SimpleNamespace(prompt=p, tokens=p[::-1] + p, log_p=None, where="") for p in self.setting.prompts]
+            make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)
+            both = [list(forced((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
+            for told, drafted in zip(*both, strict=True):
+                off = abs(np.exp(told.log_q) - np.exp(drafted.log_q)).max()
+                assert off < 1e-3, (
+                    f"text_law() is not the law of the drafts: a token's probability differs by {off:.3g}. Leave it "
+                    "out if the law depends on more than the tokens before"
+                )
 
     # -- pieces -----------------------------------------------------------------------------------------------
 

@@ -47,6 +47,14 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert [condition["dtype"] for condition in environment["conditions"]] == ["float32"]
     assert environment["conditions"][0]["threads"] == torch.get_num_threads()
 
+    for cell in found:
+        config = json.loads((cell / "config.json").read_text(encoding="utf-8"))["config"]
+        sampled = config["sampling"]["temperature"] > 0
+        for line in (cell / "responses.jsonl").read_text(encoding="utf-8").splitlines():
+            response = json.loads(line)
+            assert ("logprobs" in response) == sampled  # at temperature 0 each is 0
+            assert not sampled or len(response["logprobs"]) == len(response["tokens"])
+
     with (directory / "summary.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 16 and {row["error"] for row in rows} == {""}

@@ -21,6 +21,7 @@ from crossdraft import (
     Scores,
     Sequences,
     StrategyConfig,
+    TextLaw,
     Verdict,
     Verifier,
     VerifierTraits,
@@ -144,6 +145,11 @@ class Waits(Chain):
         return draft if int(draft.tokens.sum()) >= 0 else Draft.empty(draft.batch_size)
 
 
+class OtherTextLaw(Chain):
+    def text_law(self) -> TextLaw:
+        return TextLaw(self.model.lm, Sampling(temperature=2))
+
+
 def drafter_contract(cls: type[Drafter]) -> DrafterContract:
     return type("Contract", (DrafterContract,), {"drafter": cls, "temperatures": (1.0,)})()
 
@@ -161,6 +167,7 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         (ShapeOffByOne, "test_every_draft_keeps_the_contract", "draft.parents of shape .*: a shape is off"),
         (LawsOffByOne, "test_every_draft_keeps_the_contract", "too few rows .*: a shape is off"),
         (TooDeep, "test_limits", "but sequences.limit allows"),
+        (OtherTextLaw, "test_the_law_of_a_text", r"text_law\(\) is not the law of the drafts"),
         (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
     ],
 )

@@ -1,0 +1,261 @@
+"""Forcing a drafter along a text: the same numbers as the loop's own drafts, as a fresh drafter's, and as one pass."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from feature_heads import LAYERS, make_head
+from medusa_heads import MEDUSA, Weights
+from replaying import Run, Said, configured, fresh, making, run
+from safetensors.torch import save_file
+
+from crossdraft import Drafter
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.replay.force import forced
+from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.rounds import Acceptance
+from crossdraft.framework.replay.rounds import expected as rounds_of
+from crossdraft.framework.replay.walk import ForcedRound
+
+#: Few tokens, so that drafts of random heads are right now and then.
+V = 11
+WARM = Sampling(temperature=1.0)
+PROMPTS = [[5, 6, 7, 5, 6], [9, 8], [3], [1, 2, 1, 2, 1, 2, 3], [4, 0, 10]]
+ENDS = [5, 1, 8, 0, 3]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable) -> Any:
+    return tiny_model("llama", num_hidden_layers=4, vocab_size=V, copy="replay")
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: Callable) -> Any:
+    return tiny_model("llama", num_hidden_layers=4, vocab_size=V, noise=0.4, copy="replay")
+
+
+@pytest.fixture(scope="module")
+def said(target: Any) -> list[Said]:
+    """Responses of several lengths, one of them empty, in no order."""
+    plain = run(making(target, WARM), configured("none"), "token", PROMPTS, new=8)
+    return [Said(r.prompt, r.tokens[:end]) for r, end in zip(plain.responses, ENDS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def heads(target: Any, tmp_path_factory: Any) -> Callable[[str], tuple[Any, Any]]:
+    """``heads(name)``: a drafter with random heads, which is right now and then, and its options."""
+
+    def made(name: str, **options: Any) -> tuple[Any, Any]:
+        path: Path = tmp_path_factory.mktemp(name)
+        torch.manual_seed(5)
+        if name == "medusa":
+            save_file(Weights(rows=V, seed=3).v01(), path / "medusa_lm_head.safetensors")
+            (path / "config.json").write_text(json.dumps(MEDUSA), encoding="utf-8")
+        else:
+            make_head(name, target).save(path)
+        return configured(name, model=str(path), **({"layers": LAYERS} if name == "eagle3" else {}), **options)
+
+    return made
+
+
+def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
+    assert np.array_equal(np.isneginf(one.log_q), np.isneginf(other.log_q))
+    assert np.allclose(np.exp(one.log_q), np.exp(other.log_q), atol=tolerance)
+    left = len(one.log_p) - np.arange(len(one.log_p))  # what a policy would do behind the end, the text does not say
+    assert np.array_equal(np.minimum(one.lengths, left), np.minimum(other.lengths, left))
+    assert np.allclose(one.log_p, other.log_p, atol=tolerance)
+
+
+# -- one pass over the text, and drafting from each of its tokens -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling, options",
+    [
+        (WARM, {}),
+        (Sampling(temperature=0.7, top_p=0.8), {}),
+        (Sampling(temperature=0), {}),
+        (Sampling(temperature=0), {"temperature": 1.0}),
+        (WARM, {"policy": {"name": "confidence", "threshold": 0.5}}),
+        (WARM, {"policy": {"name": "confidence", "stop": "before", "threshold": 0.7}}),
+        (Sampling(temperature=0), {"policy": {"name": "confidence", "threshold": 0.6}}),
+    ],
+)
+def test_a_small_lm_from_the_text_is_one_that_drafts(
+    target: Any, small: Any, said: list[Said], sampling: Sampling, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, make = configured("small-lm", model="small", **options), making(target, sampling, small)
+    quick = list(forced(drafter, said, make, depth=6, rows=3))
+    monkeypatch.setattr(drafter[0], "text_law", Drafter.text_law)
+    slow = list(forced(drafter, said, make, depth=6, rows=3))
+    assert [len(one.log_p) for one in quick] == ENDS
+    for one, other in zip(quick, slow, strict=True):
+        if "policy" in options and sampling.temperature == 0:
+            # Behind a token that it would not draft, one looks at the text and the other at its own tokens.
+            alive = ~np.isneginf(one.log_q)
+            ends = alive.sum(1) < np.minimum(one.lengths, other.lengths)
+            assert np.array_equal(alive, ~np.isneginf(other.log_q))
+            assert np.array_equal(one.lengths[~ends], other.lengths[~ends])
+        else:
+            same(one, other)
+
+
+def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[Said]) -> None:
+    sampling = Sampling(temperature=0.8)
+    found = list(forced(configured("small-lm", model="small", gamma=2), said, making(target, sampling, small), depth=5))
+    for text, one in zip(said, found, strict=True):
+        n = len(text.tokens)
+        if not n:
+            continue
+        ids = torch.tensor([[*text.prompt, *text.tokens]])
+        at = torch.arange(n)
+        for model, check in ((small, one.log_q[:, 0]), (target, one.log_p)):
+            with torch.no_grad():
+                law = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            assert np.allclose(law[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
+        assert (one.lengths == 5).all()
+        assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
+
+
+def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[Said]) -> None:
+    class Silent(TransformersLM):
+        def grow(self, *args: Any, **inputs: Any) -> Any:
+            raise AssertionError("the target was asked")
+
+    texts = [Said(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
+    make, drafter = making(target, WARM, small, lm=Silent), configured("small-lm", model="small")
+    assert all((one.log_p == -0.5).all() for one in forced(drafter, texts, make, depth=3))
+    with pytest.raises(AssertionError, match="was asked"):
+        list(forced(drafter, said, make, depth=3))
+    cold = making(target, Sampling(temperature=0), small)
+    assert all((one.log_p == 0).all() for one in forced(drafter, texts, cold, depth=3))
+
+
+# -- what a run drew ---------------------------------------------------------------------------------------------
+
+
+def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
+    """Drafted tokens of a run that were the response's, behind no other: as many have the q that replay says."""
+    checked = 0
+    for index, start, tokens, q in made.rounds:
+        log_q, x = found[index].log_q, made.responses[index].tokens
+        for j, (token, law) in enumerate(zip(tokens, q, strict=True)):
+            if start + j >= len(x):
+                break
+            if token != x[start + j]:
+                assert np.exp(log_q[start, j]) < 1 - 1e-6
+                break
+            assert abs(np.exp(log_q[start, j]) - law) < tolerance
+            checked += 1
+    return checked
+
+
+QUICK = [("small-lm", 0.0), ("eagle3", 0.0), *((name, 1.0) for name in ("small-lm", "eagle3", "medusa", "early-exit"))]
+SLOW = [
+    *((name, 0.0) for name in ("eagle", "mtp", "medusa", "early-exit", "linear-head", "prompt-lookup")),
+    *((name, 1.0) for name in ("eagle", "mtp", "linear-head", "prompt-lookup")),
+]
+
+
+def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling, **more: Any) -> tuple[Any, Any]:
+    """A drafter of three tokens, and what makes its context."""
+    third = {"early-exit": strategies.EarlyExit, "linear-head": strategies.LinearHead}
+    if name in third:
+        drafter = third[name], third[name].Config(gamma=3)
+    elif name in ("small-lm", "prompt-lookup"):
+        drafter = configured(name, gamma=3, **({"model": "small"} if name == "small-lm" else {}))
+    else:
+        drafter = heads(name, **({} if name == "medusa" else {"gamma": 3}))
+    return drafter, making(target, sampling, small, **more)
+
+
+@pytest.mark.parametrize("name, temperature", [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+def test_forced_laws_are_those_that_a_run_drew_from(
+    heads: Callable, target: Any, small: Any, name: str, temperature: float
+) -> None:
+    drafter, make = case(name, heads, small, target, Sampling(temperature=temperature))
+    made = run(make, drafter, "token", PROMPTS, new=16, rows=5)
+    found = list(forced(drafter, made.responses, make, depth=3, rows=3))
+    assert agree(made, found) >= 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3", "medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "early-exit"))],
+)
+def test_forced_laws_are_those_of_a_drafter_that_begins_there(
+    heads: Callable, target: Any, small: Any, said: list[Said], name: str
+) -> None:
+    drafter, make = case(name, heads, small, target, WARM)
+    found = list(forced(drafter, said, make, depth=3, rows=3))
+    for text, one in zip(said, found, strict=True):
+        for t in range(0, len(text.tokens), 2):
+            n = min(3, len(text.tokens) - t)
+            draft = fresh(make, drafter, text, t, n, lambda rest: ForcedRound(torch.tensor([rest]), name))
+            count = int(draft.count[0])
+            assert min(one.lengths[t], n) == count
+            q = draft.q[0, range(count), list(text.tokens[t : t + count])] if count else torch.zeros(0)
+            assert np.allclose(np.exp(one.log_q[t, :count]), q.numpy(), atol=2e-4)
+
+
+class Shifted(TransformersLM):
+    """A target whose hidden states are those of the token after."""
+
+    def grow(self, *args: Any, **inputs: Any) -> Any:
+        logits, hidden = super().grow(*args, **inputs)
+        return logits, hidden if hidden is None else hidden.roll(1, -1)
+
+    def begin(self, row: int, prompt: Any, **inputs: Any) -> Any:
+        hidden = super().begin(row, prompt, **inputs)
+        return hidden if hidden is None else hidden.roll(1, 0)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "medusa"])
+def test_a_wrong_place_of_the_hidden_states_is_seen(
+    heads: Callable, target: Any, small: Any, said: list[Said], name: str
+) -> None:
+    drafter, make = case(name, heads, small, target, WARM)
+    _, wrong = case(name, heads, small, target, WARM, lm=Shifted)
+    pairs = zip(forced(drafter, said, make, depth=3), forced(drafter, said, wrong, depth=3), strict=True)
+    assert max(np.abs(np.exp(a.log_q) - np.exp(b.log_q)).max(initial=0) for a, b in pairs) > 0.05
+
+
+# -- against runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, rule, sequences",
+    [
+        ("small-lm", "block", 1),
+        pytest.param("small-lm", "token", 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", "block", 1, marks=pytest.mark.slow),
+        pytest.param("small-lm-iid", "specinfer", 3, marks=pytest.mark.slow),
+        pytest.param("small-lm-iid", "spectr", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_replay_of_a_runs_own_responses_agrees_with_the_run(
+    heads: Callable, target: Any, small: Any, name: str, rule: str, sequences: int
+) -> None:
+    """Rounds of each response, counted and expected given it: the differences have mean 0."""
+    more = {"model": "small"} if name.startswith("small") else {}
+    kind = {"K": sequences} if sequences > 1 else {}
+    drafter = configured(name, gamma=3, **more, **kind) if more else heads(name, gamma=3)
+    make = making(target, Sampling(temperature=1.3), small)
+    made = run(make, drafter, rule, PROMPTS * 14, new=8, rows=60, validate="never")
+    many = 0 if sequences == 1 else sequences
+    found = list(forced(drafter, made.responses, make, depth=3, sequences=many))
+    accepted = [Acceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
+    expected = rounds_of(accepted, [3]).rounds[:, 0]
+    off = made.counts() - expected
+    z = off.mean() / (off.std(ddof=1) / len(off) ** 0.5)
+    assert abs(z) < 3.5 and off.std() > 0.1
+    # Another rule's acceptance, or rounds that start one token later, would be seen.
+    wrong = [Acceptance(one.survival**2, one.lengths, 8) for one in accepted]
+    off = made.counts() - rounds_of(wrong, [3]).rounds[:, 0]
+    assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4

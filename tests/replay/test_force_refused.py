@@ -1,0 +1,189 @@
+"""What cannot be forced is refused with a sentence, and so is a text that the target cannot have said."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import strategies
+import torch
+from replaying import Said, configured, making
+
+from crossdraft import Draft, Drafter, DraftTraits, RoundRng, Sampling, Sequences
+from crossdraft.framework.contracts.errors import CrossdraftError, NumericalError, UsageError
+from crossdraft.framework.replay.force import drafted, forced
+from crossdraft.framework.replay.walk import walk
+
+V = 11
+WARM = Sampling(temperature=1.0)
+TEXTS = [Said([1, 2, 3], [4, 5, 6, 7]), Said([3], [9, 9])]
+
+
+class Uniform(Drafter):
+    """Two tokens from a uniform law; subclasses break a rule each."""
+
+    name = "uniform"
+    point_mass = False
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=cls.point_mass, nodes=2)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        q = torch.full((sequences.batch_size, 2, V), 1 / V)
+        tokens = torch.stack([self.token(q[:, i], rng, i) for i in range(2)], 1)
+        return Draft.chain(tokens, [min(2, most) for most in sequences.limit], None if self.point_mass else q)
+
+    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+        return rng.draw(q, "draft", i)
+
+
+class OwnNumbers(Uniform):
+    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+        return torch.multinomial(q, 1)[:, 0]
+
+
+class Coins(Uniform):
+    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+        rng.accept(q[:, :1], "other", i)
+        return rng.draw(q, "draft", i)
+
+
+class OtherPurpose(Uniform):
+    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+        return rng.draw(q, "other", i)
+
+
+class RandomPointMass(Uniform):
+    point_mass = True
+
+
+class NotANumber(Uniform):
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        draft = super().propose(sequences, rng)
+        if any(len(history) == 5 for history in sequences.history):
+            assert draft.q is not None
+            draft.q[:, 1] = torch.nan
+        return draft
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable) -> Any:
+    return tiny_model("llama", vocab_size=V, context=24, copy="refused")
+
+
+def replay(drafter: tuple[Any, Any], target: Any, texts: Sequence[Said] = TEXTS, sampling: Sampling = WARM) -> list:
+    return list(forced(drafter, texts, making(target, sampling, target), depth=4))
+
+
+def plain(cls: Any) -> tuple[Any, Any]:
+    return cls, cls.Config()
+
+
+def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
+    for one, text in zip(replay(plain(Uniform), target), TEXTS, strict=True):
+        n = len(text.tokens)
+        assert (one.lengths == 2).all()
+        expected = torch.full((n, 4), -torch.inf).double()
+        for t in range(n):
+            expected[t, : min(2, n - t)] = torch.tensor(1 / V).double().log()
+        assert one.log_q == pytest.approx(expected.numpy())
+
+
+@pytest.mark.parametrize(
+    "drafter, reason",
+    [
+        (plain(OwnNumbers), "its tokens are not those that its random source drew from the law it reports"),
+        (plain(RandomPointMass), "its tokens are not those that its random source drew from the law it reports"),
+        (plain(Coins), "it tosses coins while it drafts"),
+        (plain(OtherPurpose), "it draws for the purpose 'other' while it drafts"),
+        (plain(strategies.Window), "its drafts are wider than a chain, or have probes"),
+        (configured("small-lm-tree", model="x"), "it drafts trees ('without_replacement')"),
+        (configured("small-lm", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
+        (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier rounds went"),
+        (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
+    ],
+)
+def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UsageError, match=r"cannot be replayed: .*; measure it with crossdraft run") as caught:
+        replay(drafter, target)
+    assert reason in str(caught.value)
+
+
+def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None:
+    with pytest.raises(UsageError, match="its law depends on where a round starts, which only single chains may"):
+        list(forced(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
+    cold = making(target, Sampling(temperature=0), target)
+    with pytest.raises(UsageError, match="at temperature 0; there are no 3 sequences"):
+        list(forced(configured("small-lm-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (Said([], [1]), "the prompt is empty"),
+        (Said([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
+        (Said([-1], [2]), "the token -1, outside"),
+        (Said([1] * 20, [2] * 5), "25 tokens, but the target's context is 24"),
+        (Said([1], [2, 3], [-0.5]), "2 tokens have log P of shape"),
+    ],
+)
+def test_a_text_that_the_target_cannot_have_said(text: Said, says: str, target: Any) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        replay(configured("small-lm", model="x"), target, [TEXTS[0], text])
+    assert str(caught.value).startswith("answers.jsonl:7: ")
+
+
+def test_numbers_that_are_none(target: Any, tiny_model: Callable) -> None:
+    with pytest.raises(NumericalError, match="drafter 'uniform' produced NaN or infinite numbers at token 2"):
+        replay(plain(NotANumber), target)
+    broken = tiny_model("llama", vocab_size=V, context=24, copy="broken")
+    broken.get_output_embeddings().weight.data[3] = torch.nan
+    with pytest.raises(CrossdraftError, match="NaN at token 0 of answers"):
+        list(forced(configured("small-lm", model="x"), TEXTS, making(target, WARM, broken), depth=2))
+    with pytest.raises(CrossdraftError, match="the target produced NaN"):
+        replay(plain(Uniform), broken)
+
+
+def test_an_error_leaves_the_slots_clean(target: Any) -> None:
+    """A drafter that fails in the middle, and the same slots of the target again."""
+
+    class Failing(Uniform):
+        def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+            if any(len(history) == 5 for history in sequences.history):
+                raise RuntimeError("in the middle")
+            return super().propose(sequences, rng)
+
+    context = making(target, WARM)(2, 8, 4)
+    uniform, failing = (cls(cls.Config(), context) for cls in (Uniform, Failing))
+    before = walk(uniform, context, TEXTS, 2)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        walk(failing, context, TEXTS, 2)
+    assert context.target is not None and context.target.lengths == [0, 0]
+    for one, again in zip(before, walk(uniform, context, TEXTS, 2), strict=True):
+        assert (one.log_p == again.log_p).all()
+
+
+def test_a_draft_ends_with_the_context(target: Any) -> None:
+    text = Said([1] * 18, [2, 3, 4, 5, 6, 7])
+    for drafter in (plain(Uniform), configured("small-lm", model="x")):
+        (found,) = replay(drafter, target, [text])
+        most = 2 if drafter[0] is Uniform else 4
+        assert found.lengths.tolist() == [min(most, 24 - (18 + t) - 1) for t in range(6)]
+
+
+def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> None:
+    """The second text is known from the first, whatever room there would be for both at once."""
+    text = Said([1], [2, 3, 4])
+    first, second = replay(plain(strategies.Frequent), target, [text, text])
+    assert first.lengths.tolist() == [0, 0, 0]
+    assert second.lengths.tolist() == [1, 1, 1] and (second.log_q[:, 0] == 0).all()
+
+
+def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
+    """Lengths under a policy, drawn freely: the law of the length, not that of the text."""
+    never = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 0})
+    always = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 1})
+    make = making(target, WARM, target)
+    assert [one.lengths.tolist() for one in drafted(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
+    assert [one.lengths.tolist() for one in drafted(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]

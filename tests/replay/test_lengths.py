@@ -1,0 +1,138 @@
+"""Policies of lengths from one replay of the longest drafts: what the drafter's own policy does, and what runs show."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from replaying import Run, configured, making, run
+
+from crossdraft import Drafter
+from crossdraft.drafters.autoregressive import policies
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.replay import lengths
+from crossdraft.framework.replay.force import drafted, forced
+from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.lengths import confident, heuristic
+from crossdraft.framework.replay.rounds import Acceptance
+from crossdraft.framework.replay.rounds import expected as rounds_of
+
+V, G = 11, 5
+PROMPTS = [[5, 6, 7, 5, 6], [9, 8], [3], [1, 2, 1, 2, 1, 2, 3], [4, 0, 10]]
+WARM = Sampling(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Callable) -> tuple[Any, Any]:
+    return tuple(tiny_model("llama", vocab_size=V, noise=noise, copy="lengths") for noise in (0.0, 0.3))  # type: ignore[return-value]
+
+
+def small_lm(**options: Any) -> tuple[Any, Any]:
+    return configured("small-lm", model="small", gamma=G, **options)
+
+
+def unlike(measured: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard errors the mean difference is from 0."""
+    off = measured - expected
+    return abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("stop", ["after", "before"])
+def test_a_grid_of_thresholds_from_one_replay(
+    models: tuple[Any, Any], temperature: float, stop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = Sampling(temperature=temperature)
+    make = making(models[0], sampling, models[1])
+    texts = run(make, configured("none"), "token", PROMPTS, new=6).responses
+    static = list(forced(small_lm(), texts, make, depth=G, tops=True))
+    sizes = set()
+    for threshold in (0.3, 0.8):
+        policy = {"name": "confidence", "stop": stop, "threshold": threshold}
+        found = [list(forced(small_lm(policy=policy), texts, make, depth=G))]
+        with monkeypatch.context() as patched:
+            patched.setattr(small_lm()[0], "text_law", Drafter.text_law)
+            found.append(list(forced(small_lm(policy=policy), texts, make, depth=G)))
+        for longest, *others in zip(static, *found, strict=True):
+            assert longest.log_top is not None
+            own = confident(longest.log_q if temperature else longest.log_top, longest.log_top, threshold, stop)
+            cells = np.where(np.arange(G) < own[:, None], longest.log_q, -np.inf)
+            for one in others:
+                # Behind a token that the drafter would not draft, lengths of a text mean nothing.
+                assert np.array_equal(np.isneginf(cells), np.isneginf(one.log_q))
+                assert np.allclose(np.exp(cells), np.exp(one.log_q), atol=2e-4)
+            sizes |= set(own.tolist())
+    assert len(sizes) >= 3
+
+
+@pytest.mark.slow
+def test_thresholds_against_a_run(models: tuple[Any, Any]) -> None:
+    """Rounds, and drafted tokens: the latter from drafts of the drafter's own, at another seed."""
+    policy = {"name": "confidence", "threshold": 0.2}
+    make, drafter = making(models[0], WARM, models[1]), small_lm(policy=policy)
+    made = run(make, drafter, "block", PROMPTS * 14, new=8, rows=70, validate="never")
+    static = list(forced(small_lm(), made.responses, make, depth=G, rows=70, tops=True))
+    drawn = list(drafted(small_lm(), made.responses, make, depth=G, rows=70, seed=5))
+    accepted, on_path = [], []
+    for longest, own in zip(static, drawn, strict=True):
+        assert longest.log_top is not None and own.log_top is not None
+        cut = replace(longest, lengths=confident(longest.log_q, longest.log_top, 0.2))
+        free = confident(own.log_q, own.log_top, 0.2)
+        accepted.append(Acceptance(survival("block", cut)[1], free, 8))
+        on_path.append(replace(accepted[-1], lengths=cut.lengths))
+    found = rounds_of(accepted, [G])
+    assert unlike(made.counts(), found.rounds[:, 0]) < 3
+    assert unlike(made.nodes(), found.drafted[:, 0]) < 3
+    # Lengths along the text alone: a draft that leaves it is another one.
+    assert unlike(made.nodes(), rounds_of(on_path, [G]).drafted[:, 0]) > 3
+
+
+def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
+    make, drafter = making(models[0], WARM, models[1]), small_lm(policy={"name": "heuristic", "start_length": 2})
+    made: Run = run(make, drafter, "token", PROMPTS * 14, new=12, rows=70, validate="never")
+    accepted = [
+        Acceptance(survival("token", one)[1], one.lengths, 12)
+        for one in forced(small_lm(), made.responses, make, depth=G, rows=70)
+    ]
+    found = heuristic(accepted, G, 2)
+    assert unlike(made.counts(), found.rounds[:, 0]) < 3 and unlike(made.nodes(), found.drafted[:, 0]) < 3
+    for other in (heuristic(accepted, G, 5), rounds_of(accepted, [3])):
+        assert unlike(made.nodes(), other.drafted[:, 0]) > 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
+    """A drafter that is always right, or never: the lengths are those of `HeuristicLength`, step by step."""
+    assert (lengths.MORE, lengths.FEWER) == (policies.MORE, policies.FEWER)
+    n, gamma = 40, 7
+    own, at, drafts = policies.HeuristicLength(gamma, 1, 3), 0, []
+    own.begin(0)
+    while at < n:
+        (wanted,) = own.wanted([n - 1 - at])
+        drafts.append(wanted)
+        tau = wanted if whole else 0
+        at += tau + 1
+        own.observe([tau], [wanted])
+    one = Acceptance(np.full((n, gamma), float(whole)), np.full(n, gamma), n)
+    found = heuristic([one], gamma, 3)
+    assert (found.rounds[0, 0], found.drafted[0, 0]) == (len(drafts), sum(drafts))
+    assert found.accepted[0, 0].sum() == pytest.approx(found.emitted[0, 0] - found.counted[0, 0])
+
+
+def test_a_heuristic_that_never_changes_is_static() -> None:
+    rng = np.random.default_rng(1)
+    responses = [
+        Acceptance(np.sort(rng.random((n, 1)), 1)[:, ::-1], np.ones(n, dtype=np.int64), limit)
+        for n, limit in ((7, 9), (5, 5), (6, None))
+    ]
+    mine, plain = heuristic(responses, 1, 1), rounds_of(responses, [1])
+    for name in vars(plain):
+        assert getattr(mine, name) == pytest.approx(getattr(plain, name))
+
+
+def test_the_first_unsure_token() -> None:
+    q = np.log([[0.9, 0.2, 0.9], [0.9, 0.9, 0.9], [0.1, 0.9, 0.9]])
+    top = np.log([[0.9, 0.6, 0.4], [0.9, 0.9, 0.9], [0.4, 0.9, 0.9]])
+    assert confident(q, top, 0.5).tolist() == [2, 3, 1]
+    assert confident(q, top, 0.5, "before").tolist() == [2, 3, 0]
