@@ -64,7 +64,7 @@ def length_remarks(plan: Plan, beyond: int | None = None) -> tuple[str, ...]:
     found, last = [], plan.ranges[-1]
     if len(plan.ranges) > 1:
         gamma = last.gamma if beyond is None else beyond
-        what = f"it drafts {gamma} tokens" if gamma else "it does not draft"
+        what = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
         found.append(f"beyond B = {last.high}, the greatest batch size that was asked for, {what}")
     elif slower := [str(b) for b, speed_up in plan.speed_ups.items() if speed_up.value < 1 and plan.gamma]:
         found.append(f"at B = {', '.join(slower)} this is slower than plain decoding, and is not switched off there")

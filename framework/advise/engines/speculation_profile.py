@@ -40,8 +40,11 @@ class SpeculationProfile(Engine):
             reason = "it has no rates for block verification"
         return reason
 
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True  # all lengths follow from its rates
+
     def export(self, plan: Plan) -> Settings:
-        found = plan.acceptance.cut(plan.gamma) if plan.gamma else plan.acceptance
+        found = plan.acceptance
         length = 1 + sum(found.marginal)
         profile: dict[str, Any] = {
             "schema_version": "1.0",

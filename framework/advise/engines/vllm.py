@@ -63,14 +63,10 @@ class Vllm(Engine):
     def export(self, plan: Plan) -> Settings:
         if not plan.gamma:
             return Settings("", ("start the server without --speculative-config",))
-        config, remarks = self._config(plan), list(length_remarks(plan))
+        remarks = list(length_remarks(plan))
         if len(plan.ranges) > 1:
-            schedule = [[found.low, found.high, found.gamma] for found in plan.ranges]
-            config["num_speculative_tokens_per_batch_size"] = schedule
-            remarks.append(
-                "the schedule is for batches within one replica: vLLM ignores it with --data-parallel-size above 1"
-            )
-        return Settings(shell(["--speculative-config", json.dumps(config)]), tuple(remarks))
+            remarks.append("vLLM ignores the schedule with --data-parallel-size above 1")
+        return Settings(shell(["--speculative-config", json.dumps(self._config(plan))]), tuple(remarks))
 
     def _config(self, plan: Plan) -> dict[str, Any]:
         found = plan.acceptance
@@ -81,6 +77,9 @@ class Vllm(Engine):
         elif method == "mtp" and found.model:
             config["model"] = found.model
         config["num_speculative_tokens"] = plan.gamma
+        if len(plan.ranges) > 1:
+            schedule = [[found.low, found.high, found.gamma] for found in plan.ranges]
+            config["num_speculative_tokens_per_batch_size"] = schedule
         if method == "ngram":
             config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(found).items()}
         if plan.greedy:
