@@ -141,6 +141,9 @@ class Remarks:
     def of_plan(self, planned: Planned, engine: Engine, best: Mapping[int, Step]) -> None:
         """What one server gets, and what that costs against the best pair of each batch size."""
         mine = planned.candidate
+        if mine.acceptance.point_mass is None and mine.acceptance.temperature != 0 and planned.plan.gamma:
+            what = f"{mine.acceptance.source} does not say whether drafts were sampled or greedy"
+            _once(self.settings, f"{what}; {engine.name} keeps its default")
         for b, step in best.items():
             got, most = planned.plan.speed_ups[b], max(step.best.speed_up.value, 1.0)
             if got.value >= most * (1 - 1e-9):

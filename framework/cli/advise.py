@@ -89,7 +89,8 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         if args.temperature is None or candidate.acceptance.temperature == args.temperature:
             groups.setdefault(candidate.group, []).append(candidate)
     if not groups:
-        why = "; ".join(remarks.warnings) or f"no cell has temperature {args.temperature:g}"
+        asked = "" if args.temperature is None else f" at temperature {args.temperature:g}"
+        why = "; ".join(remarks.warnings) or f"nothing drafts{asked}"
         raise UsageError(f"there is no pair to choose from: {why}")
     return groups
 
