@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.framework.advise.acceptance import Acceptance
@@ -22,6 +22,7 @@ def test_the_two_conventions() -> None:
     assert Acceptance((0.5, 0.0, 0.0), "x").conditional == (0.5, 0.0, 0.0)
 
 
+@settings(max_examples=30)
 @given(RATES)
 def test_conditional_and_back(rates: list[float]) -> None:
     made = Acceptance.from_conditional(rates, "x")

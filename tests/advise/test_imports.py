@@ -299,7 +299,7 @@ def test_a_url(tmp_path: Path) -> None:
 
     (tmp_path / "metrics").write_text(VLLM_SCRAPE, encoding="utf-8")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         found = read_source(f"http://127.0.0.1:{server.server_port}/metrics")
         server.shutdown()
     assert found.text == VLLM_SCRAPE
