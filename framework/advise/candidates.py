@@ -177,9 +177,16 @@ def of_run(
             continue
         rounds = {c.config.batch_size: _moved(s, elsewhere) for c in cells if (s := statistics(c)) is not None}
         group = group_title(config, configs, but="batch_size")
-        title = config.drafter.name if acceptance.chain else config.drafter.title
+        title = config.drafter.name if acceptance.chain else _shaped(config)
         found.append(Candidate(acceptance, target, drafter, rounds, plain.get(group, {}), group, title))
     return found, list(dict.fromkeys(notes))
+
+
+def _shaped(config: CellConfig) -> str:
+    """What to call a drafter of trees or several sequences: with the options that say how many."""
+    told = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
+    shape = ", ".join(f"{key} {value}" for key, value in told.items())
+    return f"{config.drafter.name} ({shape})" if shape else config.drafter.name
 
 
 def _passes(result: CellResult) -> bool:

@@ -34,13 +34,17 @@ def read_cost_table(name: str) -> CostCurve:
 
 
 def _from_csv(path: Path) -> CostCurve:
-    rows = csv.reader(read_text(path, CONFIG_BYTES, what="the cost table").splitlines())
-    header = [cell.strip() for cell in next(rows, [])]
+    reader = csv.reader(read_text(path, CONFIG_BYTES, what="the cost table").splitlines())
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: no line of a CSV file: {first_line(error)}") from None
+    header = [cell.strip() for cell in rows[0][1]] if rows else []
     if header != _COLUMNS:
         raise UsageError(f"{path}:1: a cost table begins with the line {','.join(_COLUMNS)}")
     points: dict[tuple[int, int, int], Point] = {}
-    for row in rows:
-        where = f"{path}:{rows.line_num}"
+    for number, row in rows[1:]:
+        where = f"{path}:{number}"
         if not row:
             continue
         if len(row) != len(_COLUMNS):

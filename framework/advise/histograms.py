@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..contracts.limits import MOST_LEVELS
 from .acceptance import Acceptance
 from .prometheus import short_drafts
 from .source import Source
@@ -34,6 +35,8 @@ def per_request(
         if sum(counts) != n or sum(i * c for i, c in enumerate(counts)) != total:
             raise given.error(line, f"{histogram} does not come to {rounds} {n:g} and {accepted} {total:g}")
         gamma = max(len(counts) - 1, int(-(-tokens // n)))
+        if reason := MOST_LEVELS.refusal(gamma):
+            raise given.error(line, f"drafts of {gamma} tokens are too long; {reason}")
         counts = counts + [0] * (gamma + 1 - len(counts))
         by_gamma.setdefault(gamma, []).append((n, *(float(sum(counts[i:])) for i in range(1, gamma + 1))))
         drafted[gamma] = drafted.get(gamma, 0.0) + tokens

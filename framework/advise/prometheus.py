@@ -15,7 +15,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..contracts.errors import first_line
+from ..contracts.errors import first_line, printable
+from ..contracts.limits import MOST_NAME
 from .acceptance import Acceptance
 from .source import Source
 
@@ -126,7 +127,7 @@ def _acceptance(
     drafts, accepted = counted[drafts_name][0], counted[accepted_name][0]
     if not drafts.value:
         raise given.error(drafts.line, "no draft was counted; let the server answer some requests first")
-    source = given.name + (f", model {model}" if model else "")
+    source = given.name + (f", model {printable(model)[:MOST_NAME]}" if model else "")
     positions = counted.get(position_name, {})
     if not positions:
         length = 1 + accepted.value / drafts.value

@@ -49,7 +49,7 @@ class Source:
             yield number, line.removesuffix("\r")
 
     def place(self, line: int) -> str:
-        return f"{printable(self.name)}:{line}"
+        return f"{self.name}:{line}"
 
     def error(self, line: int, why: str) -> UsageError:
         """The error to raise for what is wrong in a line."""
@@ -104,7 +104,7 @@ def _holding(value: Any, key: str) -> list[dict[str, Any]]:
 def read_source(source: str) -> Source:
     """The text of a file, or what a URL answers with. Raises UsageError."""
     if not source.startswith(("http://", "https://")):
-        return Source(read_text(path_of(source), METRICS_BYTES), source)
+        return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
     from urllib.request import urlopen
 
     try:
@@ -112,6 +112,6 @@ def read_source(source: str) -> Source:
             data = answer.read(METRICS_BYTES + 1)
         if reason := METRICS_BYTES.refusal(data):
             raise UsageError(f"{printable(source)} answers with too much; in bytes, {reason}")
-        return Source(data.decode("utf-8"), source)
+        return Source(data.decode("utf-8"), printable(source))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {printable(source)}: {first_line(error)}") from None

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
     remarks = Remarks()
     groups = _groups(args, remarks)
-    sizes = sorted(set(args.batch_size or BATCH_SIZES))
+    sizes: list[int] = sorted(set(args.batch_size or BATCH_SIZES))
     steps = {
         title: [decide(mine, b, c) for c in args.context or [None] for b in sizes] for title, mine in groups.items()
     }
@@ -123,6 +123,7 @@ def _of_run(args: argparse.Namespace, source: str, costs: _Costs, remarks: Remar
 
 def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
     """What the engines' formats find in a file, with what the options say of it."""
+    from ..advise.acceptance import Acceptance
     from ..advise.source import read_source
 
     given = read_source(source)
@@ -131,7 +132,10 @@ def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[A
     for name in plugins.entries("engines"):
         engine = plugins.get("engines", name)()
         with plugins.guarded("engines", name, "read()"):
-            found += engine.read(given, before)
+            read = list(engine.read(given, before))
+        if not all(isinstance(one, Acceptance) for one in read):
+            raise plugins.unusable("engines", name, "read() must return a list of crossdraft.Acceptance")
+        found += read
     if not found:
         what = "two scrapes of counters" if before else "a log, scrape or responses"
         raise UsageError(f"{source} has no acceptance in any known format of {what} (crossdraft list engines)")
@@ -222,6 +226,7 @@ def _kept(name: str, remarks: Remarks) -> Curve:
 def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
     """Of the engine, and remarks on what it cannot do, with the price."""
     from ..advise.decision import decide, plan
+    from ..advise.engine import Settings
 
     if len(groups) > 1:
         raise UsageError(f"--export is for one of: {'; '.join(groups)}; choose with --temperature")
@@ -236,5 +241,7 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
     remarks.of_plan(found, engine, {b: decide(candidates, b, context) for b in found.plan.speed_ups})
     with plugins.guarded("engines", args.export, "export()"):
         settings = engine.export(found.plan)
+    if not isinstance(settings, Settings):
+        raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)
     return settings

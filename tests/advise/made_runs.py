@@ -29,10 +29,14 @@ def cell(
     gamma: int = 3,
     drafter: str = "small-lm",
     finish: str = "eos",
+    K: int = 0,
     **sampling: Any,
 ) -> CellResult:
     """A cell whose rounds all drafted ``gamma`` tokens and accepted ``taus``; None is plain decoding."""
-    options: dict[str, Any] = {"name": drafter, "gamma": gamma} | ({"model": model} if drafter == "small-lm" else {})
+    options: dict[str, Any] = {"name": drafter, "gamma": gamma} | (
+        {"model": model} if drafter != "prompt-lookup" else {}
+    )
+    options |= {"K": K} if K else {}
     config = CellConfig.model_validate(
         {
             "target": "m",
@@ -44,7 +48,7 @@ def cell(
         }
     )
     rounds = taus or ((0, 0, 0, 0),) * 3
-    width = gamma if taus else 0
+    width = gamma * max(K, 1) if taus else 0
     records = [
         RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, width, width, 99)
         for p, mine in enumerate(rounds)
@@ -53,7 +57,7 @@ def cell(
     tokens = sum(record.emitted for record in records)
     phases = {"prefill": 0.0, "draft": 1.0, "target": 4.0, "verify": 0.0, "rest": 0.0}
     pieces = [Piece(tokens, phases)]
-    passes = gamma * len(records) if taus and drafter == "small-lm" else 0
+    passes = gamma * len(records) if taus and drafter != "prompt-lookup" else 0
     metrics = measure(records, pieces, passes, gamma if taus else 0, gamma if taus else 0)
     responses = [
         {"prompt_tokens": 100, "question_id": f"q{p}", "tokens": [], "finish": finish} for p in range(len(rounds))

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from engine_schemas import LlamaCpp, vllm
 from made_runs import GOOD, POOR, cell, curves, write_run
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 
+from crossdraft import Engine
 from crossdraft.framework.advise.cost_tables import read_cost_table
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
@@ -220,6 +221,28 @@ def test_what_is_refused(place: Path, capsys: Any, arguments: list[str], says: s
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
 
 
+def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, install: Any) -> None:
+    class Theirs(Engine):
+        name = "theirs"
+        read_from = "1.0"
+        methods: ClassVar[dict[str, str]] = {"small-lm": "s"}
+        reading: ClassVar[Any] = []
+
+        def read(self, given: Any, before: Any = None) -> Any:
+            return self.reading
+
+        def export(self, plan: Any) -> Any:
+            return "--flags"
+
+    install("engines", ("theirs", Theirs))
+    costs = ("--cost", "passes.csv", "--batch-size", "1", *SAID)
+    code, _, err = advise(capsys, "vllm.log", *costs, "--export", "theirs")
+    assert code == 1 and "the engine 'theirs'" in err and "must return crossdraft.Settings" in err
+    Theirs.reading = [0.5]
+    code, _, err = advise(capsys, "vllm.log", *costs)
+    assert code == 1 and "must return a list of crossdraft.Acceptance" in err
+
+
 @pytest.mark.parametrize(
     "text, says",
     [
@@ -231,6 +254,7 @@ def test_what_is_refused(place: Path, capsys: Any, arguments: list[str], says: s
         ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1.5,1,0.2\n", "t.csv:3: .*not three whole numbers"),
         ("batch_size,width,context,seconds\n1,1,1,nan\n", "t.csv:2: a pass cannot take nan seconds"),
         ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: there is no pass of batch size 0"),
+        (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: no line of a CSV file"),
         ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for every combination"),
     ],
 )

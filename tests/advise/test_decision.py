@@ -111,6 +111,14 @@ def test_trees_and_rules_that_look_ahead_are_not_cut() -> None:
     assert chain((0.5, 0.4), cuttable=False).gammas == (2,)
 
 
+def test_several_sequences_are_called_by_their_number() -> None:
+    results = [cell(None), cell(GOOD, drafter="small-lm-iid", verifier="specinfer", K=2)]
+    (found,), _ = of_run(results, "run", curves())
+    assert found.title == "small-lm-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
+    step = decide([found], 1)
+    assert step.best.gamma == 3 and step.runner_up is None
+
+
 def test_elsewhere_no_second_of_the_run_counts() -> None:
     asked: list[str] = []
 

@@ -242,6 +242,7 @@ def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
         ),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "grows to 0.6"),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, NaN]}', "position 2 is nan"),
+        ("vllm", lines(vllm_response([1, 2], num_draft_tokens=10**30)), "too long; the most is 1024"),
         ("llama.cpp", LLAMA_SCRAPE.replace('"1"} 20', '"1"} 40'), "position 1 is 40, more than the 30"),
         (
             "llama.cpp",

@@ -135,6 +135,6 @@ def _synthetic(given: Source) -> list[Acceptance]:
         if config.get("num_speculative_tokens", len(rates)) != len(rates):
             raise given.error(line, "synthetic_acceptance_rates must have num_speculative_tokens entries")
         method = next((ours for ours, name in Vllm.methods.items() if name == config.get("method")), "")
-        about = {"drafter": method, "model": str(config.get("model", ""))}
+        about: dict[str, Any] = {"drafter": method, "model": str(config.get("model", ""))}
         found.append(Acceptance(tuple(map(float, rates)), given.place(line), **about))
     return found
