@@ -140,6 +140,10 @@ def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[A
         what = "two scrapes of counters" if before else "a log, scrape or responses"
         raise UsageError(f"{source} has no acceptance in any known format of {what} (crossdraft list engines)")
     remarks.of_source(given)
+    if "prompt-lookup" in (args.drafter, *(one.drafter for one in found)):
+        remarks.warn(
+            f"{source}: engines count rounds with a draft alone, prompt-lookup often has none; over all it gains less"
+        )
     said = {"drafter": args.drafter, "verifier": args.verifier, "temperature": args.temperature}
     said |= {"model": args.draft_path or args.draft_model}
     return [replace(_with_rates(args, one), **{k: v for k, v in said.items() if v is not None}) for one in found]

@@ -174,6 +174,8 @@ def test_what_the_traffic_was(place: Path, capsys: Any) -> None:
     warnings = told(capsys, "bench.log", "--on", "h100", "--target", "experts.json")["remarks"]["warnings"]
     assert any("random prompts" in line for line in warnings) and any("ignored end" in line for line in warnings)
     assert any("at which temperature" in line for line in warnings)
+    found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
+    assert any("engines count rounds with a draft alone" in line for line in found["remarks"]["warnings"])
     found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in found["warnings"])
     assert any("over its 4 experts" in line for line in found["assumed"])

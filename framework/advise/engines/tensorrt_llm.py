@@ -49,18 +49,17 @@ class TensorRtLlm(Engine):
             config["speculative_model"] = needs_model(self, found)
         if plan.sampled:
             config["use_rejection_sampling"] = True
-        remarks: tuple[str, ...] = length_remarks(plan)
+        remarks = length_remarks(plan)
         if len(plan.ranges) > 1:
-            # Up to each batch size; beyond the last it does not draft. The first length has to be the longest.
-            config["draft_len_schedule"] = {r.high: r.gamma for r in plan.ranges}
-            remarks = length_remarks(plan, beyond=0)
-            if plan.ranges[0].gamma < plan.gamma:
-                del config["draft_len_schedule"]
-                remarks = ("a draft_len_schedule cannot begin with shorter drafts than it has later: it is left out",)
-            else:
-                remarks = (
-                    *remarks,
-                    "keys of draft_len_schedule are upper ends; older releases take them for lower ends",
-                )
+            # Each length up to its batch size; beyond the last it does not draft.
+            schedule = {found.high: found.gamma for found in plan.ranges}
+            upper = "keys of draft_len_schedule are upper ends; older releases take them for lower ends"
+            remarks = (*length_remarks(plan, beyond=0), upper)
+            first = plan.ranges[0]
+            if first.gamma < plan.gamma:
+                schedule[first.high] = plan.gamma
+                what = f"up to B = {first.high} it drafts with gamma {plan.gamma} instead of {first.gamma}"
+                remarks = (*remarks, f"{what}: a draft_len_schedule has to begin with its longest drafts")
+            config["draft_len_schedule"] = schedule
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)
