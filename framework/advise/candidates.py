@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import plugins
@@ -16,7 +16,7 @@ from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
 from ..runs.intervals import Estimate
-from ..runs.metrics import free
+from ..runs.metrics import Metrics, free
 from ..runs.recipe import CellConfig
 from ..runs.records import CellResult
 from ..runs.titles import group_title, is_lossless
@@ -37,6 +37,7 @@ class Candidate:
         plain: the same of plain decoding, where it was measured.
         group: what may be compared: target, sampling.
         title: of the drafter, for people.
+        measured: what its cells measured where it ran, by batch size, with its own draft length; those with a speed-up.
     """
 
     acceptance: Acceptance
@@ -46,6 +47,7 @@ class Candidate:
     plain: Mapping[int, CellStatistics]
     group: str = ""
     title: str = ""
+    measured: Mapping[int, Metrics] = field(default_factory=dict)
 
     @property
     def pair(self) -> str:
@@ -178,7 +180,10 @@ def of_run(
         rounds = {c.config.batch_size: _moved(s, elsewhere) for c in cells if (s := statistics(c)) is not None}
         group = group_title(config, configs, but="batch_size")
         title = config.drafter.name if acceptance.chain else _shaped(config)
-        found.append(Candidate(acceptance, target, drafter, rounds, plain.get(group, {}), group, title))
+        measured = {c.config.batch_size: c.metrics for c in cells if c.metrics is not None and c.metrics.speed_up}
+        if elsewhere is not None:
+            measured = {}
+        found.append(Candidate(acceptance, target, drafter, rounds, plain.get(group, {}), group, title, measured))
     return found, list(dict.fromkeys(notes))
 
 

@@ -37,12 +37,14 @@ class Step:
         context: tokens a row holds; None: what each candidate was measured with.
         best, runner_up: the fastest, and the fastest of another drafter or rule (of another length where there is no
             other pair); None where there is nothing else.
+        measured: the fastest of what was measured at this batch size, as it was measured; None where nothing was.
     """
 
     batch_size: int
     context: float | None
     best: Choice
     runner_up: Choice | None
+    measured: Choice | None = None
 
     @property
     def draft(self) -> bool:
@@ -81,7 +83,13 @@ def decide(candidates: Sequence[Candidate], batch_size: int, context: float | No
     choices.sort(key=lambda choice: -choice.speed_up.value)
     best, others = choices[0], choices[1:]
     runner_up = next((c for c in others if c.candidate.pair != best.candidate.pair), next(iter(others), None))
-    return Step(batch_size, context, best, runner_up)
+    known = [
+        Choice(candidate, candidate.acceptance.gamma, found.tokens_per_second, found.speed_up)
+        for candidate in candidates
+        if context is None and (found := candidate.measured.get(batch_size)) and found.speed_up
+    ]
+    measured = max(known, key=lambda choice: choice.speed_up.value, default=None)
+    return Step(batch_size, context, best, runner_up, measured)
 
 
 # -- one server ------------------------------------------------------------------------------------------------

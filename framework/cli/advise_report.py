@@ -25,14 +25,17 @@ def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
 def _table(steps: Sequence[Step]) -> str:
     from tabulate import tabulate
 
-    contexts = len({step.context for step in steps}) > 1
+    contexts, measured = len({step.context for step in steps}) > 1, any(step.measured for step in steps)
     rows = []
     for step in steps:
         where = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
         mark = "" if step.sure else " ?"
         advice = "draft" if step.draft else "off"
         rows.append([*where, advice + mark, *_shown(step.best), _runner_up(step)])
+        if measured:
+            rows[-1].append(_pair(step.measured) if step.measured else "")
     header = ["B", *(["context"] if contexts else []), "advice", "drafter", "rule", "gamma", "speed-up", "runner-up"]
+    header += ["measured best"] if measured else []
     return tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True)
 
 
@@ -45,9 +48,12 @@ def _shown(choice: Choice) -> list[str]:
 def _runner_up(step: Step) -> str:
     if step.runner_up is None:
         return ""
-    drafter, rule, gamma, _ = _shown(step.runner_up)
-    close = " ~" if step.close else ""
-    return f"{drafter} × {rule}, {gamma}: {step.runner_up.speed_up.value:.2f}{close}"
+    return _pair(step.runner_up) + (" ~" if step.close else "")
+
+
+def _pair(choice: Choice) -> str:
+    drafter, rule, gamma, _ = _shown(choice)
+    return f"{drafter} × {rule}, {gamma}: {choice.speed_up.value:.2f}"
 
 
 def _estimate(found: Estimate) -> str:
@@ -69,6 +75,7 @@ def as_json(steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Set
                 "sure": step.sure,
                 "best": _choice(step.best),
                 "runner_up": _choice(step.runner_up) if step.runner_up else None,
+                "measured_best": _choice(step.measured) if step.measured else None,
             }
             for title, mine in steps.items()
             for step in mine

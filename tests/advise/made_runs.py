@@ -9,7 +9,7 @@ from cost_curves import curve
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
-from crossdraft.framework.runs.metrics import Piece, RoundRecord, measure
+from crossdraft.framework.runs.metrics import Estimate, Piece, RoundRecord, measure
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
@@ -59,6 +59,7 @@ def cell(
     pieces = [Piece(tokens, phases)]
     passes = gamma * len(records) if taus and drafter != "prompt-lookup" else 0
     metrics = measure(records, pieces, passes, gamma if taus else 0, gamma if taus else 0)
+    metrics.speed_up = Estimate(tokens / 10) if taus else None
     responses = [
         {"prompt_tokens": 100, "question_id": f"q{p}", "tokens": [], "finish": finish} for p in range(len(rounds))
     ]

@@ -61,6 +61,9 @@ def test_a_run_is_judged_where_it_ran(place: Path, capsys: Any) -> None:
     assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
     assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
     assert not many["draft"] and many["batch_size"] == 64
+    # What these cells say was measured: a tenth of their tokens.
+    assert one["measured_best"]["model"] == "d" and many["measured_best"] is None
+    assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
     remarks = found["remarks"]
     assert any("3 independent prompts" in line for line in remarks["measured"])
     assert any("where it ran" in line for line in remarks["computed"])
@@ -79,6 +82,7 @@ def test_a_run_elsewhere(place: Path, capsys: Any) -> None:
         capsys, run, "--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100"
     )
     (step,) = found["advice"]
+    assert step["measured_best"] is None  # on another machine
     # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
     assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
     assert "verification and bookkeeping count as free" in found["remarks"]["assumed"]
