@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
+    from .framework.advise.acceptance import Acceptance
+    from .framework.advise.engine import Engine, Plan, Settings
+    from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device, take_rows
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
@@ -47,6 +50,7 @@ __all__ = [
     "MOST_LEVELS",
     "MOST_NODES",
     "MOST_SIBLINGS",
+    "Acceptance",
     "Backend",
     "Batch",
     "Checkpoint",
@@ -58,11 +62,13 @@ __all__ = [
     "DraftTraits",
     "Drafter",
     "Drawn",
+    "Engine",
     "Limit",
     "LoadedModel",
     "ModelError",
     "ModelSource",
     "NumericalError",
+    "Plan",
     "Prompt",
     "Register",
     "ResolvedModel",
@@ -73,6 +79,8 @@ __all__ = [
     "Sampling",
     "Scores",
     "Sequences",
+    "Settings",
+    "Source",
     "StrategyConfig",
     "Text",
     "TextLaw",
@@ -108,6 +116,7 @@ _HOME = {
     "MOST_LEVELS": ".framework.contracts.limits",
     "MOST_NODES": ".framework.contracts.limits",
     "MOST_SIBLINGS": ".framework.contracts.limits",
+    "Acceptance": ".framework.advise.acceptance",
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
@@ -119,11 +128,13 @@ _HOME = {
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
     "Drawn": ".framework.contracts.draft",
+    "Engine": ".framework.advise.engine",
     "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
+    "Plan": ".framework.advise.engine",
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
@@ -134,6 +145,8 @@ _HOME = {
     "Sampling": ".framework.contracts.sampling",
     "Scores": ".framework.contracts.draft",
     "Sequences": ".framework.contracts.draft",
+    "Settings": ".framework.advise.engine",
+    "Source": ".framework.advise.source",
     "StrategyConfig": ".framework.contracts.drafter",
     "Text": ".framework.contracts.training",
     "TextLaw": ".framework.contracts.drafter",

@@ -21,13 +21,15 @@ The numbers are the publications' own:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 from tabulate import tabulate
 
 from crossdraft.framework.cost.accelerators import accelerator
 from crossdraft.framework.cost.curve import Curve
-from crossdraft.framework.cost.prediction import CellStatistics, predict
+from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
 from crossdraft.framework.cost.roofline import EFFICIENCY, Roofline, Shape
 
 #: Tokens a row holds: none of the publications says; MT-bench and short answers come to a few hundred.
@@ -68,6 +70,11 @@ def fitted_acceptance(batch_size: int, gamma: int, speed_up: float, target: Curv
     return (low + high) / 2
 
 
+def stops(speed_up: Callable[[int], float]) -> int | None:
+    """The least batch size at which drafts of that length are slower than plain decoding."""
+    return next((b for b in range(1, 1025) if speed_up(b) < 1), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the roofline with published numbers.")
     parser.add_argument("--efficiency", nargs=2, type=float, default=EFFICIENCY, metavar=("M", "C"))
@@ -99,7 +106,7 @@ def main() -> None:
     print(tabulate(rows, ["B", "published", "roofline", "off %"], floatfmt=".2f"))
     print(f"\nmedian error {100 * median(map(abs, off)):.0f} %\n")
 
-    lines, everything = [], []
+    lines, everything, ends = [], [], []
     for name, (machines, gamma, head, published) in SERIES.items():
         lines.append([name, "published", "", *published])
         for machine in machines:
@@ -112,11 +119,16 @@ def main() -> None:
             lines.append(["", machine, f"{a:.2f}", *found])
             off = [f / p - 1 for f, p in zip(found[1:], published[1:], strict=True)]
             everything += off
+            cells = partial(CellStatistics.chain, gamma=gamma, acceptance=a, context=CONTEXT)
+            end = stops(lambda b, c=cells, t=target, d=drafter: predict(c(b), t, d).speed_up)
+            ends.append([name, machine, stops_paying(BATCH_SIZES[: len(published)], published), end])
             error = f"median {100 * median(map(abs, off)):.0f} %"
             lines.append(["", f"off % ({error})", "", "", *(f"{100 * x:+.0f}" for x in off)])
     print("LLaMA-3.1-8B with an EAGLE head, speed-up by batch size; acceptance a set at B = 2 [1]\n")
     print(tabulate(lines, ["series", "", "a", *map(str, BATCH_SIZES)], floatfmt=".2f"))
-    print(f"\nmedian error over all series {100 * median(map(abs, everything)):.0f} %")
+    print(f"\nmedian error over all series {100 * median(map(abs, everything)):.0f} %\n")
+    print("the batch size from which on drafting is slower (none: at no published one)\n")
+    print(tabulate(ends, ["series", "", "published", "roofline"], missingval="none"))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from .contracts.reading import UNPRINTABLE, flaw
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes")
+KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 
 
@@ -263,6 +263,14 @@ def _check(kind: str, name: str, found: Any) -> None:
     """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
     if kind in ("drafters", "verifiers", "trainers", "backends"):
         _check_class(kind, name, found)
+    elif kind == "engines":
+        missing = [
+            method for method in ("read", "cannot", "scheduled", "export") if not callable(getattr(found, method, None))
+        ]
+        if not isinstance(found, type) or missing:
+            raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(found)}")
+        if found.name != name:
+            raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
     elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
         raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
     elif kind == "models":

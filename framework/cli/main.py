@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "block efficiency of drafters and verifiers from recorded responses, without decoding",
     "train": "train a drafter for a target",
     "cost": "measure what a pass costs, and predict speed-ups from it",
+    "advise": "say which drafter, rule and draft length pays at each batch size, and write an engine's settings",
     "new": "write a working package for a drafter, a verifier or prompts of your own",
 }
 """Subcommands that live in modules of their own, by name, with a line of help."""
@@ -97,7 +98,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
     summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
-    kinds = ("drafters", "verifiers", "models", "backends", "prompts", "recipes", "trainers")
+    kinds = ("drafters", "verifiers", "models", "backends", "prompts", "recipes", "trainers", "engines")
     command.add_argument("kind", nargs="?", choices=kinds, help="only this kind")
     command.add_argument("name", nargs="?", help="of a drafter or verifier: its options; of a recipe: its file")
     command.add_argument("--json", action="store_true", help="print JSON")

@@ -66,6 +66,12 @@ def crossdraft_register_recipes(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_engines(register: Register) -> None:
+    """Register subclasses of `crossdraft.Engine`, each under its own ``name``: what ``crossdraft advise`` reads from a
+    serving engine, and writes for one."""
+
+
+@hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
     """A run begins. `run` holds at least ``name``, ``directory`` (a string) and ``cells`` (their number)."""
 

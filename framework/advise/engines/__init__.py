@@ -1,1 +1,22 @@
-"""What serving engines report and what they are told: one file an engine, read and written."""
+"""The engines that ship with crossdraft, a file each; see `crossdraft.framework.advise.engine`."""
+
+from ...contracts.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def crossdraft_register_engines(register: Register) -> None:
+    register("vllm", f"{__name__}.vllm:Vllm", summary="log, counters and responses; --speculative-config")
+    register(
+        "vllm-synthetic",
+        f"{__name__}.vllm:VllmSynthetic",
+        summary="a --speculative-config that pretends the acceptance, to time a schedule",
+    )
+    register("sglang", f"{__name__}.sglang:Sglang", summary="log, gauge and responses; --speculative-*")
+    register("tensorrt-llm", f"{__name__}.tensorrt_llm:TensorRtLlm", summary="speculative_config in YAML")
+    register("llama.cpp", f"{__name__}.llama_cpp:LlamaCpp", summary="log and counters; --spec-*")
+    register("transformers", f"{__name__}.transformers:Transformers", summary="arguments of generate")
+    register(
+        "speculation-profile",
+        f"{__name__}.speculation_profile:SpeculationProfile",
+        summary="speculation_profile.json, acceptance that travels with a draft checkpoint",
+    )

@@ -1,0 +1,71 @@
+"""A cost curve that somebody else measured: seconds of a pass, in a CSV file, or one of crossdraft's own as JSON."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+from ..contracts.errors import UsageError, first_line
+from ..contracts.limits import CONFIG_BYTES, MOST_POINTS, MOST_TOKENS
+from ..contracts.reading import path_of, read_json, read_text
+from ..cost.curve import CostCurve, Point
+
+_COLUMNS = ["batch_size", "width", "context", "seconds"]
+
+
+def read_cost_table(name: str) -> CostCurve:
+    """The curve in a file: ``batch_size,width,context,seconds`` with a line a pass, every combination once; or
+    JSON as `crossdraft cost` keeps it.
+
+    ``seconds`` of one forward pass over ``width`` new tokens in each of ``batch_size`` rows that hold ``context``.
+
+    Raises:
+        UsageError: with the line of what is wrong.
+    """
+    path = path_of(name)
+    if path.suffix == ".json":
+        data = read_json(path, CONFIG_BYTES, what="the cost curve")
+        try:
+            return CostCurve.from_json(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no cost curve: {first_line(error)}") from None
+    return _from_csv(path)
+
+
+def _from_csv(path: Path) -> CostCurve:
+    reader = csv.reader(read_text(path, CONFIG_BYTES, what="the cost table").splitlines())
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: no line of a CSV file: {first_line(error)}") from None
+    header = [cell.strip() for cell in rows[0][1]] if rows else []
+    if header != _COLUMNS:
+        raise UsageError(f"{path}:1: a cost table begins with the line {','.join(_COLUMNS)}")
+    points: dict[tuple[int, int, int], Point] = {}
+    for number, row in rows[1:]:
+        where = f"{path}:{number}"
+        if not row:
+            continue
+        if len(row) != len(_COLUMNS):
+            raise UsageError(f"{where}: the line has {len(row)} values, not {len(_COLUMNS)}")
+        try:
+            b, width, context = (int(cell) for cell in row[:3])
+            seconds = float(row[3])
+        except ValueError:
+            raise UsageError(f"{where}: {','.join(row)[:60]} is not three whole numbers and seconds") from None
+        if not (0 < b <= MOST_TOKENS and 0 < width <= MOST_TOKENS and 0 <= context <= MOST_TOKENS):
+            raise UsageError(f"{where}: there is no pass of batch size {b}, width {width} and context {context}")
+        if not 0 < seconds < math.inf:
+            raise UsageError(f"{where}: a pass cannot take {row[3].strip()} seconds")
+        if (b, width, context) in points:
+            raise UsageError(f"{where}: this combination stands there twice")
+        points[b, width, context] = Point(b, width, context, seconds, seconds, seconds)
+        if reason := MOST_POINTS.refusal(len(points)):
+            raise UsageError(f"{where}: too many points; {reason}")
+    if not points:
+        raise UsageError(f"{path} has no line below its header")
+    try:
+        return CostCurve(path.stem, "", "", {"table": path.name}, tuple(points.values()), repeats=1)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None

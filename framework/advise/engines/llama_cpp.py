@@ -1,0 +1,76 @@
+"""llama.cpp's server: its counters and its log; ``--spec-type``, ``--model-draft``, ``--spec-draft-*``.
+
+https://github.com/ggml-org/llama.cpp: docs/speculative.md, common/arg.cpp, tools/server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..acceptance import Acceptance
+from ..engine import Engine, Plan, Settings
+from ..prometheus import spec_decode
+from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
+from ..source import Source
+from ..windows import Window, from_windows
+
+_MARK = "draft acceptance = "
+_LINE = re.compile(
+    r"draft acceptance = \S+ \(\s*(\d+) accepted /\s*(\d+) generated\), "
+    r"mean acceptance length =\s*(\S+), acceptance rate per position = \(([^()]*)\)"
+)
+
+
+class LlamaCpp(Engine):
+    name = "llama.cpp"
+    read_from = "llama.cpp b10991"
+    methods: ClassVar[Mapping[str, str]] = {
+        "small-lm": "draft-simple",
+        "prompt-lookup": "ngram-simple",
+        "eagle3": "draft-eagle3",
+        "mtp": "draft-mtp",
+    }
+
+    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
+        found = spec_decode("llamacpp:", given, before)
+        if before is not None:
+            return found
+        windows = [_window(given, number, line) for number, line in given.lines() if _MARK in line]
+        return found + from_windows(windows, given, "responses")
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        return super().cannot(acceptance) or only_point_masses(acceptance, self.name)
+
+    def export(self, plan: Plan) -> Settings:
+        if not plan.gamma:
+            return Settings(shell(["--spec-type", "none"]))
+        found = plan.acceptance
+        method = needs_method(self, found)
+        words = ["--spec-type", method]
+        if method == "ngram-simple":
+            # Its draft length is that of the m-gram; the lookup has one size, not a range.
+            words += ["--spec-ngram-simple-size-n", str(ngram_sizes(found)["max"])]
+            words += ["--spec-ngram-simple-size-m", str(plan.gamma)]
+        elif found.model or method != "draft-mtp":
+            words += ["--model-draft", needs_model(self, found)]
+        words += ["--spec-draft-n-max", str(plan.gamma)]
+        if method != "ngram-simple":
+            words += ["--spec-draft-p-min", "0"]  # drafts of full length, as they were measured
+        remarks = list(length_remarks(plan))
+        sizes = ngram_sizes(found)
+        if method == "ngram-simple" and sizes["min"] != sizes["max"]:
+            remarks.append(
+                f"it looks up suffixes of {sizes['max']} tokens alone, not of {sizes['min']} to {sizes['max']}"
+            )
+        return Settings(shell(words), tuple(remarks))
+
+
+def _window(given: Source, number: int, line: str) -> Window:
+    match = _LINE.search(line)
+    if match is None:
+        raise given.error(number, "the line of draft acceptance is cut off or of another version")
+    rates = [given.number(rate, number, "an acceptance rate", 1.0) for rate in match[4].split(", ")]
+    mean = given.number(match[3], number, "the mean acceptance length")
+    return Window(number, float(match[1]), float(match[2]), tuple(rates), mean)

@@ -1,0 +1,118 @@
+"""``speculation_profile.json``: acceptance as it travels with a draft checkpoint, in both conventions.
+
+https://github.com/NVIDIA/Model-Optimizer: examples/specdec_bench/specdec_bench/speculation_profile.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..acceptance import Acceptance
+from ..engine import Engine, Plan, Settings
+from ..source import Source
+
+#: How far rounded rates may be from one another.
+_ROUNDING = 2e-4
+
+
+class SpeculationProfile(Engine):
+    name = "speculation-profile"
+    read_from = "schema 1.0, Model Optimizer main, commit 095124e9d582"
+    methods: ClassVar[Mapping[str, str]] = {
+        "small-lm": "draft_model",
+        "prompt-lookup": "ngram",
+        "eagle": "eagle",
+        "eagle3": "eagle3",
+        "medusa": "medusa",
+        "mtp": "mtp",
+    }
+
+    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
+        if before is not None:
+            return []
+        return [self._profile(given, line, found) for line, found in given.objects("conditional_accept_rates")]
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        reason = super().cannot(acceptance)
+        if reason is None and acceptance.verifier == "block" and not acceptance.point_mass:
+            reason = "it has no rates for block verification"
+        return reason
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True  # all lengths follow from its rates
+
+    def export(self, plan: Plan) -> Settings:
+        found = plan.acceptance
+        length = 1 + sum(found.marginal)
+        profile: dict[str, Any] = {
+            "schema_version": "1.0",
+            "measured": True,
+            "method": self.methods.get(found.drafter),
+            "draft_checkpoint": {"model": found.model} if found.model else None,
+            "target_model": None,
+            "num_speculative_tokens": found.gamma,
+            "block_size": None,
+            "max_supported_k": found.gamma,
+            "verification_method": "longest_prefix",
+            "conditional_accept_rates": list(found.conditional),
+            "marginal_accept_rates": list(found.marginal),
+            "mean_accept_length": length,
+            "accept_length_model": "chain_analytic" if found.cuttable else "measured_per_k",
+            "accept_length_by_k": {str(found.gamma): length},
+            "measurement_conditions": {"source": found.source, "temperature": found.temperature},
+        }
+        return Settings(json.dumps(profile, indent=2))
+
+    def _profile(self, given: Source, line: int, found: dict[str, Any]) -> Acceptance:
+        if found.get("measured") is False:
+            raise given.error(line, "the profile says that nothing was measured")
+        conditional, marginal = (self._rates(given, line, found, kind) for kind in ("conditional", "marginal"))
+        if conditional is None and marginal is None:
+            raise given.error(line, "the profile has no rates: block verification gives it none")
+        source = given.place(line)
+        method = next((ours for ours, name in self.methods.items() if name == found.get("method")), "")
+        about: dict[str, Any] = {
+            "drafter": method,
+            "drafts": _rounds(given, line, found),
+            "cuttable": found.get("accept_length_model", "chain_analytic") == "chain_analytic",
+        }
+        checkpoint = found.get("draft_checkpoint")
+        if isinstance(checkpoint, dict) and isinstance(checkpoint.get("model"), str):
+            about["model"] = checkpoint["model"]
+        if marginal is None:
+            return Acceptance.from_conditional(conditional or (), source, **about)
+        made = Acceptance(marginal, source, **about)
+        for i, (theirs, ours) in enumerate(zip(conditional or (), made.conditional, strict=False), start=1):
+            before = made.marginal[i - 2] if i > 1 else 1.0
+            if abs(theirs - ours) * before > _ROUNDING:
+                raise given.error(
+                    line,
+                    f"conditional and marginal rates contradict each other at position {i}: {theirs:g}, not {ours:g}",
+                )
+        mean = found.get("mean_accept_length")
+        if type(mean) in (int, float) and abs(mean - 1 - sum(marginal)) > 0.02:
+            raise given.error(line, f"mean_accept_length is {mean:g}, and 1 + the marginal rates {1 + sum(marginal):g}")
+        return made
+
+    def _rates(self, given: Source, line: int, found: dict[str, Any], kind: str) -> tuple[float, ...] | None:
+        key = f"{kind}_accept_rates"
+        rates, n = found.get(key), found.get("num_speculative_tokens")
+        if rates is None:
+            return None
+        if not isinstance(rates, list) or not rates or not all(type(rate) in (int, float) for rate in rates):
+            raise given.error(line, f"{key} is no list of numbers")
+        if n is not None and n != len(rates):
+            raise given.error(line, f"{key} has {len(rates)} entries, num_speculative_tokens is {n!r:.20}")
+        return tuple(map(float, rates))
+
+
+def _rounds(given: Source, line: int, found: dict[str, Any]) -> float | None:
+    """The drafts behind a profile: its histogram of tokens a round."""
+    histogram = found.get("acceptance_length_histogram")
+    if not histogram:
+        return None
+    if not isinstance(histogram, dict) or not all(type(n) is int and n >= 0 for n in histogram.values()):
+        raise given.error(line, "acceptance_length_histogram holds something that is no count")
+    return float(sum(histogram.values())) or None

@@ -1,0 +1,65 @@
+"""TensorRT-LLM: the ``speculative_config`` of its YAML.
+
+https://nvidia.github.io/TensorRT-LLM: features/speculative-decoding; tensorrt_llm/llmapi/llm_args.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import yaml
+
+from ..acceptance import Acceptance
+from ..engine import Engine, Plan, Settings
+from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses
+
+
+class TensorRtLlm(Engine):
+    name = "tensorrt-llm"
+    read_from = "TensorRT-LLM main, commit 000439672005"
+    methods: ClassVar[Mapping[str, str]] = {
+        "small-lm": "DraftTarget",
+        "prompt-lookup": "NGram",
+        "eagle3": "Eagle3",
+        "mtp": "MTP",
+    }
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        if reason := super().cannot(acceptance):
+            return reason
+        if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
+            return "it has no block verification"
+        if acceptance.drafter in ("eagle3", "mtp", ""):
+            return None  # use_rejection_sampling judges sampled drafts
+        return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True
+
+    def export(self, plan: Plan) -> Settings:
+        if not plan.gamma:
+            return Settings("", ("leave speculative_config out of the YAML",))
+        found = plan.acceptance
+        method = needs_method(self, found)
+        config: dict[str, Any] = {"decoding_type": method, "max_draft_len": plan.gamma}
+        if method == "NGram":
+            config["max_matching_ngram_size"] = ngram_sizes(found)["max"]
+        elif found.model or method != "MTP":
+            config["speculative_model"] = needs_model(self, found)
+        if plan.sampled:
+            config["use_rejection_sampling"] = True
+        remarks = length_remarks(plan)
+        if len(plan.ranges) > 1:
+            # Each length up to its batch size; beyond the last it does not draft.
+            schedule = {found.high: found.gamma for found in plan.ranges}
+            upper = "keys of draft_len_schedule are upper ends; older releases take them for lower ends"
+            remarks = (*length_remarks(plan, beyond=0), upper)
+            first = plan.ranges[0]
+            if first.gamma < plan.gamma:
+                schedule[first.high] = plan.gamma
+                what = f"up to B = {first.high} it drafts with gamma {plan.gamma} instead of {first.gamma}"
+                remarks = (*remarks, f"{what}: a draft_len_schedule has to begin with its longest drafts")
+            config["draft_len_schedule"] = schedule
+        text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
+        return Settings(text, remarks)

@@ -1,0 +1,46 @@
+"""transformers: arguments of ``generate`` for assisted decoding.
+
+https://huggingface.co/docs/transformers: generation_strategies; transformers/generation/candidate_generator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..acceptance import Acceptance
+from ..engine import Engine, Plan, Settings
+from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
+
+
+class Transformers(Engine):
+    name = "transformers"
+    read_from = "transformers 5.23.0"
+    methods: ClassVar[Mapping[str, str]] = {"small-lm": "assistant_model", "prompt-lookup": "prompt_lookup_num_tokens"}
+    most_sequences = 1
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        if reason := super().cannot(acceptance):
+            return reason
+        if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
+            return "it has no block verification"
+        return None
+
+    def export(self, plan: Plan) -> Settings:
+        if not plan.gamma:
+            return Settings("model.generate(**inputs)")
+        found = plan.acceptance
+        remarks = length_remarks(plan)
+        if needs_method(self, found) == "prompt_lookup_num_tokens":
+            n = ngram_sizes(found)["max"]
+            text = f"model.generate(**inputs, prompt_lookup_num_tokens={plan.gamma}, max_matching_ngram_size={n})"
+            return Settings(text, remarks)
+        # The length is read from the assistant's own configuration; the defaults would change it from round to round.
+        text = (
+            f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, found)!r})\n"
+            f"assistant.generation_config.num_assistant_tokens = {plan.gamma}\n"
+            'assistant.generation_config.num_assistant_tokens_schedule = "constant"\n'
+            "assistant.generation_config.assistant_confidence_threshold = 0.0\n"
+            "model.generate(**inputs, assistant_model=assistant)"
+        )
+        return Settings(text, remarks)

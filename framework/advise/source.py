@@ -1,0 +1,117 @@
+"""What an engine wrote: a log, a scrape, a file; read from a path or a URL, with lines to point at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..contracts.errors import UsageError, first_line, printable
+from ..contracts.limits import METRICS_BYTES, MOST_NESTING
+from ..contracts.reading import parse_json, path_of, read_text
+
+#: The first line of a JSON value over several lines; a log's time stamp in brackets is none.
+_JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
+#: Seconds that a server has to answer in.
+_PATIENCE = 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and its name.
+
+    Attributes:
+        name: a path or URL, for people.
+    """
+
+    text: str
+    name: str
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.split("\n")
+
+    @property
+    def count(self) -> int:
+        """How many lines there are."""
+        return len(self._lines) - self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Does the last line end with a newline?"""
+        return self.text.endswith("\n") or not self.text
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Lines and their numbers, from 1."""
+        for number, line in enumerate(self._lines[: self.count], start=1):
+            yield number, line.removesuffix("\r")
+
+    def place(self, line: int) -> str:
+        return f"{self.name}:{line}"
+
+    def error(self, line: int, why: str) -> UsageError:
+        """The error to raise for what is wrong in a line."""
+        return UsageError(f"{self.place(line)}: {why}")
+
+    def number(self, text: str, line: int, what: str, most: float = float("inf")) -> float:
+        """The number in ``text``, from 0 to ``most``. Raises UsageError for any other, NaN too."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not 0 <= value <= most or value == float("inf"):
+            bound = f" from 0 to {most:g}" if most < float("inf") else ""
+            raise self.error(line, f"{what} is {printable(text)[:40]}, no number{bound}")
+        return value
+
+    def objects(self, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every JSON object with ``key`` in it, however deep, and the line that it, or its file, begins in.
+
+        The text is one JSON value, or has one a line, with ``data:`` in front if it is a stream of events; lines
+        without the key are passed over.
+        """
+        quoted = f'"{key}"'
+        if quoted not in self.text:
+            return
+        if self._is_one_value():
+            for found in _holding(parse_json(self.text, self.name), key):
+                yield 1, found
+            return
+        for number, line in self.lines():
+            line = line.strip().removeprefix("data:").strip()
+            if quoted in line and line[:1] in ("{", "["):
+                for found in _holding(parse_json(line, self.name, line=number), key):
+                    yield number, found
+
+    def _is_one_value(self) -> bool:
+        """Does a JSON value begin in the first line and not end there?"""
+        first = next((line.strip() for _, line in self.lines() if line.strip()), "")
+        return _JSON_BEGINS.match(first) is not None and (len(first) == 1 or first[-1] not in "}]")
+
+
+def _holding(value: Any, key: str) -> list[dict[str, Any]]:
+    """The objects in ``value`` that have ``key``; no deeper than `MOST_NESTING`."""
+    found, level = [], [value]
+    for _ in range(MOST_NESTING):
+        found += [one for one in level if isinstance(one, dict) and key in one]
+        level = [v for one in level for v in (one.values() if isinstance(one, dict) else one)]
+        level = [one for one in level if isinstance(one, dict | list)]
+    return found
+
+
+def read_source(source: str) -> Source:
+    """The text of a file, or what a URL answers with. Raises UsageError."""
+    if not source.startswith(("http://", "https://")):
+        return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(source, timeout=_PATIENCE) as answer:
+            data = answer.read(METRICS_BYTES + 1)
+        if reason := METRICS_BYTES.refusal(data):
+            raise UsageError(f"{printable(source)} answers with too much; in bytes, {reason}")
+        return Source(data.decode("utf-8"), printable(source))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {printable(source)}: {first_line(error)}") from None

@@ -1,0 +1,65 @@
+"""The options of ``crossdraft advise``, and what they may be."""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import plugins
+from ..contracts.errors import UnknownNameError, UsageError
+from ..contracts.limits import MOST_LEVELS, MOST_ROWS, MOST_TOKENS
+from .cost_options import add_machine, check_machine, check_numbers, integer, integers, number
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="what tells the acceptance: a finished run's directory; file or URL of an engine's log, scrape, responses",
+    )
+    parser.add_argument("--batch-size", type=integers, metavar="B,B,...", help="rows (1,2,4,8,16,32,64)")
+    parser.add_argument(
+        "--context", type=integers, metavar="C,C,...", help="tokens held (a run: as measured; else 1024)"
+    )
+    engines = ", ".join(sorted(plugins.entries("engines")))
+    parser.add_argument("--export", metavar="ENGINE", help=f"print the settings for one: {engines}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    about = parser.add_argument_group("what an engine's numbers do not say")
+    about.add_argument("--since", metavar="FILE", help="an earlier scrape of the same counters, to count from")
+    about.add_argument("--drafter", metavar="NAME", help="what drafted (small-lm, eagle3, prompt-lookup, ...)")
+    about.add_argument("--verifier", metavar="NAME", help="by which rule drafts were judged (token, block)")
+    about.add_argument("--temperature", type=number, metavar="T", help="of the target; of a run, take that one alone")
+    about.add_argument("--gamma", type=integer, metavar="N", help="draft length, where the mean length is all there is")
+    about.add_argument("--draft-path", metavar="PATH", help="drafting model that the exported settings are to name")
+    costs = parser.add_argument_group("what a round costs (a run: as measured where it ran)")
+    costs.add_argument("--target", metavar="MODEL", help="measured by crossdraft cost; with --on its config.json")
+    costs.add_argument("--draft-model", metavar="MODEL", help="drafting model: the same; without, drafting is free")
+    costs.add_argument("--cost", metavar="FILE", help="CSV of batch_size,width,context,seconds of the target's passes")
+    costs.add_argument("--draft-cost", metavar="FILE", help="the same of the drafting model")
+    add_machine(parser)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that do not go together, or that are no numbers for what they say."""
+    check_numbers(args, {"batch_size": MOST_ROWS, "context": MOST_TOKENS, "gamma": MOST_LEVELS})
+    check_machine(args)
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+        raise UsageError(f"--temperature must be 0 or greater, not {args.temperature:g}")
+    for name, kind in (("drafter", "drafters"), ("verifier", "verifiers"), ("export", "engines")):
+        given = getattr(args, name)
+        if given is not None and given not in plugins.entries(kind):
+            raise UnknownNameError.among(kind.removesuffix("s"), given, plugins.entries(kind))
+    if args.on and args.cost:
+        raise UsageError("--on and --cost both say what a pass of the target costs; give one of them")
+    if args.on and not args.target:
+        raise UsageError("--on needs --target: the config.json of the model, or a directory with one")
+    if args.target and args.cost:
+        raise UsageError("--target and --cost both say what a pass of the target costs; give one of them")
+    if args.draft_model and args.draft_cost:
+        raise UsageError("--draft-model and --draft-cost both say what a draft costs; give one of them")
+    if args.draft_cost and not args.cost:
+        raise UsageError("--draft-cost needs --cost: both models' passes on the same machine")
+    if args.export and args.context and len(args.context) > 1:
+        raise UsageError("--export takes one --context: no engine chooses its drafts by it")

@@ -1,0 +1,156 @@
+"""What the engines take, as their documentation and sources describe it: parsers that refuse everything else.
+
+Each gives the draft length that the engine would use at a batch size.
+"""
+
+import argparse
+import json
+import shlex
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def words(text: str) -> list[str]:
+    """As a shell splits them: lines that end with a backslash go on."""
+    return shlex.split(text.replace("\\\n", ""))
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# -- vLLM: vllm/config/speculative.py, vllm/v1/spec_decode/dynamic/utils.py ------------------------------------------
+
+
+class VllmConfig(Strict):
+    method: Literal["ngram", "medusa", "draft_model", "eagle", "eagle3", "mtp"]
+    model: str | None = None
+    num_speculative_tokens: int = Field(gt=0)
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = None
+    prompt_lookup_min: int | None = Field(None, ge=1)
+    prompt_lookup_max: int | None = Field(None, ge=1)
+    rejection_sample_method: Literal["standard", "synthetic", "block"] = "standard"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    synthetic_acceptance_rates: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Any:
+        assert (self.prompt_lookup_max is not None) == (self.method == "ngram")
+        assert self.model is not None or self.method in ("ngram", "mtp")
+        rates = self.synthetic_acceptance_rates
+        assert (rates is not None) == (self.rejection_sample_method == "synthetic")
+        if rates is not None:
+            assert len(rates) == self.num_speculative_tokens and all(0 <= r <= 1 for r in rates)
+            assert rates == sorted(rates, reverse=True)
+        end = 0
+        for low, high, k in self.num_speculative_tokens_per_batch_size or []:
+            assert low == end + 1 and high >= low and 0 <= k <= self.num_speculative_tokens
+            end = high
+        return self
+
+    def gamma(self, batch_size: int) -> int:
+        schedule = self.num_speculative_tokens_per_batch_size
+        if not schedule:
+            return self.num_speculative_tokens
+        return next((k for low, high, k in schedule if low <= batch_size <= high), schedule[-1][2])
+
+
+def vllm(text: str) -> VllmConfig:
+    flag, value = shlex.split(text)
+    assert flag == "--speculative-config"
+    return VllmConfig.model_validate_json(value)
+
+
+# -- SGLang: server arguments, adaptive_spec_params.py, adaptive_step_router.py --------------------------------------
+
+
+class AdaptiveSlot(Strict):
+    candidate_steps: list[int] = Field(min_length=1)
+
+
+class Sglang:
+    def __init__(self, text: str):
+        flags, _, config = text.partition("# adaptive.json\n")
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        add = parser.add_argument
+        add("--speculative-algorithm", choices=["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"], required=True)
+        add("--speculative-draft-model-path")
+        for name in ("num-steps", "eagle-topk", "num-draft-tokens", "ngram-max-bfs-breadth"):
+            add(f"--speculative-{name}", type=int)
+        add("--speculative-use-rejection-sampling", action="store_true")
+        add("--speculative-adaptive", action="store_true")
+        add("--speculative-adaptive-config")
+        self.given = given = parser.parse_args(words(flags))
+        three = (given.speculative_num_steps, given.speculative_eagle_topk, given.speculative_num_draft_tokens)
+        eagle = given.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
+        if given.speculative_algorithm == "NGRAM":
+            assert three[:2] == (None, None) and three[2] and given.speculative_draft_model_path is None
+        else:
+            assert all(three) and three[1] == 1 and three[2] == three[0] + 1
+            assert given.speculative_draft_model_path or given.speculative_algorithm == "NEXTN"
+        assert eagle or not (given.speculative_use_rejection_sampling or given.speculative_adaptive)
+        assert given.speculative_adaptive == bool(config) == bool(given.speculative_adaptive_config)
+        slots = json.loads(config) if config else {}
+        self.slots = {int(b): AdaptiveSlot.model_validate(slot).candidate_steps for b, slot in slots.items()}
+
+    def gamma(self, batch_size: int) -> int:
+        if not self.slots:
+            return self.given.speculative_num_draft_tokens - 1
+        (steps,) = self.slots[max(b for b in self.slots if b <= batch_size)]
+        return steps
+
+
+# -- TensorRT-LLM: tensorrt_llm/llmapi/llm_args.py -------------------------------------------------------------------
+
+
+class TrtConfig(Strict):
+    decoding_type: Literal["DraftTarget", "NGram", "Eagle3", "MTP"]
+    max_draft_len: int = Field(gt=0)
+    speculative_model: str | None = None
+    max_matching_ngram_size: int | None = Field(None, gt=0)
+    use_rejection_sampling: bool = False
+    draft_len_schedule: dict[int, int] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Any:
+        assert (self.max_matching_ngram_size is not None) == (self.decoding_type == "NGram")
+        assert (self.speculative_model is not None) or self.decoding_type in ("NGram", "MTP")
+        assert not self.use_rejection_sampling or self.decoding_type in ("Eagle3", "MTP")  # one model
+        if schedule := self.draft_len_schedule:
+            assert min(schedule) >= 1 and min(schedule.values()) >= 0
+            assert schedule[min(schedule)] == self.max_draft_len == max(schedule.values())
+        return self
+
+    def gamma(self, batch_size: int) -> int:
+        if self.draft_len_schedule is None:
+            return self.max_draft_len
+        return next((k for b, k in sorted(self.draft_len_schedule.items()) if batch_size <= b), 0)
+
+
+def trt(text: str) -> TrtConfig:
+    found = yaml.safe_load(text)
+    assert found.keys() == {"speculative_config"}
+    return TrtConfig.model_validate(found["speculative_config"])
+
+
+# -- llama.cpp: common/arg.cpp ---------------------------------------------------------------------------------------
+
+
+class LlamaCpp:
+    def __init__(self, text: str):
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        types = ["none", "draft-simple", "draft-eagle3", "draft-mtp", "ngram-simple"]
+        parser.add_argument("--spec-type", choices=types, required=True)
+        parser.add_argument("--model-draft")
+        parser.add_argument("--spec-draft-p-min", type=float)
+        for name in ("draft-n-max", "ngram-simple-size-n", "ngram-simple-size-m"):
+            parser.add_argument(f"--spec-{name}", type=int)
+        self.given = given = parser.parse_args(words(text))
+        ngram = given.spec_type == "ngram-simple"
+        assert (given.spec_ngram_simple_size_m is not None) == ngram == (given.spec_ngram_simple_size_n is not None)
+        assert bool(given.model_draft) == (given.spec_type in ("draft-simple", "draft-eagle3"))
+
+    def gamma(self, batch_size: int) -> int:
+        return self.given.spec_draft_n_max or 0

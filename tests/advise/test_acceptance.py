@@ -1,0 +1,121 @@
+"""Acceptance by position: conventions, shorter drafts, intervals."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossdraft.framework.advise.acceptance import Acceptance
+from crossdraft.framework.contracts.errors import UsageError
+
+RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
+
+
+def test_the_two_conventions() -> None:
+    found = Acceptance((0.5, 0.25, 0.2), "x")
+    assert found.conditional == (0.5, 0.5, 0.8) and found.gamma == 3
+    assert found.block_efficiency().value == pytest.approx(1.95)
+    assert Acceptance((0.5, 0.0, 0.0), "x").conditional == (0.5, 0.0, 0.0)
+
+
+@settings(max_examples=30)
+@given(RATES)
+def test_conditional_and_back(rates: list[float]) -> None:
+    made = Acceptance.from_conditional(rates, "x")
+    assert made.conditional == pytest.approx(rates)
+    assert Acceptance.from_conditional(made.conditional, "x").marginal == pytest.approx(made.marginal)
+
+
+@pytest.mark.parametrize(
+    "marginal, says",
+    [
+        ((0.5, 1.2), "1.2, no probability"),
+        ((math.nan,), "position 1 is nan"),
+        ((-0.1,), "no probability"),
+        ((0.5, 0.6), "grows to 0.6 at position 2"),
+        ((), "cannot emit None"),
+    ],
+)
+def test_what_is_no_acceptance(marginal: tuple[float, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=f"here: .*{says}"):
+        Acceptance(marginal, "here")
+    if marginal and marginal[-1] > 1:
+        with pytest.raises(UsageError, match="conditional rate at position 2"):
+            Acceptance.from_conditional(marginal, "here")
+
+
+def test_shorter_drafts_keep_their_rates() -> None:
+    rows = [(10, 8, 4), (20, 10, 6), (30, 20, 10)]
+    found = Acceptance.from_rows(rows, "x")
+    assert found.drafts == 60 and found.marginal == (38 / 60, 20 / 60)
+    cut = found.cut(1)
+    assert cut == Acceptance.from_rows([row[:2] for row in rows], "x")
+    assert found.cut(2) is found
+    for gamma in (0, 3):
+        with pytest.raises(UsageError, match="acceptance of their own"):
+            found.cut(gamma)
+    with pytest.raises(UsageError, match="another length"):
+        Acceptance((0.5, 0.2), "x", cuttable=False).cut(1)
+    with pytest.raises(UsageError, match="no draft was counted"):
+        Acceptance.from_rows([(0, 0)], "x")
+
+
+def test_from_a_length_alone() -> None:
+    found = Acceptance((), "x", length=2.5, rows=((10, 15), (10, 14), (10, 16)))
+    assert found.block_efficiency().value == 2.5
+    made = found.with_constant_rate(4)
+    a = made.marginal[0]
+    assert made.marginal == pytest.approx([a**i for i in (1, 2, 3, 4)])
+    assert made.block_efficiency().value == pytest.approx(2.5) and "assumed" in made.remarks[0]
+    assert made.block_efficiency().low == pytest.approx(found.block_efficiency().low)
+    assert Acceptance((), "x", length=1.0).with_constant_rate(2).marginal == (0.0, 0.0)
+    assert Acceptance((), "x", length=3.0).with_constant_rate(2).marginal == (1.0, 1.0)
+    with pytest.raises(UsageError, match=r"cannot emit 2\.5"):
+        found.with_constant_rate(1)
+    with pytest.raises(UsageError, match="nothing has to be assumed"):
+        made.with_constant_rate(4)
+    with pytest.raises(UsageError, match="not at which position"):
+        found.cut(1)
+
+
+def test_the_interval_over_pieces_is_the_jackknife_of_their_ratio() -> None:
+    rows = [(10, 8, 4), (20, 10, 6), (30, 20, 10), (15, 9, 2)]
+    found = Acceptance.from_rows(rows, "x").block_efficiency()
+    n = len(rows)
+    total = [sum(column) for column in zip(*rows, strict=True)]
+    centre = Fraction(total[0] + total[1] + total[2], total[0])
+    left = [Fraction(sum(total) - sum(row), total[0] - row[0]) for row in rows]
+    error = math.sqrt((n - 1) / n * sum((math.log(one) - math.log(centre)) ** 2 for one in left))
+    assert found.low is not None and found.high is not None
+    assert math.sqrt(found.low * found.high) == pytest.approx(float(centre))
+    assert math.log(found.high / found.low) > 2 * 1.96 * error  # Student's t is wider than the normal law
+
+
+def test_the_interval_of_counts_alone_covers() -> None:
+    """Independent drafts: 19 of 20 intervals hold the truth."""
+    rng, rates = np.random.default_rng(0), np.array([0.7, 0.4, 0.3])
+    law = -np.diff(np.array([1.0, *rates, 0.0]))
+    hits = 0
+    for _ in range(400):
+        tau = rng.choice(4, size=200, p=law)
+        row = (200, *(float((tau >= i).sum()) for i in (1, 2, 3)))
+        found = Acceptance.from_rows([row], "x").block_efficiency()
+        assert found.low is not None and found.high is not None
+        hits += found.low <= 1 + rates.sum() <= found.high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+@pytest.mark.parametrize(
+    "about, says",
+    [
+        ({}, "no interval"),
+        ({"drafts": 50}, "50 independent drafts"),
+        ({"rows": ((1, 1), (1, 0), (2, 1)), "pieces": "responses"}, "3 independent responses"),
+    ],
+)
+def test_an_interval_says_what_it_assumes(about: dict[str, Any], says: str) -> None:
+    assert says in Acceptance((0.5,), "x", **about).interval_assumes

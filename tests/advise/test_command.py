@@ -1,0 +1,280 @@
+"""``crossdraft advise``: what it prints, what it warns of, what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from engine_schemas import LlamaCpp, vllm
+from made_runs import GOOD, POOR, cell, curves, write_run
+from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
+
+from crossdraft import Engine
+from crossdraft.framework.advise.cost_tables import read_cost_table
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+TABLE = "batch_size,width,context,seconds\n" + "".join(
+    f"{b},{w},100,{(10 + max(b * w - 8, 0)) / 1000}\n" for b in (1, 8, 64) for w in (1, 2, 3, 5, 9)
+)
+SAID = ("--drafter", "small-lm", "--verifier", "token", "--temperature", "1")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A folder with what engines wrote, tables of costs, and no curve in the cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    files = {"vllm.log": VLLM_LOG, "scrape.txt": VLLM_SCRAPE, "sglang.log": SGLANG_LOG, "passes.csv": TABLE}
+    files |= {"draft.csv": "batch_size,width,context,seconds\n1,1,100,0.001\n64,1,100,0.002\n"}
+    files |= {"target.json": json.dumps(LLAMA), "experts.json": json.dumps(MIXTRAL), "nothing.txt": "hello\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def advise(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = cli.main(["advise", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def told(capsys: Any, *arguments: Any) -> dict[str, Any]:
+    code, out, err = advise(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+# -- a finished run --------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_judged_where_it_ran(place: Path, capsys: Any) -> None:
+    results = [cell(None, b) for b in (1, 4)] + [
+        cell(taus, b, model=m) for b in (1, 4) for taus, m in ((GOOD, "d"), (POOR, "e"))
+    ]
+    run = write_run(place, results)
+    found = told(capsys, run, "--batch-size", "1,64")
+    one, many = found["advice"]
+    assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
+    assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
+    assert not many["draft"] and many["batch_size"] == 64
+    # What these cells say was measured: a tenth of their tokens.
+    assert one["measured_best"]["model"] == "d" and many["measured_best"] is None
+    assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
+    remarks = found["remarks"]
+    assert any("3 independent prompts" in line for line in remarks["measured"])
+    assert any("where it ran" in line for line in remarks["computed"])
+    assert any("longer drafts than 3 tokens were not measured" in line for line in remarks["warnings"])
+    assert any("12 drafts are few" in line for line in remarks["warnings"])
+    _, text, _ = advise(capsys, run, "--batch-size", "1,64")
+    assert [line.split()[:2] for line in text.splitlines() if line[:2] in ("1 ", "64")] == [
+        ["1", "draft"],
+        ["64", "off"],
+    ]
+
+
+def test_a_run_elsewhere(place: Path, capsys: Any) -> None:
+    run = write_run(place, [cell(None), cell(GOOD)])
+    found = told(
+        capsys, run, "--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100"
+    )
+    (step,) = found["advice"]
+    assert step["measured_best"] is None  # on another machine
+    # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
+    assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
+    assert "verification and bookkeeping count as free" in found["remarks"]["assumed"]
+    found = told(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
+    assert "drafting with d counts as free" in found["remarks"]["assumed"]
+
+
+def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
+    cells = [cell(taus, temperature=t) for t in (0.0, 1.0) for taus in (None, GOOD)]
+    run = write_run(place, cells)
+    found = told(capsys, run, "--batch-size", "1")
+    assert {step["group"] for step in found["advice"]} == {"temperature 0", "temperature 1"}
+    code, _, err = advise(capsys, run, "--batch-size", "1", "--export", "vllm")
+    assert code == 2 and "choose with --temperature" in err
+    code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--temperature", "0")
+    assert code == 0 and vllm(out).draft_sample_method == "greedy"
+    code, _, err = advise(capsys, run, "--temperature", "0.5")
+    assert code == 2 and "nothing drafts at temperature 0.5" in err
+
+
+def test_what_an_engine_cannot_do_is_priced(place: Path, capsys: Any) -> None:
+    """llama.cpp drafts greedily: sampled drafts are beyond it, n-grams are not."""
+    cells = [cell(None), cell(GOOD, verifier="block"), cell(POOR, drafter="prompt-lookup")]
+    run = write_run(place, cells)
+    code, out, err = advise(capsys, run, "--batch-size", "1", "--export", "llama.cpp")
+    assert code == 0 and LlamaCpp(out).given.spec_type in ("ngram-simple", "none")
+    assert "small-lm × block at gamma 3: at temperature 1.0 llama.cpp drafts greedily" in err
+    code, _, err = advise(capsys, write_run(place, cells[:2], "other"), "--export", "llama.cpp")
+    assert code == 2 and "llama.cpp can do none of these" in err
+    code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--draft-path", "org/draft")
+    found = vllm(out)
+    assert (found.rejection_sample_method, found.model, found.num_speculative_tokens) == ("block", "org/draft", 3)
+
+
+def test_no_response_reached_its_end(place: Path, capsys: Any) -> None:
+    run = write_run(place, [cell(None, finish="length"), cell(GOOD, finish="length")])
+    assert any("no response reached its end" in w for w in told(capsys, run)["remarks"]["warnings"])
+    code, _, err = advise(capsys, write_run(place, [cell(None)], "plain"))
+    assert code == 2 and "there is no pair to choose from" in err
+
+
+# -- imported numbers ------------------------------------------------------------------------------------------
+
+
+def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
+    costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1,2,64", "--context", "100")
+    found = told(capsys, "vllm.log", *costs, *SAID)
+    rates = (220 / 310, 110 / 310, 50 / 310)
+    by_hand = [(1 + sum(rates[:g])) * 10 / (10 + g) for g in (1, 2, 3)]
+    assert found["advice"][0]["best"]["speed_up"]["value"] == pytest.approx(max(by_hand), rel=1e-4)
+    assert [step["draft"] for step in found["advice"]] == [True, True, False]
+    code, out, err = advise(capsys, "vllm.log", *costs, *SAID, "--export", "vllm", "--draft-path", "org/draft")
+    schedule = vllm(out).num_speculative_tokens_per_batch_size
+    assert code == 0 and schedule is not None and schedule[-1][1:] == [64, 0]
+    assert "settings: names as of vLLM main" in err and "does not say whether drafts were sampled" in err
+
+
+def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
+    costs = ("--cost", "passes.csv", "--batch-size", "1")
+    zero = VLLM_SCRAPE.replace("100.0", "0.0").replace("300.0", "0.0")
+    for count in ("200.0", "600.0", "120.0", "280.0", "80.0", "40.0"):
+        zero = zero.replace(f" {count}", " 0.0")
+    Path("before.txt").write_text(zero, encoding="utf-8")
+    since = told(capsys, "scrape.txt", "--since", "before.txt", *costs)["advice"]
+    assert since == told(capsys, "scrape.txt", *costs)["advice"]
+    both = told(capsys, "scrape.txt", "vllm.log", *costs)["advice"][0]
+    assert {both["best"]["source"], both["runner_up"]["source"]} == {"scrape.txt, model m", "vllm.log:2-4"} or both
+    code, _, err = advise(capsys, "scrape.txt", "vllm.log", "--since", "before.txt", *costs)
+    assert code == 2 and "give one file" in err
+    code, _, err = advise(capsys, "before.txt", "--since", "scrape.txt", *costs)
+    assert code == 2 and "the counter was reset" in err
+
+
+def test_contexts_are_an_axis(place: Path, capsys: Any) -> None:
+    more = TABLE + "".join(line.replace(",100,", ",900,") + "\n" for line in TABLE.splitlines()[1:])
+    Path("two.csv").write_text(more, encoding="utf-8")
+    found = told(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
+    assert [(s["context"], s["batch_size"]) for s in found["advice"]] == [(100, 1), (100, 8), (900, 1), (900, 8)]
+    _, text, _ = advise(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1", "--context", "100,900")
+    assert text.splitlines()[2].split()[:2] == ["B", "context"]
+
+
+def test_a_length_alone_takes_an_assumption(place: Path, capsys: Any) -> None:
+    code, _, err = advise(capsys, "sglang.log", "--cost", "passes.csv")
+    assert code == 2 and "give the draft length as --gamma" in err
+    found = told(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
+    assert any("accepted with the same probability" in line for line in found["remarks"]["assumed"])
+
+
+def test_what_the_traffic_was(place: Path, capsys: Any) -> None:
+    head = "Namespace(backend='vllm', dataset_name='random', ignore_eos=True)\n"
+    Path("bench.log").write_text(head + VLLM_LOG, encoding="utf-8")
+    warnings = told(capsys, "bench.log", "--on", "h100", "--target", "experts.json")["remarks"]["warnings"]
+    assert any("random prompts" in line for line in warnings) and any("ignored end" in line for line in warnings)
+    assert any("at which temperature" in line for line in warnings)
+    found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
+    assert any("engines count rounds with a draft alone" in line for line in found["remarks"]["warnings"])
+    found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
+    assert not any("random" in line or "temperature" in line for line in found["warnings"])
+    assert any("over its 4 experts" in line for line in found["assumed"])
+    assert any("drafting counts as free" in line for line in found["assumed"])
+
+
+def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
+    from crossdraft.framework.cost.curve import save_curve
+
+    code, _, err = advise(capsys, "vllm.log", "--target", "m")
+    assert code == 2 and "no cost curve of m was measured here: crossdraft cost --target m" in err
+    for one in curves():
+        save_curve(one)
+    found = told(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
+    assert found["advice"][0]["draft"] and any("passes of m, float32" in line for line in found["remarks"]["measured"])
+    assert any("beyond B = 64" in line for line in found["remarks"]["warnings"])
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["missing.log"], "there is no file or directory missing.log"),
+        (["nothing.txt"], "no acceptance in any known format"),
+        (["vllm.log"], "nothing says what a pass of the target costs"),
+        (["vllm.log", "--on", "h100"], "--on needs --target"),
+        (["vllm.log", "--on", "h100", "--target", "target.json", "--cost", "passes.csv"], "--on and --cost both"),
+        (["vllm.log", "--target", "x", "--cost", "passes.csv"], "--target and --cost both"),
+        (["vllm.log", "--draft-cost", "draft.csv"], "--draft-cost needs --cost"),
+        (["vllm.log", "--draft-model", "d"], "--draft-model needs --target"),
+        (["vllm.log", "--draft-model", "d", "--draft-cost", "x"], "--draft-model and --draft-cost both"),
+        (["vllm.log", "--drafter", "smal-lm"], "did you mean 'small-lm'"),
+        (["vllm.log", "--export", "vlm"], "did you mean 'vllm'"),
+        (["vllm.log", "--batch-size", "0"], "--batch-size takes positive numbers"),
+        (["vllm.log", "--temperature", "-1"], "--temperature must be 0 or greater"),
+        (["vllm.log", "--temperature", "nan"], "--temperature must be 0 or greater"),
+        (["vllm.log", "--cost", "passes.csv", "--gamma", "3"], "--gamma is for where it does not"),
+        (["vllm.log", "--cost", "passes.csv", "--context", "1,2", "--export", "vllm"], "takes one --context"),
+        (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "does not say what drafts"),
+        (["vllm.log", "--cost", "passes.csv", "--export", "transformers", "--batch-size", "4"], "--batch-size 1"),
+        ([".", "--cost", "passes.csv"], "has no recipe.json"),
+    ],
+)
+def test_what_is_refused(place: Path, capsys: Any, arguments: list[str], says: str) -> None:
+    code, out, err = advise(capsys, *arguments)
+    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, install: Any) -> None:
+    class Theirs(Engine):
+        name = "theirs"
+        read_from = "1.0"
+        methods: ClassVar[dict[str, str]] = {"small-lm": "s"}
+        reading: ClassVar[Any] = []
+
+        def read(self, given: Any, before: Any = None) -> Any:
+            return self.reading
+
+        def export(self, plan: Any) -> Any:
+            return "--flags"
+
+    install("engines", ("theirs", Theirs))
+    costs = ("--cost", "passes.csv", "--batch-size", "1", *SAID)
+    code, _, err = advise(capsys, "vllm.log", *costs, "--export", "theirs")
+    assert code == 1 and "the engine 'theirs'" in err and "must return crossdraft.Settings" in err
+    Theirs.reading = [0.5]
+    code, _, err = advise(capsys, "vllm.log", *costs)
+    assert code == 1 and "must return a list of crossdraft.Acceptance" in err
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "t.csv:1: a cost table begins with"),
+        ("batch_size,width,seconds\n1,1,1\n", "t.csv:1: a cost table begins with"),
+        ("batch_size,width,context,seconds\n", "no line below its header"),
+        ("batch_size,width,context,seconds\n1,1,1\n", "t.csv:2: the line has 3 values"),
+        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1,1,0.2\n", "t.csv:3: this combination stands there twice"),
+        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1.5,1,0.2\n", "t.csv:3: .*not three whole numbers"),
+        ("batch_size,width,context,seconds\n1,1,1,nan\n", "t.csv:2: a pass cannot take nan seconds"),
+        ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: there is no pass of batch size 0"),
+        (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: no line of a CSV file"),
+        ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for every combination"),
+    ],
+)
+def test_cost_tables_that_are_none(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=says):
+        read_cost_table(str(path))
+
+
+def test_a_kept_curve_is_a_cost_table(tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(curves()[0].to_json()), encoding="utf-8")
+    assert read_cost_table(str(path)) == curves()[0]
+    path.write_text('{"points": [[1, 1, 1, 0, 0, 0]]}', encoding="utf-8")
+    with pytest.raises(UsageError, match="is no cost curve"):
+        read_cost_table(str(path))

@@ -1,0 +1,234 @@
+"""From finished cells and curves to a decision, and to what one server does."""
+
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import GOOD, POOR, cell, curves
+
+from crossdraft import Acceptance, Engine, Plan, Settings
+from crossdraft.framework.advise.candidates import Candidate, Machine, imported, of_run
+from crossdraft.framework.advise.decision import decide, plan
+from crossdraft.framework.advise.engine import Range
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.cost.finished_cells import predictions
+from crossdraft.framework.cost.prediction import CellStatistics, predict
+from crossdraft.framework.runs.records import CellResult
+
+TARGET, DRAFT, _ = curves()
+
+
+class Fixed(Engine):
+    name = "fixed"
+    read_from = "nowhere"
+    methods: ClassVar[dict[str, str]] = {"small-lm": "s", "prompt-lookup": "p"}
+
+    def export(self, plan: Plan) -> Settings:
+        return Settings("")
+
+
+class Scheduled(Fixed):
+    name = "scheduled"
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True
+
+
+class Single(Fixed):
+    name = "single"
+    most_sequences = 1
+
+
+def chain(rates: tuple[float, ...], **about: Any) -> Candidate:
+    known = {"drafter": "small-lm", "model": "d", "verifier": "token", "temperature": 1.0}
+    (found,) = imported([Acceptance(rates, "here", **(known | about))], TARGET, DRAFT, 200)
+    return found
+
+
+# -- candidates ------------------------------------------------------------------------------------------------
+
+
+def test_the_acceptance_of_a_cell() -> None:
+    (found,), notes = of_run([cell(None), cell(GOOD)], "run", curves())
+    acceptance = found.acceptance
+    assert notes == [] and acceptance.rows == ((4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 3, 3))
+    assert acceptance.marginal == (11 / 12, 10 / 12, 9 / 12) and acceptance.cuttable and acceptance.chain
+    assert (acceptance.drafter, acceptance.model, acceptance.verifier, acceptance.temperature) == (
+        *("small-lm", "d", "token"),
+        1.0,
+    )
+    assert acceptance.point_mass is False and dict(acceptance.options) == {"gamma": 3}
+    (greedy,), _ = of_run([cell(None, temperature=0.0), cell(GOOD, temperature=0.0)], "run", curves())
+    assert greedy.acceptance.point_mass is True
+
+
+def test_a_cell_is_predicted_as_the_report_predicts_it() -> None:
+    results = [result for b in (1, 4) for result in (cell(None, b), cell(GOOD, b), cell(POOR, b, verifier="block"))]
+    told = predictions(results, curves())
+    found, _ = of_run(results, "run", curves())
+    for candidate, same in zip(found, (results[1::3], results[2::3]), strict=True):
+        for result in same:
+            theirs = told[result.config.hash]
+            ours = candidate.predict(result.config.batch_size, 3)
+            assert ours.speed_up == pytest.approx(theirs.speed_up) and ours.target == pytest.approx(theirs.target)
+
+
+def test_shorter_drafts_cost_and_emit_less() -> None:
+    (found,), _ = of_run([cell(None), cell(GOOD)], "run", curves())
+    assert found.gammas == (1, 2, 3)
+    one = found.predict(8, 1)
+    assert one.draft == pytest.approx(DRAFT.seconds(8, 1, 100), rel=0.2)
+    tokens = 1 + 11 / 12
+    assert one.tokens_per_second == pytest.approx(8 * tokens / one.seconds)
+    interval = found.speed_up(8, 1)
+    assert interval.low is not None and interval.high is not None
+    assert interval.low < interval.value < interval.high
+    with pytest.raises(UsageError):
+        found.speed_up(8, 4)
+
+
+def test_what_is_left_out_of_a_run_is_said() -> None:
+    short = cell(GOOD)
+    short.metrics.block_efficiency = None  # type: ignore[union-attr]
+    failed = CellResult(cell(GOOD, verifier="block").config, error="it broke")
+    results = [cell(None), short, cell(GOOD, verifier="lenient"), failed]
+    found, notes = of_run(results, "run", curves())
+    assert found == [] and sorted(note.split(": ")[1] for note in notes) == [
+        "lenient changes what the target says and is left out",
+        "small-lm had no room for a draft in any round and is left out",
+        "small-lm × block failed and is left out",
+    ]
+    found, notes = of_run([cell(None), cell(GOOD)], "run", [])
+    assert found == [] and "measure it there: crossdraft cost --target m" in notes[0]
+
+
+def test_trees_and_rules_that_look_ahead_are_not_cut() -> None:
+    sequences = cell(GOOD, drafter="prompt-lookup")
+    assert of_run([cell(None), sequences], "run", curves())[0][0].gammas == (1, 2, 3)
+    (found,), _ = of_run([cell(None), cell(GOOD, verifier="greedy-block")], "run", curves())
+    assert found.gammas == (3,)
+    assert chain((0.5, 0.4), cuttable=False).gammas == (2,)
+
+
+def test_several_sequences_are_called_by_their_number() -> None:
+    results = [cell(None), cell(GOOD, drafter="small-lm-iid", verifier="specinfer", K=2)]
+    (found,), _ = of_run(results, "run", curves())
+    assert found.title == "small-lm-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
+    step = decide([found], 1)
+    assert step.best.gamma == 3 and step.runner_up is None
+
+
+def test_elsewhere_no_second_of_the_run_counts() -> None:
+    asked: list[str] = []
+
+    def drafter(name: str) -> Any:
+        asked.append(name)
+        return DRAFT
+
+    results = [cell(None), cell(GOOD), cell(POOR, drafter="prompt-lookup")]
+    found, _ = of_run(results, "run", [], Machine(TARGET, drafter))
+    assert asked == ["d"]
+    moved = found[0].predict(1, 3)
+    assert moved.other == 0 and moved.draft == pytest.approx(3 * DRAFT.seconds(1, 1, 100), rel=0.01)
+    assert found[1].predict(1, 3).draft == 0
+
+
+# -- decisions -------------------------------------------------------------------------------------------------
+
+
+def test_the_best_and_the_runner_up() -> None:
+    found, _ = of_run([cell(None), cell(GOOD), cell(POOR, model="e")], "run", curves())
+    step = decide(found, 1)
+    assert step.draft and step.best.candidate.acceptance.model == "d" and step.best.gamma == 3
+    assert step.runner_up is not None and step.runner_up.candidate.acceptance.model == "e"
+    assert step.best.speed_up.value > step.runner_up.speed_up.value
+    alone = decide(found[:1], 1)
+    assert alone.runner_up is not None and alone.runner_up.gamma == 2  # of the same pair, there is no other
+    with pytest.raises(UsageError, match="nothing to choose from"):
+        decide([], 1)
+
+
+def test_drafting_is_switched_off_where_it_does_not_pay() -> None:
+    """At B = 64 every drafted token costs as much as a decoded one."""
+    candidates = [chain((0.6, 0.3), rows=((100, 60, 30), (100, 61, 30), (100, 59, 30)))]
+    assert decide(candidates, 1).draft and decide(candidates, 1).sure
+    off = decide(candidates, 64)
+    assert not off.draft and off.sure and off.best.speed_up.value < 1
+    assert not decide([chain((0.6, 0.3))], 1).sure  # no counts, no interval
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 8, 20, 64]),
+    st.sampled_from([None, 100, 300]),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_best_length_by_hand(conditional: list[float], b: int, context: float | None) -> None:
+    made = Acceptance.from_conditional(conditional, "here")
+    (found,) = imported([made], TARGET, DRAFT, 200)
+    plain = TARGET.seconds(b, 1, context or 200)
+    by_hand = []
+    for gamma in range(1, made.gamma + 1):
+        seconds = TARGET.seconds(b, gamma + 1, context or 200) + gamma * DRAFT.seconds(b, 1, context or 200)
+        by_hand.append((1 + sum(made.marginal[:gamma])) * plain / seconds)
+    assert decide([found], b, context).best.speed_up.value == pytest.approx(max(by_hand))
+
+
+def test_a_measured_length_goes_before_a_cut_one() -> None:
+    """Block verification at gamma 2 may be measured better than what follows from gamma 3."""
+    two = chain((0.9, 0.9))
+    choices = {2: two, 3: chain((0.5, 0.1, 0.1))}
+    step = decide(list(choices.values()), 1)
+    assert step.best.candidate is two
+    assert step.runner_up is not None and (step.runner_up.candidate is two or step.runner_up.gamma != 2)
+
+
+# -- one server ------------------------------------------------------------------------------------------------
+
+
+def by_hand(candidate: Candidate, b: int) -> int:
+    return max((0, *candidate.gammas), key=lambda g: candidate.speed_up(b, g).value if g else 1.0)
+
+
+@given(st.lists(st.floats(0.2, 1), min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_a_schedule_is_the_best_length_at_every_batch_size(conditional: list[float]) -> None:
+    found = chain(Acceptance.from_conditional(conditional, "x").marginal)
+    made = plan([found], Scheduled(), [1, 16, 64]).plan
+    assert made.ranges[0].low == 1 and made.ranges[-1].high == 64
+    starts = [r.low for r in made.ranges[1:]]
+    assert starts == [r.high + 1 for r in made.ranges[:-1]]
+    for r in made.ranges:
+        assert {by_hand(found, b) for b in (r.low, r.high)} == {r.gamma}
+    assert all(a.gamma != b.gamma for a, b in zip(made.ranges, made.ranges[1:], strict=False))
+
+
+def test_one_length_is_the_best_on_the_whole() -> None:
+    found = chain((0.8, 0.7, 0.6, 0.5))
+    made = plan([found], Fixed(), [1, 64]).plan
+    (only,) = made.ranges
+    scores = {g: found.speed_up(1, g).value * found.speed_up(64, g).value if g else 1.0 for g in (0, 1, 2, 3, 4)}
+    assert only == Range(1, 64, max(scores, key=lambda g: scores[g]))
+    assert plan([chain((0.1,))], Fixed(), [64]).plan.gamma == 0
+    assert plan([found], Single(), [1, 64]).plan.ranges == (Range(1, 1, 4),)
+    with pytest.raises(UsageError, match="ask for --batch-size 1"):
+        plan([found], Single(), [2])
+
+
+def test_what_the_engine_cannot_do_is_left_out_and_priced() -> None:
+    able, unable = chain((0.5, 0.4)), chain((0.9, 0.8), drafter="medusa")
+    made = plan([able, unable], Scheduled(), [1])
+    assert made.candidate is able and list(made.left_out) == [unable.pair]
+    with pytest.raises(UsageError, match="fixed can do none of these: it has no drafter medusa"):
+        plan([unable], Fixed(), [1])
+
+
+def test_predictions_take_the_cell_of_the_nearest_batch_size() -> None:
+    cells = {b: CellStatistics(b, b, 2.0, {1: 1.0}, 200, 1, other_seconds=b / 1000, acceptance=(1.0,)) for b in (1, 16)}
+    found = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
+    assert found.predict(3, 1).other == pytest.approx(3 / 1000)  # of one row, times three
+    cells[16] = CellStatistics(16, 16, 2.0, {1: 1.0}, 200, 1, other_seconds=1.0, acceptance=(1.0,))
+    found = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
+    assert found.predict(5, 1).other == pytest.approx(1.0 * 5 / 16)
+    assert found.predict(16, 1) == predict(cells[16], TARGET, None)

@@ -1,0 +1,306 @@
+"""What engines write, read back: recorded formats, and every way in which they may be damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft import Source
+from crossdraft.framework import plugins
+from crossdraft.framework.advise.acceptance import Acceptance
+from crossdraft.framework.advise.source import read_source
+from crossdraft.framework.contracts.errors import UsageError
+
+VLLM_LOG = """\
+INFO 11-20 10:00:00 [loggers.py:123] Engine 000: Avg generation throughput: 100 tokens/s, Running: 4 reqs
+INFO 11-20 10:00:10 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: 28.00 \
+tokens/s, Drafted throughput: 60.00 tokens/s, Accepted: 280 tokens, Drafted: 600 tokens, Per-position acceptance rate: \
+0.800, 0.400, 0.200, Avg Draft acceptance rate: 46.7%
+INFO 11-20 10:00:20 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 10.00 \
+tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 100 tokens, Drafted: 300 tokens, Per-position acceptance rate: \
+0.600, 0.300, 0.100, Avg Draft acceptance rate: 33.3%
+INFO 11-20 10:00:30 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 1.00, Accepted throughput: 0.00 \
+tokens/s, Drafted throughput: 3.00 tokens/s, Accepted: 0 tokens, Drafted: 30 tokens, Per-position acceptance rate: \
+0.000, 0.000, 0.000, Avg Draft acceptance rate: 0.0%
+"""
+VLLM_SCRAPE = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 300.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.76e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 200.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 600.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 120.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 280.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 80.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 40.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 200.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="1"} 80.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="1",model_name="m",position="1"} 1.76e+09
+"""
+LLAMA_SCRAPE = """\
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 50
+llamacpp:spec_decode_num_draft_tokens_total 120
+llamacpp:spec_decode_num_accepted_tokens_total 60
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 30
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 20
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 10
+"""
+LLAMA_LOG = """\
+0.06.896 I slot print_timing: id  0 | task 1 | draft acceptance = 0.60000 (   60 accepted /   100 generated), \
+mean acceptance length =  2.20, acceptance rate per position = (0.800, 0.400)
+0.07.896 I slot print_timing: id  0 | task 2 | draft acceptance = 0.50000 (   30 accepted /    60 generated), \
+mean acceptance length =  2.00, acceptance rate per position = (0.667, 0.333)
+"""
+SGLANG_LOG = """\
+[2026-11-20 10:00:00] Decode batch. #running-req: 2, #token: 900, token usage: 0.01, accept len: 2.50, \
+accept rate: 0.50, cuda graph: True, gen throughput (token/s): 300.10, #queue-req: 0,
+[2026-11-20 10:00:09] Prefill batch. #new-seq: 1, #new-token: 12
+[2026-11-20 10:00:10] Decode batch. #running-req: 6, #token: 990, token usage: 0.01, accept len: 3.50, \
+accept rate: 0.83, cuda graph: True, gen throughput (token/s): 310.20, #queue-req: 0,
+[2026-11-20 10:00:11] Decode batch. #running-req: 0, #token: 0, token usage: 0.00, accept len: 0.00, \
+accept rate: 0.00, cuda graph: True, gen throughput (token/s): 0.10, #queue-req: 0,
+"""
+
+
+def read(name: str, text: str, before: str | None = None) -> list[Acceptance]:
+    earlier = None if before is None else Source(before, "before.txt")
+    return plugins.get("engines", name)().read(Source(text, "now.txt"), earlier)
+
+
+def one(name: str, text: str, before: str | None = None) -> Acceptance:
+    (found,) = read(name, text, before)
+    return found
+
+
+def vllm_response(histogram: list[int], **wrong: Any) -> dict[str, Any]:
+    n, accepted = sum(histogram), sum(i * c for i, c in enumerate(histogram))
+    counted = {"acceptance_histogram": histogram, "num_spec_steps": n, "num_accepted_draft_tokens": accepted}
+    counted |= {"num_draft_tokens": n * (len(histogram) - 1), "num_spec_tokens": len(histogram) - 1}
+    return {"choices": [], "metrics": {"speculative_decoding": counted | wrong}}
+
+
+def sglang_response(histogram: list[int], **wrong: Any) -> dict[str, Any]:
+    n, accepted = sum(histogram), sum(i * c for i, c in enumerate(histogram))
+    counted = {"spec_verify_ct": n, "spec_num_correct_drafts": accepted, "spec_num_proposed_drafts": 4 * n}
+    counted |= {"completion_tokens": n + accepted, "spec_correct_drafts_histogram": histogram, "spec_accept_rate": 0.1}
+    return {"text": "...", "meta_info": counted | wrong}
+
+
+def lines(*objects: Any) -> str:
+    return "".join(json.dumps(found) + "\n" for found in objects)
+
+
+# -- recorded formats ------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_vllm() -> None:
+    found = one("vllm", VLLM_LOG)
+    # 280 tokens at rates that sum to 1.4 are 200 drafts, 100 at 1.0 are 100; the idle window has 30 / 3.
+    assert found.drafts == pytest.approx(310)
+    assert found.marginal == pytest.approx((220 / 310, 110 / 310, 50 / 310))
+    assert found.source == "now.txt:2-4" and found.interval_assumes == "3 independent windows of the log"
+
+
+def test_the_counters_of_vllm() -> None:
+    found = one("vllm", VLLM_SCRAPE)
+    assert (found.drafts, found.marginal) == (400, (280 / 400, 120 / 400))
+    assert found.source == "now.txt, model m" and found.remarks == ()
+    two = VLLM_SCRAPE + VLLM_SCRAPE.replace('"m"', '"other"').replace(" 280.0", " 180.0").replace("} 200.0", "} 100.0")
+    assert [a.source for a in read("vllm", two)] == ["now.txt, model m", "now.txt, model other"]
+
+
+def test_the_difference_of_two_scrapes() -> None:
+    before = VLLM_SCRAPE.replace("300.0", "100.0").replace("280.0", "80.0").replace("} 200.0", "} 70.0")
+    before = before.replace(" 80.0", " 10.0")
+    found = one("vllm", VLLM_SCRAPE, before)
+    assert found.drafts == 200
+    with pytest.raises(
+        UsageError, match=r"now.txt:4: vllm:spec_decode_num_drafts_total is 100 and was 300 in before.txt:4"
+    ):
+        read("vllm", before, VLLM_SCRAPE)
+    gone = "".join(line for line in VLLM_SCRAPE.splitlines(True) if 'engine="1"' not in line)
+    with pytest.raises(UsageError, match=r"is gone and was 300 in before\.txt:4: the counter was reset"):
+        read("vllm", gone, VLLM_SCRAPE)
+
+
+def test_responses_of_vllm() -> None:
+    rows = [[10, 5, 5], [0, 0, 4], [6, 2, 0]]
+    found = one("vllm", lines(*map(vllm_response, rows)))
+    assert found.rows == ((20.0, 10.0, 5.0), (4.0, 4.0, 4.0), (8.0, 2.0, 0.0))
+    assert found.marginal == (16 / 32, 9 / 32) and found.pieces == "responses"
+    stream = "data: " + lines(vllm_response([1, 1])) + "data: [DONE]\n"
+    assert one("vllm", stream).marginal == (0.5,)
+    assert one("vllm", json.dumps([vllm_response(row) for row in rows], indent=1)) == found
+
+
+def test_short_drafts_are_told() -> None:
+    assert "drafts held 1.50 of 2 tokens" in one("vllm", VLLM_SCRAPE.replace("} 600.0", "} 400.0")).remarks[0]
+    assert "drafts held 2.40 of 3 tokens" in one("llama.cpp", LLAMA_SCRAPE).remarks[0]
+    assert "drafts held 1.00 of 2" in one("vllm", lines(vllm_response([2, 2, 0], num_draft_tokens=4))).remarks[0]
+
+
+def test_llama_cpp() -> None:
+    found = one("llama.cpp", LLAMA_SCRAPE)
+    assert (found.drafts, found.marginal) == (50, (0.6, 0.4, 0.2))
+    found = one("llama.cpp", LLAMA_LOG)
+    assert found.drafts == pytest.approx(80) and found.marginal == pytest.approx((0.75, 0.375), abs=1e-3)
+    older = "".join(line for line in LLAMA_SCRAPE.splitlines(True) if "per_pos" not in line)
+    assert (one("llama.cpp", older).marginal, one("llama.cpp", older).length) == ((), 2.2)
+
+
+def test_sglang() -> None:
+    found = one("sglang", SGLANG_LOG)
+    assert found.length == pytest.approx((2 * 2.5 + 6 * 3.5) / 8) and found.marginal == ()
+    assert found.source == "now.txt:1-3" and "windows in which nothing was drafted are left out: 1" in found.remarks[1]
+    gauge = 'sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.25\nsglang:spec_accept_rate{model_name="m"} 0.4\n'
+    assert one("sglang", gauge).length == 2.25
+    found = one("sglang", lines(sglang_response([5, 3, 2]), sglang_response([0, 1, 0, 0, 9])))
+    assert found.marginal == (15 / 20, 11 / 20, 9 / 20, 9 / 20)  # drafts of four tokens, though none was accepted
+    bare = {"meta_info": {"completion_tokens": 30, "spec_verify_ct": 10}}
+    assert one("sglang", lines(bare, bare)).length == 3.0
+
+
+def profile(**changes: Any) -> str:
+    made = {
+        "schema_version": "1.0",
+        "measured": True,
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "conditional_accept_rates": [0.8, 0.5, 0.5],
+        "marginal_accept_rates": [0.8, 0.4, 0.2],
+        "mean_accept_length": 2.4,
+        "accept_length_model": "chain_analytic",
+        "acceptance_length_histogram": {"1": 20, "2": 40, "3": 20, "4": 20},
+        "draft_checkpoint": {"model": "org/head"},
+    }
+    return json.dumps(made | changes, indent=2)
+
+
+def test_a_speculation_profile() -> None:
+    found = one("speculation-profile", profile())
+    assert (found.marginal, found.drafts, found.drafter, found.model) == ((0.8, 0.4, 0.2), 100, "eagle3", "org/head")
+    assert found.cuttable and not one("speculation-profile", profile(accept_length_model="measured_per_k")).cuttable
+    alone = one("speculation-profile", profile(marginal_accept_rates=None))
+    assert alone.marginal == pytest.approx((0.8, 0.4, 0.2))
+
+
+@pytest.mark.parametrize("name", plugins.entries("engines"))
+def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
+    for text in (
+        "",
+        "\n",
+        "INFO: started\n",
+        "process_open_fds 12.0\n",
+        '{"choices": []}\n',
+        "[2026-11-20 10:00:00] up\n",
+    ):
+        assert read(name, text) == []
+
+
+# -- damage ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "engine, text, says",
+    [
+        ("vllm", VLLM_LOG.replace(", Avg Draft acceptance rate: 33.3%", ""), "now.txt:3: .*lacks its end"),
+        ("vllm", VLLM_LOG[:330], "now.txt:2: .*lacks its"),
+        ("vllm", VLLM_LOG.replace("0.600, 0.300", "nan, 0.300"), "now.txt:3: an acceptance rate is nan"),
+        ("vllm", VLLM_LOG.replace("0.800, 0.400", "1.800, 0.400"), "now.txt:2: an acceptance rate is 1.800"),
+        ("vllm", VLLM_LOG.replace("Accepted: 280", "Accepted: x"), "now.txt:2: the accepted tokens is x"),
+        ("vllm", VLLM_LOG.replace("length: 2.40", "length: 2.60"), "now.txt:2: the mean length 2.6 is not 1"),
+        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 900"), "now.txt:2: 280 accepted of 900 .*do not add up"),
+        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 200"), "now.txt:2: 280 accepted of 200 .*do not add up"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} NaN"), "now.txt:4: .*is nan, which counts nothing"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} -3"), "now.txt:4: .*is -3"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "}"), "now.txt:4: no line of a Prometheus scrape"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} 3x"), "now.txt:4: no line of a Prometheus scrape"),
+        ("vllm", VLLM_SCRAPE + VLLM_SCRAPE.splitlines()[3] + "\n", "now.txt:15: .*stands there twice"),
+        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 400.0"), "position 1 is 480, more than the 280"),
+        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 41.0"), "its positions come to 401"),
+        ("vllm", VLLM_SCRAPE.replace('"1"} 40.0', '"2"} 40.0').replace('"1"} 80.0', '"2"} 80.0'), "has no position 1"),
+        ("vllm", VLLM_SCRAPE.replace('position="0"', 'position="a"'), "the position 'a'"),
+        ("vllm", "".join(VLLM_SCRAPE.splitlines(True)[:6]), "has no vllm:spec_decode_num_accepted_tokens_total"),
+        ("vllm", "".join(VLLM_SCRAPE.splitlines(True)[:12])[:-3], "now.txt:12: the scrape is cut off"),
+        ("vllm", VLLM_SCRAPE.replace("100.0", "0.0").replace("300.0", "0.0"), "now.txt:4: no draft was counted"),
+        (
+            "vllm",
+            lines(vllm_response([1, 2]), vllm_response([1, 2], num_spec_steps=4)),
+            "now.txt:2: .*does not come to",
+        ),
+        ("vllm", lines(vllm_response([1, 2], num_draft_tokens=None)), "now.txt:1: num_draft_tokens is None"),
+        ("vllm", lines(vllm_response([1, 2]), vllm_response([1, 2]))[:-9], "now.txt:2: not JSON"),
+        ("vllm", lines(vllm_response([1, 2], acceptance_histogram=[4, -1])), "no list of counts"),
+        (
+            "vllm",
+            '{"num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.5]}',
+            "num_speculative_tokens entries",
+        ),
+        ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "grows to 0.6"),
+        ("vllm", '{"synthetic_acceptance_rates": [0.5, NaN]}', "position 2 is nan"),
+        ("vllm", lines(vllm_response([1, 2], num_draft_tokens=10**30)), "too long; the most is 1024"),
+        ("llama.cpp", LLAMA_SCRAPE.replace('"1"} 20', '"1"} 40'), "position 1 is 40, more than the 30"),
+        (
+            "llama.cpp",
+            LLAMA_LOG.replace("(0.667, 0.333)", "(0.667, 0.3"),
+            "now.txt:2: the line of draft acceptance is cut",
+        ),
+        ("llama.cpp", LLAMA_LOG.replace("0.667,", "7,"), "now.txt:2: an acceptance rate is 7"),
+        (
+            "sglang",
+            SGLANG_LOG.replace("accept len: 3.50", "accept len: 0.50"),
+            "now.txt:3: an accept len of 0.5 leaves out",
+        ),
+        ("sglang", SGLANG_LOG.replace("accept len: 3.50", "accept len: nan"), "now.txt:3: the accept len is nan"),
+        ("sglang", SGLANG_LOG[:100], "now.txt:1: the line of a decoding batch is cut off"),
+        ("sglang", "sglang:spec_accept_length 0.0\n", "now.txt:1: .*nothing was drafted yet"),
+        ("sglang", lines(sglang_response([1], spec_verify_ct=2)), "does not come to spec_verify_ct 2"),
+        ("sglang", lines({"completion_tokens": 3, "spec_verify_ct": 4}), "3 tokens in 4 target calls"),
+        ("speculation-profile", profile(measured=False), "nothing was measured"),
+        ("speculation-profile", profile(conditional_accept_rates=None, marginal_accept_rates=None), "has no rates"),
+        (
+            "speculation-profile",
+            profile(conditional_accept_rates=[0.8, 0.4, 0.2]),
+            "contradict each other at position 2: 0.4",
+        ),
+        ("speculation-profile", profile(mean_accept_length=3.4), "mean_accept_length is 3.4"),
+        ("speculation-profile", profile(num_speculative_tokens=2), "has 3 entries, num_speculative_tokens is 2"),
+        ("speculation-profile", profile(marginal_accept_rates=[0.8, "a", 0.2]), "no list of numbers"),
+        ("speculation-profile", profile(marginal_accept_rates=[1.8, 0.4, 0.2]), "1.8, no probability"),
+        ("speculation-profile", profile(acceptance_length_histogram={"1": -1}), "no count"),
+        ("speculation-profile", profile()[:-20], "now.txt:.*not JSON"),
+    ],
+)
+def test_damage_is_refused_with_its_line(engine: str, text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read(engine, text)
+
+
+def test_sources(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "scrape.txt").write_text("x 1\r\ny 2\n", encoding="utf-8")
+    found = read_source(str(tmp_path / "scrape.txt"))
+    assert list(found.lines()) == [(1, "x 1"), (2, "y 2")] and found.count == 2 and found.ended
+    with pytest.raises(UsageError, match=r"cannot read .*missing"):
+        read_source(str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match=r"cannot read http://127\.0\.0\.1:9/metrics"):
+        read_source("http://127.0.0.1:9/metrics")
+
+
+def test_a_url(tmp_path: Path) -> None:
+    import threading
+    from functools import partial
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    (tmp_path / "metrics").write_text(VLLM_SCRAPE, encoding="utf-8")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        found = read_source(f"http://127.0.0.1:{server.server_port}/metrics")
+        server.shutdown()
+    assert found.text == VLLM_SCRAPE
