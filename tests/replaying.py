@@ -17,16 +17,15 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.loop import Decoder
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 from crossdraft.framework.replay.force import MakeContext
+from crossdraft.framework.replay.response import Response
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Response):
     """A recorded response."""
 
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    log_p: Sequence[float] | np.ndarray | None = None
-    where: str = "answers.jsonl:7"
+    def __init__(self, prompt: Sequence[int], tokens: Sequence[int], log_p: Sequence[float] | None = None):
+        known = None if log_p is None else np.array(log_p)
+        super().__init__("q1", "", prompt, tokens, known, where="answers.jsonl:7")
 
 
 def making(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from ..contracts.draft import on_device
 from ..contracts.lm import LM
-from .walk import Recorded
+from .response import Response
 
 
-def pieces(lm: LM, texts: Sequence[Recorded], width: int) -> Iterator[Tensor]:
+def pieces(lm: LM, texts: Sequence[Response], width: int) -> Generator[Tensor]:
     """Logits ``[B, w, V]`` of the next ``width`` tokens of at most B responses, again and again; the last may be fewer.
 
     Row b of piece i is what ``lm`` says of tokens i * width, i * width + 1, .. of response b; behind its end, and in

@@ -30,8 +30,9 @@ from ..contracts.sampling import Sampling
 from ..decoding.build import Configured, TargetContext, make_slots
 from .along import laid_out, pieces
 from .forced import Forced
+from .response import Response
 from .sequences import Sums, sums
-from .walk import Recorded, Walked, ended, room, unforced, walk
+from .walk import Walked, ended, room, unforced, walk
 
 #: How deep drafts are replayed unless somebody asks for more.
 DEPTH = 16
@@ -60,7 +61,7 @@ def over(loaded: LoadedModel, sampling: Sampling, **more: Any) -> MakeContext:
 
 def forced(
     drafter: Configured,
-    texts: Sequence[Recorded],
+    texts: Sequence[Response],
     make: MakeContext,
     *,
     depth: int = DEPTH,
@@ -96,7 +97,7 @@ def forced(
 
 def drafted(
     drafter: Configured,
-    texts: Sequence[Recorded],
+    texts: Sequence[Response],
     make: MakeContext,
     *,
     depth: int = DEPTH,
@@ -115,7 +116,7 @@ def drafted(
     replay = _Replay(drafter, texts, make, depth, rows, True)
     rng = CounterRng(seed)
 
-    def drawn(group: Sequence[Recorded], indices: Sequence[int]) -> list[Walked]:
+    def drawn(group: Sequence[Response], indices: Sequence[int]) -> list[Walked]:
         return walk(replay.drafter, replay.context, group, depth, rng, streams=indices, tops=True)
 
     yield from replay.each(drawn)
@@ -125,7 +126,7 @@ class _Replay:
     """A drafter that was made for some texts."""
 
     def __init__(
-        self, drafter: Configured, texts: Sequence[Recorded], make: MakeContext, depth: int, rows: int, tops: bool
+        self, drafter: Configured, texts: Sequence[Response], make: MakeContext, depth: int, rows: int, tops: bool
     ):
         if depth < 1 or rows < 1:
             raise UsageError(f"a replay needs depth and rows of at least 1, not {depth} and {rows}")
@@ -150,7 +151,7 @@ class _Replay:
         self.drafter: Drafter = cls(config, self.context)
         self._window = rows if learns else WINDOW * rows
 
-    def each(self, replayed: Callable[[list[Recorded], list[int]], list[Any]]) -> Iterator[Any]:
+    def each(self, replayed: Callable[[list[Response], list[int]], list[Any]]) -> Iterator[Any]:
         """What ``replayed(texts, their indices)`` returns for every text, in order, asked for at most B at once."""
         for start in range(0, len(self.texts), self._window):
             window = range(start, min(start + self._window, len(self.texts)))
@@ -161,7 +162,7 @@ class _Replay:
                 found.update(zip(indices, replayed([self.texts[i] for i in indices], indices), strict=True))
             yield from (found[index] for index in window)
 
-    def walked(self, group: Sequence[Recorded]) -> list[Forced]:
+    def walked(self, group: Sequence[Response]) -> list[Forced]:
         walks = walk(self.drafter, self.context, group, self.depth, tops=self.tops)
         return [
             Forced(
@@ -173,7 +174,7 @@ class _Replay:
             for one, text in zip(walks, group, strict=True)
         ]
 
-    def recorded(self, text: Recorded) -> np.ndarray:
+    def recorded(self, text: Response) -> np.ndarray:
         """Its log P, 0 at temperature 0 whatever somebody wrote down."""
         if not self.context.sampling.temperature:
             return np.zeros(len(text.tokens))
@@ -195,7 +196,7 @@ def deepened(cls: type[Drafter], config: Any, depth: int) -> Any:
         raise UsageError(f"drafter '{cls.name}' cannot draft {depth} tokens: {error.errors()[0]['msg']}") from None
 
 
-def check(texts: Sequence[Recorded], vocab_size: int, context_length: int | None) -> None:
+def check(texts: Sequence[Response], vocab_size: int, context_length: int | None) -> None:
     """Raise UsageError for a response that this target cannot have given."""
     for text in texts:
         ids = [*text.prompt, *text.tokens]
@@ -218,7 +219,7 @@ def check(texts: Sequence[Recorded], vocab_size: int, context_length: int | None
 
 
 @torch.inference_mode()
-def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequences: int) -> list[Forced]:
+def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Response], sequences: int) -> list[Forced]:
     context, width = replay.context, replay.width
     sampled = context.sampling.temperature > 0
     asks = sampled and (sequences > 0 or any(text.log_p is None for text in group))
@@ -258,7 +259,7 @@ def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Recorded], sequenc
             if np.isnan(values).any():
                 at = int(np.argmax(np.isnan(values)))
                 raise NumericalError(f"{who} produced NaN at token {at} of {text.where}; try dtype float32")
-        ends = len(text.prompt) + np.arange(n)
+        ends = range(len(text.prompt), len(text.prompt) + n)
         reach = np.array([room(depth, end, context.target.context_length) for end in ends], dtype=np.int64)
         if stops:
             reach = np.minimum(reach, _until(torch.cat(stops, 1)[row, :n].cpu().numpy(), law.keeps_last))

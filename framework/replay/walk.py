@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,22 +23,7 @@ from ..contracts.errors import NumericalError, UsageError
 from ..contracts.rng import RngSource, RoundRng
 from ..decoding.forms import Watch, check_draft
 from ..decoding.validation import validate_draft
-
-
-class Recorded(Protocol):
-    """A response that somebody recorded: token ids, log P of each token if it is known, and where it stands."""
-
-    @property
-    def prompt(self) -> Sequence[int]: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def log_p(self) -> Sequence[float] | np.ndarray | None: ...
-
-    @property
-    def where(self) -> str: ...
+from .response import Response
 
 
 @dataclass(frozen=True)
@@ -110,7 +94,7 @@ def unforced(drafter: str, reason: str) -> UsageError:
 def walk(
     drafter: Drafter,
     context: DraftContext,
-    texts: Sequence[Recorded],
+    texts: Sequence[Response],
     depth: int,
     rng: RngSource | None = None,
     streams: Sequence[int] | None = None,
@@ -244,7 +228,7 @@ class _Cells:
         """``p [B, 1, V]``, the target's law of token t."""
         self._log_p[t] = p[:, 0].gather(1, self._x[:, t : t + 1])[:, 0].double().log()
 
-    def walked(self, texts: Sequence[Recorded], name: str, temperature: float) -> list[Walked]:
+    def walked(self, texts: Sequence[Response], name: str, temperature: float) -> list[Walked]:
         log_top = None if self._log_top is None else self._log_top.cpu().numpy()
         log_q, log_p = self._log_q.cpu().numpy(), self._log_p.cpu().numpy()
         counts, fine, followed = (values.cpu().numpy() for values in (self._count, self._fine, self._forced))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -24,6 +23,7 @@ from ..decoding.loop import Decoder
 from ..decoding.validation import validate_draft
 from ..plugins import get
 from ..replay.force import forced
+from ..replay.response import Response as Recorded
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .settings import Setting, Toys
@@ -326,7 +326,7 @@ class DrafterContract:
             traits = self.drafting.traits(self.config, sampling)
             if traits.drawn != "chain" or traits.adapts:
                 continue
-            texts = [SimpleNamespace(prompt=p, tokens=p[::-1] + p, log_p=None, where="") for p in self.setting.prompts]
+            texts = [Recorded("", "", prompt, [*prompt[::-1], *prompt]) for prompt in self.setting.prompts]
             make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)
             both = [list(forced((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
             for told, drafted in zip(*both, strict=True):
