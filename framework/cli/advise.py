@@ -15,6 +15,7 @@ from ..contracts.errors import UsageError
 from ..contracts.reading import kind_of
 from .advise_options import BATCH_SIZES, check
 from .advise_options import add_arguments as add_arguments
+from .cost_options import option
 
 if TYPE_CHECKING:
     from ..advise.acceptance import Acceptance
@@ -71,6 +72,8 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
     texts = [source for source in args.sources if source not in runs]
     if args.since and len(texts) != 1:
         raise UsageError("--since is an earlier scrape of one other; give one file or URL to count up to")
+    if not texts and (idle := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None]):
+        raise UsageError(f"{option(idle[0])} says what an engine's numbers do not; a finished run knows it")
     costs = _costs(args, remarks)
     candidates: list[Candidate] = []
     for run in runs:

@@ -7,7 +7,7 @@ import argparse
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError
 from ..contracts.limits import MOST_LEVELS, MOST_ROWS, MOST_TOKENS
-from .cost_options import add_machine, check_machine, check_numbers, integer, integers, number
+from .cost_options import add_machine, check_machine, check_numbers, integer, integers, number, option
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -55,6 +55,11 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--on and --cost both say what a pass of the target costs; give one of them")
     if args.on and not args.target:
         raise UsageError("--on needs --target: the config.json of the model, or a directory with one")
+    usual = {"devices": 1, "weight_bytes": 2, "cache_bytes": 2, "efficiency": None}
+    if not args.on and (idle := [name for name, value in usual.items() if getattr(args, name) != value]):
+        raise UsageError(f"{option(idle[0])} describes the machine of --on; give that, too")
+    if args.draft_path and not args.export:
+        raise UsageError("--draft-path is for the settings of --export; give that, too")
     if args.target and args.cost:
         raise UsageError("--target and --cost both say what a pass of the target costs; give one of them")
     if args.draft_model and args.draft_cost:

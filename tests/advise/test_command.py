@@ -220,6 +220,9 @@ def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
         (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "does not say what drafts"),
         (["vllm.log", "--cost", "passes.csv", "--export", "transformers", "--batch-size", "4"], "--batch-size 1"),
         ([".", "--cost", "passes.csv"], "has no recipe.json"),
+        ([".", "--drafter", "small-lm"], "a finished run knows it"),
+        (["vllm.log", "--cost", "passes.csv", "--devices", "2"], "--devices describes the machine of --on"),
+        (["vllm.log", "--cost", "passes.csv", "--draft-path", "x"], "--draft-path is for the settings of --export"),
     ],
 )
 def test_what_is_refused(place: Path, capsys: Any, arguments: list[str], says: str) -> None:

@@ -267,6 +267,8 @@ def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
             profile(conditional_accept_rates=[0.8, 0.4, 0.2]),
             "contradict each other at position 2: 0.4",
         ),
+        ("speculation-profile", profile(mean_accept_length=float("nan")), "mean_accept_length is nan"),
+        ("speculation-profile", profile(conditional_accept_rates=[0.8, float("nan"), 0.5]), "position 2: nan"),
         ("speculation-profile", profile(mean_accept_length=3.4), "mean_accept_length is 3.4"),
         ("speculation-profile", profile(num_speculative_tokens=2), "has 3 entries, num_speculative_tokens is 2"),
         ("speculation-profile", profile(marginal_accept_rates=[0.8, "a", 0.2]), "no list of numbers"),

@@ -86,13 +86,13 @@ class SpeculationProfile(Engine):
         made = Acceptance(marginal, source, **about)
         for i, (theirs, ours) in enumerate(zip(conditional or (), made.conditional, strict=False), start=1):
             before = made.marginal[i - 2] if i > 1 else 1.0
-            if abs(theirs - ours) * before > _ROUNDING:
+            if not abs(theirs - ours) * before <= _ROUNDING:  # NaN too
                 raise given.error(
                     line,
                     f"conditional and marginal rates contradict each other at position {i}: {theirs:g}, not {ours:g}",
                 )
         mean = found.get("mean_accept_length")
-        if type(mean) in (int, float) and abs(mean - 1 - sum(marginal)) > 0.02:
+        if isinstance(mean, int | float) and not abs(mean - 1 - sum(marginal)) <= 0.02:
             raise given.error(line, f"mean_accept_length is {mean:g}, and 1 + the marginal rates {1 + sum(marginal):g}")
         return made
 
