@@ -151,13 +151,15 @@ def test_every_way_through_a_response(responses: list[tuple[int, int | None]], s
             assert found.tokens[row, column] == len(one.survival)
 
 
-def test_batches_change_nothing() -> None:
+def test_batches_and_pieces_change_nothing(monkeypatch: Any) -> None:
     given = [random_acceptance(i, 1 + 37 * i % 90, 4, None) for i in range(150)]
     together = expected(given, range(1, 5))
     for i in (0, 17, 149):
         alone = expected([given[i]], range(1, 5))
         assert together.rounds[i] == pytest.approx(alone.rounds[0])
         assert together.accepted[i] == pytest.approx(alone.accepted[0])
+    monkeypatch.setattr("crossdraft.framework.replay.rounds.BATCH", 7)
+    assert expected(given, range(1, 5)).rounds == pytest.approx(together.rounds)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
