@@ -120,11 +120,14 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
 def _visited(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
     """v, ``[n, gammas, T]``: the probability that a round starts at each token, from Pr(tau >= i) ``[n, T, G]``."""
     n, longest, depth = survival.shape
-    steps = law_of_tau(survival, gamma)  # [n, T, gammas, G + 1]
     found = np.zeros((n, len(gamma), longest + depth + 1))  # with what lies beyond the end
     found[:, :, 0] = 1
-    for t in range(longest):
-        found[:, :, t + 1 : t + depth + 2] += found[:, :, t, None] * steps[:, t]
+    piece = max(1, BATCH // n)  # of a long response: a step has gammas times G numbers
+    for start in range(0, longest, piece):
+        steps = law_of_tau(survival[:, start : start + piece], gamma)  # [n, piece, gammas, G + 1]
+        for t in range(steps.shape[1]):
+            here = start + t
+            found[:, :, here + 1 : here + depth + 2] += found[:, :, here, None] * steps[:, t]
     return found[:, :, :longest]
 
 

@@ -59,24 +59,22 @@ def test_one_sequence(rule: str, v: int, gamma: int) -> None:
             assert found == pytest.approx(wanted, abs=CLOSE)
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "specinfer", "spectr", "sample-match"])
-def test_a_point_mass_is_accepted_as_far_as_it_agrees(rule: str) -> None:
+def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
+    """Whatever the rule is."""
     v, gamma = 3, 3
-    for seed in range(2):
-        p = exact.random_model(seed, v)
-        for draft in exact.strings(v, gamma):
-            joint = exact.point_mass(p, draft, v)
-            for output in outputs(p, v, gamma)[:: 5 + seed]:
-                wanted = [float(x) for x in exact.given_output(joint, p, output)]
-                agrees = [all(draft[j] == output[j] for j in range(i)) for i in range(1, gamma + 1)]
-                assert wanted == [float(x) for x in agrees]
-                logs = np.full((gamma + 1, gamma), -np.inf)
-                logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
-                of_output = forced(p, p, output)
-                given = Forced(logs, np.full(gamma + 1, gamma), of_output.log_p)
+    p = exact.random_model(0, v)
+    for draft in list(exact.strings(v, gamma))[::2]:
+        joint = exact.point_mass(p, draft, v)
+        for output in outputs(p, v, gamma)[::5]:
+            wanted = [float(x) for x in exact.given_output(joint, p, output)]
+            assert wanted == [float(draft[:i] == output[:i]) for i in range(1, gamma + 1)]
+            logs = np.full((gamma + 1, gamma), -np.inf)
+            logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
+            given = Forced(logs, np.full(gamma + 1, gamma), forced(p, p, output).log_p)
+            for rule in identities.RULES:
                 assert survival(rule, given)[1][0].tolist() == wanted
-                shortcut = identities.certain([given])
-                assert shortcut is not None and shortcut[0][0].tolist() == wanted
+            shortcut = identities.certain([given])
+            assert shortcut is not None and shortcut[0][0].tolist() == wanted
 
 
 SEQUENCES = [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]

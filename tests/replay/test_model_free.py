@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
@@ -42,6 +42,7 @@ def by_rounds(config: Any, prompt: list[int], response: list[int], depth: int) -
     return found
 
 
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=4),
     st.sampled_from(["first", "latest"]),

@@ -1,0 +1,143 @@
+"""Candidates side by side along responses: sums by prompt, several sequences, drawn lengths, what is paired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crossdraft.framework.contracts.errors import ContractError, UsageError
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.replay import replay as module
+from crossdraft.framework.replay.forced import Forced
+from crossdraft.framework.replay.identities import ahead, survival
+from crossdraft.framework.replay.replay import Candidate, replay, rules_for
+from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.rounds import Acceptance, expected
+from crossdraft.framework.replay.sequences import sums
+from crossdraft.framework.replay.tally import difference
+from crossdraft.framework.runs.metrics import RoundRecord, paired_difference
+
+V, DEPTH = 5, 4
+
+
+def responses(n: int) -> list[Response]:
+    random = np.random.default_rng(0)
+    return [
+        Response(str(i % 7), "ab"[i % 7 % 2], [0], random.integers(0, V, 3 + i % 9).tolist(), ended=bool(i % 2))
+        for i in range(n)
+    ]
+
+
+def law(tokens: list[int], seed: int) -> torch.Tensor:
+    """``[T, V]``: what a model says before each token, which it looks at the last one for."""
+    rows = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).softmax(-1)
+    return rows[torch.tensor([0, *tokens[:-1]])]
+
+
+def forced_one(response: Response) -> Forced:
+    p, q = law(list(response.tokens), 1), law(list(response.tokens), 2)
+    found = sums(p, q, torch.tensor(response.tokens), 3)
+    return Forced(ahead(np.log(found.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(found.p), found)
+
+
+def forced(texts: Iterable[Response]) -> Iterator[Forced]:
+    return map(forced_one, texts)
+
+
+def candidate(rules: dict[str, tuple[int, ...]], **options: Any) -> Candidate:
+    return Candidate("it", (object, None), rules, (1, 2, DEPTH), options.pop("forced", forced), **options)
+
+
+def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "WINDOW", 10)
+    texts = responses(33)
+    found = replay(iter(texts), [candidate({"token": (1,), "block": (1,)}), candidate({"spectr": (1, 3)})])
+    assert (found.responses, found.tokens) == (33, sum(len(one.tokens) for one in texts))
+    for one in found.candidates:
+        for (rule, k), tally in one.tallies.items():
+            at_least = [survival(rule, forced_one(text), [k])[k] for text in texts]
+            lengths = [np.full(len(text.tokens), DEPTH) for text in texts]
+            given = [Acceptance(*values) for values in zip(at_least, lengths, [t.limit for t in texts], strict=True)]
+            whole = expected(given, [1, 2, DEPTH])
+            for column, gamma in enumerate((1, 2, DEPTH)):
+                row = tally.row(gamma)
+                assert row.rounds == pytest.approx(whole.rounds[:, column].sum())
+                assert row.drafted == pytest.approx(k * whole.drafted[:, column].sum())
+                assert row.target_rows == pytest.approx(row.drafted + row.rounds)
+                counted = whole.counted[:, column].sum()
+                assert row.block_efficiency is not None
+                assert row.block_efficiency.value == pytest.approx(whole.emitted[:, column].sum() / counted)
+                assert row.marginal == pytest.approx(whole.accepted[:, column, :gamma].sum(0) / counted)
+                assert np.prod(row.conditional) == pytest.approx(row.marginal[-1])
+                parts = [tally.row(gamma, name) for name in tally.categories]
+                assert sum(part.rounds for part in parts) == pytest.approx(row.rounds)
+                assert sum(part.drafted for part in parts) == pytest.approx(row.drafted)
+    both = found.candidates[1].tallies
+    assert both["spectr", 3].row(2).rounds < both["spectr", 1].row(2).rounds
+    assert both["spectr", 1].row(2).rounds == pytest.approx(found.candidates[0].tallies["token", 1].row(2).rounds)
+
+
+def test_differences_are_paired_by_prompt() -> None:
+    """As a run pairs them: where every round is certain, with the same records."""
+    texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
+
+    def certain(every: int) -> Any:
+        def along(given: Iterable[Response]) -> Iterator[Forced]:
+            for one in given:
+                t = len(one.tokens)
+                agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % every > 0
+                yield Forced(np.where(agrees, 0.0, -np.inf), np.full(t, DEPTH), np.zeros(t))
+
+        return along
+
+    found = replay(texts, [candidate({"token": (1,)}, forced=certain(every)) for every in (3, 4)])
+    records: list[list[RoundRecord]] = [[], []]
+    for i, every in enumerate((3, 4)):
+        for n, text in enumerate(texts):
+            at = 0
+            while at < len(text.tokens):
+                tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % every == 0)
+                emitted = min(tau + 1, len(text.tokens) - at)
+                records[i].append(RoundRecord(int(text.id), text.id, "all", n % 2, 0, tau, emitted, 2, 2, 99))
+                at += emitted
+    wanted = paired_difference(records[0], records[1])
+    one, other = (c.tallies["token", 1] for c in found.candidates)
+    assert wanted is not None and wanted.low is not None and wanted.value != 0
+    mine = difference(one, 2, other, 2)
+    assert mine is not None
+    assert (mine.value, mine.low, mine.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
+
+
+def test_lengths_that_are_drawn_cost_what_they_are() -> None:
+    texts = responses(5)
+    usual = replay(texts, [candidate({"token": (1,)})]).candidates[0].tallies["token", 1].row(DEPTH)
+    shorter = candidate({"token": (1,)}, drafted=lambda texts: (np.ones(len(one.tokens), dtype=int) for one in texts))
+    drawn = replay(texts, [shorter]).candidates[0].tallies["token", 1].row(DEPTH)
+    assert drawn.block_efficiency == usual.block_efficiency and drawn.drafted < usual.drafted
+
+
+def test_a_drafter_that_gives_too_little_is_named() -> None:
+    short = candidate({"token": (1,)}, forced=lambda texts: iter([forced_one(responses(1)[0])]))
+    with pytest.raises(ContractError, match="'it' gave fewer drafts than there are responses"):
+        replay(responses(2), [short])
+    with pytest.raises(UsageError, match="there is no response to replay"):
+        replay([], [candidate({"token": (1,)})])
+
+
+def test_which_rules_fit() -> None:
+    from crossdraft.framework.decoding.build import configured
+
+    chain = configured("drafters", {"name": "small-lm", "model": "x"})
+    several = configured("drafters", {"name": "small-lm-iid", "model": "x", "K": 3})
+    lookup = configured("drafters", "prompt-lookup")
+    warm, cold = Sampling(), Sampling(temperature=0)
+    assert rules_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}
+    assert rules_for("it", chain, [], [1], cold) == {"greedy": (1,)}
+    assert rules_for("it", lookup, [], [1], warm) == {"token": (1,)}
+    assert rules_for("it", several, [], [2, 3], warm) == dict.fromkeys(("specinfer", "spectr", "sample-match"), (2, 3))
+    with pytest.raises(UsageError, match="accepts only: chain"):
+        rules_for("it", several, ["block"], [2], warm)
