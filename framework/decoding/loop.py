@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
@@ -219,7 +218,7 @@ class Decoder:
         busy = [slot is not None and row not in failed for row, slot in enumerate(self._slots)]
         accepted, nodes = [row.tau for row in rows], [row.nodes for row in rows]
         kept = [tau + 1 if on else 0 for tau, on in zip(accepted, busy, strict=True)]
-        self.target.keep(kept, self._kept_path(judged, verdict))
+        self.target.keep(kept, verdict.grown_path(judged.width))
         self.batch_rounds += 1
         self.target_rows += self.occupied * (draft.width + 1)
         finished, committed = [], [[] for _ in self._slots]
@@ -331,14 +330,6 @@ class Decoder:
         # Rows that are padded past their own draft compute something there that nobody reads.
         inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
         return Scores(p, (finite | ~inside).all(1), logits, hidden)
-
-    def _kept_path(self, draft: Draft, verdict: Verdict) -> Tensor | None:
-        """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""
-        if verdict.path is None:
-            return None
-        root = torch.zeros_like(verdict.token)[:, None]
-        inside = verdict.path.clamp(max=draft.width - 1)  # rows whose numbers are wrong may name any node
-        return torch.cat([root, torch.where(inside >= 0, inside + 1, -1)], 1)
 
     def _until_eos(self, new: list[int]) -> list[int]:
         for i, token in enumerate(new):

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import given_context
 import pytest
 import torch
 from given_context import GivenContext
@@ -22,7 +21,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding import graphs
+from crossdraft.framework.decoding import build, graphs
 from crossdraft.framework.decoding import transformers_lm as lm_module
 from crossdraft.framework.decoding.graphs import Graphs
 from crossdraft.framework.decoding.transformers_lm import TransformersLM, extend_tree
@@ -167,7 +166,7 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
         return drafts
 
     plain, recorder = run(), Recorder()
-    monkeypatch.setattr(given_context, "runner_for", lambda model: Graphs(recorder, "test"))
+    monkeypatch.setattr(build, "runner_for", lambda model: Graphs(recorder, "test"))
     for ours, other in zip(run(), plain, strict=True):
         assert torch.equal(ours.tokens, other.tokens)
         if not shape:

@@ -195,6 +195,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     assert "answers were written by the target at temperature 1" in " ".join(card.split())
 
     argv[argv.index("--out") + 1] = str(tmp_path / "twice")
+    del argv[argv.index("--measure") : argv.index("--dtype")]
     argv += ["--start-from", str(tmp_path), "--measure", "none"]
     assert cli.main(argv) == 0, capsys.readouterr().err
     again = json.loads((tmp_path / "twice" / "training.json").read_text())
