@@ -33,7 +33,7 @@ MODEL = dict(
     initializer_range=0.7,
 )
 #: Sequences sampled: for a mistake, by default, and by the slow tests.
-CONTROL, FEW, MANY = 5_000, 8_000, 200_000
+CONTROL, FEW, MANY = 5_000, 5_000, 200_000
 
 DRAFTERS = {
     "small-lm": {"model": "noisy", "gamma": GAMMA},

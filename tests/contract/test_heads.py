@@ -52,6 +52,7 @@ class TestMedusa(Heads):
     drafter = "medusa"
 
 
+@pytest.mark.slow
 class TestMedusaTree(Heads):
     drafter = "medusa"
     options = {"branching": [2, 2]}
@@ -75,6 +76,7 @@ class TestEagleUnderTheHeuristic(Heads):
     options = {"gamma": 4, "policy": "heuristic"}
 
 
+@pytest.mark.slow
 class TestEagleTree(Heads):
     drafter = "eagle"
     options = {"tree": "static", "siblings": "without-replacement", "branching": [2, 1]}

@@ -35,7 +35,8 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
 @pytest.mark.parametrize(
     "name, draft, verifier, depth",
     [
-        *[(name, {"gamma": 2}, "token", 2) for name in NAMES],
+        ("eagle3", {"gamma": 2}, "token", 2),
+        *[pytest.param(name, {"gamma": 2}, "token", 2, marks=pytest.mark.slow) for name in NAMES if name != "eagle3"],
         ("eagle3", {"gamma": 2}, "block", 2),
         ("eagle", {"gamma": 1}, "block", 1),
         ("mtp", {"gamma": 1}, "block", 1),

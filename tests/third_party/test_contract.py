@@ -63,6 +63,7 @@ class TestEarlyExit(DrafterContract):
     setting = TinyModel()
 
 
+@pytest.mark.slow  # docs/plugins.md runs such a one
 class TestSkippedLayers(DrafterContract):
     drafter = "early-exit"
     options = {"layers": (0, 2, 3), "gamma": 2}
