@@ -20,7 +20,7 @@ target: {target}
 prompts: {prompts}
 dtype: float32
 device: cpu
-max_new_tokens: 24
+max_new_tokens: 16
 batch_size: 2
 drafters: [{{name: prompt-lookup, gamma: 3}}]
 verifiers: [block]
