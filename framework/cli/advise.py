@@ -232,7 +232,7 @@ def _kept(name: str, remarks: Remarks) -> Curve:
 
 def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
     """Of the engine, and remarks on what it cannot do, with the price."""
-    from ..advise.decision import decide, plan
+    from ..advise.decision import decide, schedule_for
     from ..advise.engine import Settings
 
     if len(groups) > 1:
@@ -244,10 +244,10 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
         named = [replace(one.acceptance, model=args.draft_path) for one in candidates]
         candidates = [replace(c, acceptance=a) for c, a in zip(candidates, named, strict=True)]
     with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
-        found = plan(candidates, engine, sizes, context)
-    remarks.of_plan(found, engine, {b: decide(candidates, b, context) for b in found.plan.speed_ups})
+        found = schedule_for(candidates, engine, sizes, context)
+    remarks.of_schedule(found, engine, {b: decide(candidates, b, context) for b in found.schedule.speed_ups})
     with plugins.guarded("engines", args.export, "export()"):
-        settings = engine.export(found.plan)
+        settings = engine.export(found.schedule)
     if not isinstance(settings, Settings):
         raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)
