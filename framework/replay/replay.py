@@ -27,7 +27,7 @@ from ..decoding.build import Configured, configured
 from .forced import Forced
 from .identities import RULES, SEQUENCES, certain, no_identity, survival
 from .response import Response
-from .rounds import Acceptance, expected
+from .rounds import Acceptance, Rounds, expected
 from .tally import Pieces, Tally
 
 #: Responses that are added up together.
@@ -60,6 +60,7 @@ class Candidate:
         forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
         drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
             `Forced` says.
+        rounds: expectations over rounds from what is accepted of each; another policy of lengths has its own.
         tallies: what came out, by rule and K.
     """
 
@@ -69,6 +70,7 @@ class Candidate:
     gammas: tuple[int, ...]
     forced: Callable[[Iterable[Response]], Iterator[Forced]]
     drafted: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
+    rounds: Callable[[Sequence[Acceptance], Sequence[int]], Rounds] = expected
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
 
     @property
@@ -184,7 +186,7 @@ def _add(
                     Acceptance(values[k], drafted, response.limit)
                     for values, drafted, response in zip(at_least, lengths, window, strict=True)
                 ]
-                rounds[k] = expected(given, candidate.gammas)
+                rounds[k] = candidate.rounds(given, candidate.gammas)
             candidate.tally(found.pieces, rule, k).add(rounds[k], numbers)
             if writer is not None:
                 writer.add(found.responses, candidate.title, rule, k, window, lengths, [one[k] for one in at_least])

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from crossdraft import Drafter
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
-from crossdraft.framework.replay.force import forced
+from crossdraft.framework.replay.force import Asked, forced, together
 from crossdraft.framework.replay.identities import survival
 from crossdraft.framework.replay.rounds import Acceptance
 from crossdraft.framework.replay.rounds import expected as rounds_of
@@ -265,3 +265,23 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
     wrong = [Acceptance(one.survival**2, one.lengths, 8) for one in accepted]
     off = made.counts() - rounds_of(wrong, [3]).rounds[:, 0]
     assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4
+
+
+def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, small: Any, said: list[Said]) -> None:
+    """Heads that read other layers, and a small LM, whose log P comes from the same passes."""
+    passes = 0
+
+    class Counted(TransformersLM):
+        def grow(self, *args: Any, **inputs: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            return super().grow(*args, **inputs)
+
+    drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "small-lm")]
+    alone = [list(forced(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]
+    make = making(target, WARM, small, lm=Counted)
+    side_by_side = list(together([Asked(drafter, 3) for drafter in drafters], said, make, rows=5))
+    assert passes == max(ENDS)  # a token at a time, once for everyone
+    for i, mine in enumerate(alone):
+        for one, other in zip(mine, side_by_side, strict=True):
+            same(one, other[i])
