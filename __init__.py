@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
     from .framework.advise.acceptance import Acceptance
-    from .framework.advise.engine import Engine, Plan, Settings
+    from .framework.advise.engine import Engine, Schedule, Settings
     from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device, take_rows
@@ -68,7 +68,6 @@ __all__ = [
     "ModelError",
     "ModelSource",
     "NumericalError",
-    "Plan",
     "Prompt",
     "Register",
     "ResolvedModel",
@@ -77,6 +76,7 @@ __all__ = [
     "RoundEvent",
     "RoundRng",
     "Sampling",
+    "Schedule",
     "Scores",
     "Sequences",
     "Settings",
@@ -134,7 +134,6 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
-    "Plan": ".framework.advise.engine",
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
@@ -143,6 +142,7 @@ _HOME = {
     "RoundEvent": ".framework.contracts.rounds",
     "RoundRng": ".framework.contracts.rng",
     "Sampling": ".framework.contracts.sampling",
+    "Schedule": ".framework.advise.engine",
     "Scores": ".framework.contracts.draft",
     "Sequences": ".framework.contracts.draft",
     "Settings": ".framework.advise.engine",

@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..contracts.errors import UsageError
 from ..runs.intervals import Estimate
 from .candidates import Candidate
-from .engine import Engine, Plan, Range
+from .engine import Engine, Range, Schedule
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,22 @@ def decide(candidates: Sequence[Candidate], batch_size: int, context: float | No
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan for one engine.
+class Scheduled:
+    """A schedule for one engine.
 
     Attributes:
         candidate: the one that it drafts with.
         left_out: why the engine cannot do the others, by `Candidate.pair`.
     """
 
-    plan: Plan
+    schedule: Schedule
     candidate: Candidate
     left_out: dict[str, str]
 
 
-def plan(
+def schedule_for(
     candidates: Sequence[Candidate], engine: Engine, batch_sizes: Sequence[int], context: float | None = None
-) -> Planned:
+) -> Scheduled:
     """What a server should do: one drafter and rule for all batch sizes, a draft length for each if the engine can.
 
     That with the greatest mean of the logarithm of the speed-up over ``batch_sizes``; where it would be below 1 and the
@@ -129,14 +129,14 @@ def plan(
         raise UsageError(
             f"{engine.name} drafts for at most {engine.most_sequences} sequence at a time; ask for --batch-size 1"
         )
-    made = [_best_plan(candidate, engine, sizes, context) for candidate in able]
+    made = [_best_schedule(candidate, engine, sizes, context) for candidate in able]
     _, found, candidate = max(made, key=lambda one: one[0])
-    return Planned(found, candidate, left_out)
+    return Scheduled(found, candidate, left_out)
 
 
-def _best_plan(
+def _best_schedule(
     candidate: Candidate, engine: Engine, sizes: Sequence[int], context: float | None
-) -> tuple[float, Plan, Candidate]:
+) -> tuple[float, Schedule, Candidate]:
     @cache
     def speed_up(batch_size: int, gamma: int) -> float:
         return candidate.speed_up(batch_size, gamma, context).value if gamma else 1.0
@@ -157,7 +157,7 @@ def _best_plan(
     speed_ups = {
         b: candidate.speed_up(b, gamma, context) if (gamma := gamma_at(b)) else Estimate(1.0, 1.0, 1.0) for b in sizes
     }
-    return mean(gamma_at), Plan(candidate.acceptance, ranges, speed_ups), candidate
+    return mean(gamma_at), Schedule(candidate.acceptance, ranges, speed_ups), candidate
 
 
 def _ranges(best: Callable[[int], int], sizes: Sequence[int]) -> tuple[Range, ...]:

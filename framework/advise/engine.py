@@ -25,7 +25,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What one server is to do: one drafter and rule, and how long its drafts are at each batch size.
 
     Attributes:
@@ -61,7 +61,7 @@ class Settings:
 
     Attributes:
         text: flags, JSON, YAML or Python, ready to be used.
-        remarks: what the engine does otherwise than the plan says.
+        remarks: what the engine does otherwise than the schedule says.
     """
 
     text: str
@@ -114,8 +114,8 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def export(self, plan: Plan) -> Settings:
-        """Settings that make the engine do what ``plan`` says; `cannot` has let its acceptance pass.
+    def export(self, schedule: Schedule) -> Settings:
+        """Settings that make the engine do what ``schedule`` says; `cannot` has let its acceptance pass.
 
         Raises:
             UsageError: something that the settings need is not known: which drafter, which model.

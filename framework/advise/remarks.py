@@ -10,7 +10,7 @@ from ..cost.curve import CostCurve
 from ..cost.roofline import Roofline
 from ..runs.records import CellResult
 from .acceptance import Acceptance
-from .decision import Planned, Step
+from .decision import Scheduled, Step
 from .engine import Engine, Settings
 from .source import Source
 
@@ -138,19 +138,19 @@ class Remarks:
 
     # -- an engine -----------------------------------------------------------------------------------------------
 
-    def of_plan(self, planned: Planned, engine: Engine, best: Mapping[int, Step]) -> None:
+    def of_schedule(self, found: Scheduled, engine: Engine, best: Mapping[int, Step]) -> None:
         """What one server gets, and what that costs against the best pair of each batch size."""
-        mine = planned.candidate
-        if mine.acceptance.point_mass is None and mine.acceptance.temperature != 0 and planned.plan.gamma:
+        mine = found.candidate
+        if mine.acceptance.point_mass is None and mine.acceptance.temperature != 0 and found.schedule.gamma:
             what = f"{mine.acceptance.source} does not say whether drafts were sampled or greedy"
             _once(self.settings, f"{what}; {engine.name} keeps its default")
         for b, step in best.items():
-            got, most = planned.plan.speed_ups[b], max(step.best.speed_up.value, 1.0)
+            got, most = found.schedule.speed_ups[b], max(step.best.speed_up.value, 1.0)
             if got.value >= most * (1 - 1e-9):
                 continue
             other = step.best.candidate
             about = f"{other.title} × {other.acceptance.verifier or 'its rule'} at gamma {step.best.gamma}"
-            if reason := planned.left_out.get(other.pair):
+            if reason := found.left_out.get(other.pair):
                 why = f"{engine.name} cannot do {about}: {reason}"
             elif other.pair != mine.pair:
                 why = f"{about} would be faster; a server drafts with one of them"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..contracts.errors import UsageError
 from .acceptance import Acceptance
-from .engine import Engine, Plan
+from .engine import Engine, Schedule
 
 
 def needs_method(engine: Engine, acceptance: Acceptance) -> str:
@@ -55,17 +55,17 @@ def only_point_masses(acceptance: Acceptance, engine: str) -> str | None:
     )
 
 
-def length_remarks(plan: Plan, beyond: int | None = None) -> tuple[str, ...]:
+def length_remarks(schedule: Schedule, beyond: int | None = None) -> tuple[str, ...]:
     """What to know of the draft lengths: what happens beyond the last batch size, and where one length does harm.
 
     Args:
         beyond: the length that the engine takes there; the last one's by default.
     """
-    found, last = [], plan.ranges[-1]
-    if len(plan.ranges) > 1:
+    found, last = [], schedule.ranges[-1]
+    if len(schedule.ranges) > 1:
         gamma = last.gamma if beyond is None else beyond
         what = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
         found.append(f"beyond B = {last.high}, the greatest batch size that was asked for, {what}")
-    elif slower := [str(b) for b, speed_up in plan.speed_ups.items() if speed_up.value < 1 and plan.gamma]:
+    elif slower := [str(b) for b, speed_up in schedule.speed_ups.items() if speed_up.value < 1 and schedule.gamma]:
         found.append(f"at B = {', '.join(slower)} this is slower than plain decoding, and is not switched off there")
     return tuple(found)

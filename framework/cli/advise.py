@@ -72,21 +72,34 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
     texts = [source for source in args.sources if source not in runs]
     if args.since and len(texts) != 1:
         raise UsageError("--since is an earlier scrape of one other; give one file or URL to count up to")
-    if not texts and (idle := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None]):
+    if (
+        runs
+        and not texts
+        and (idle := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None])
+    ):
         raise UsageError(f"{option(idle[0])} says what an engine's numbers do not; a finished run knows it")
     costs = _costs(args, remarks)
     candidates: list[Candidate] = []
     for run in runs:
         candidates += _of_run(args, run, costs, remarks)
-    acceptances = [found for source in texts for found in _imported(args, source, remarks)]
+    replays = bool(args.replay or args.prompts)
+    if replays:
+        from .advise_replay import acceptances as replayed
+
+        acceptances = replayed(args, remarks)
+    else:
+        acceptances = [found for source in texts for found in _imported(args, source, remarks)]
     if acceptances:
         if costs.target is None:
             raise UsageError(
                 "nothing says what a pass of the target costs: give --target with --on, --target alone if crossdraft "
                 "cost measured it, or --cost FILE"
             )
-        remarks.free(drafting=costs.drafter is None)
-        candidates += imported(acceptances, costs.target, costs.drafter, (args.context or [CONTEXT])[0])
+        drafting = [_drafting(args, one, costs, replays) for one in acceptances]
+        remarks.free(drafting=not replays and costs.drafter is None)
+        context = (args.context or [CONTEXT])[0]
+        for one, curve in zip(acceptances, drafting, strict=True):
+            candidates += imported([one], costs.target, curve, context)
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         if args.temperature is None or candidate.acceptance.temperature == args.temperature:
@@ -96,6 +109,15 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         why = "; ".join(remarks.warnings) or f"nothing drafts{asked}"
         raise UsageError(f"there is no pair to choose from: {why}")
     return groups
+
+
+def _drafting(args: argparse.Namespace, found: Acceptance, costs: _Costs, replayed: bool) -> Curve | None:
+    """The curve of what drafts: of a replayed drafter by its own model, none where it has none."""
+    if not replayed:
+        return costs.drafter
+    if not found.model:
+        return None
+    return costs.drafter or costs.by_name(found.model)
 
 
 def kind_of_source(source: str) -> str:
@@ -143,13 +165,17 @@ def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[A
         what = "two scrapes of counters" if before else "a log, scrape or responses"
         raise UsageError(f"{source} has no acceptance in any known format of {what} (crossdraft list engines)")
     remarks.of_source(given)
-    if "prompt-lookup" in (args.drafter, *(one.drafter for one in found)):
+    if "prompt-lookup" in (_only(args.drafter), *(one.drafter for one in found)):
         remarks.warn(
             f"{source}: engines count rounds with a draft alone, prompt-lookup often has none; over all it gains less"
         )
-    said = {"drafter": args.drafter, "verifier": args.verifier, "temperature": args.temperature}
+    said = {"drafter": _only(args.drafter), "verifier": _only(args.verifier), "temperature": args.temperature}
     said |= {"model": args.draft_path or args.draft_model}
     return [replace(_with_rates(args, one), **{k: v for k, v in said.items() if v is not None}) for one in found]
+
+
+def _only(given: list[str] | None) -> str | None:
+    return given[0] if given else None
 
 
 def _with_rates(args: argparse.Namespace, found: Acceptance) -> Acceptance:
@@ -232,7 +258,7 @@ def _kept(name: str, remarks: Remarks) -> Curve:
 
 def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
     """Of the engine, and remarks on what it cannot do, with the price."""
-    from ..advise.decision import decide, plan
+    from ..advise.decision import decide, schedule_for
     from ..advise.engine import Settings
 
     if len(groups) > 1:
@@ -244,10 +270,10 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
         named = [replace(one.acceptance, model=args.draft_path) for one in candidates]
         candidates = [replace(c, acceptance=a) for c, a in zip(candidates, named, strict=True)]
     with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
-        found = plan(candidates, engine, sizes, context)
-    remarks.of_plan(found, engine, {b: decide(candidates, b, context) for b in found.plan.speed_ups})
+        found = schedule_for(candidates, engine, sizes, context)
+    remarks.of_schedule(found, engine, {b: decide(candidates, b, context) for b in found.schedule.speed_ups})
     with plugins.guarded("engines", args.export, "export()"):
-        settings = engine.export(found.plan)
+        settings = engine.export(found.schedule)
     if not isinstance(settings, Settings):
         raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
-from ..contracts.limits import MOST_LISTED, MOST_REPLAYED, MOST_SEQUENCES
+from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
 
 if TYPE_CHECKING:
-    from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..decoding.build import Configured
-    from ..replay.forced import Forced
-    from ..replay.replay import Candidate
     from ..replay.response import Response
-    from ..replay.responses import Reader
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -49,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable (default: those that fit)",
     )
     parser.add_argument("--gamma", default="1-16", metavar="LIST", help="draft lengths, as in 1-8,12 (1-16)")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="static, oracle, heuristic or heuristic:START, confidence:0.2,0.4 (thresholds); all but static at the "
+        "greatest gamma; repeatable (static)",
+    )
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (the drafter's own K)")
     parser.add_argument(
         "--target",
@@ -81,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a source, a drafter or a rule that cannot be replayed."""
     from ..replay.replay import replay
     from ..replay.responses import Reader
+    from .replay_candidates import candidates_of
     from .replay_tables import as_csv, as_json, tables
 
     gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
@@ -104,8 +107,18 @@ def main(args: argparse.Namespace) -> int:
     if first is None:
         raise UsageError(f"{', '.join(map(quoted, args.sources))}: there is no response to replay")
     sampling = sampling or first.sampling
-    candidates = _candidates(args, gammas, ks, sampling, reader)
-    found = replay(_alike(chain([first], responses), sampling), candidates, args.out)
+    candidates = candidates_of(
+        args.drafter,
+        args.verifier,
+        gammas,
+        ks=ks,
+        sampling=sampling,
+        target=args.target or reader.target,
+        policies=args.policy or ["static"],
+        dtype=args.dtype,
+        device=args.device,
+    )
+    found = replay(alike(chain([first], responses), sampling), candidates, args.out)
     if args.json:
         print(as_json(found, sampling, reader.assumed))
     elif args.csv:
@@ -146,7 +159,7 @@ def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _alike(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
+def alike(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
     """The responses, as long as none was sampled in another way than the first."""
     for response in responses:
         if response.sampling is not None and response.sampling != sampling:
@@ -154,114 +167,3 @@ def _alike(responses: Iterable[Response], sampling: Sampling | None) -> Iterator
                 f"{response.where}: it was sampled in another way than the responses before it; replay them apart"
             )
         yield response
-
-
-def _candidates(
-    args: argparse.Namespace, gammas: Sequence[int], ks: Sequence[int], sampling: Sampling | None, reader: Reader
-) -> list[Candidate]:
-    from ..contracts.sampling import Sampling
-    from ..decoding.build import configured
-    from ..replay import model_free
-    from ..replay.replay import Candidate, rules_for, with_gamma
-
-    if reason := MOST_LISTED.refusal(args.drafter):
-        raise UsageError(f"--drafter: {len(args.drafter)} of them; {reason}")
-    found: dict[str, Candidate] = {}
-    target = _Target(args, reader)
-    for text in args.drafter:
-        strategy = _strategy(text)
-        title = strategy.title if strategy.title not in found else text
-        if title in found:
-            raise UsageError(f"--drafter {text} is given twice")
-        cls, config = configured("drafters", {"name": strategy.name, **strategy.config})
-        chosen = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
-        if max(chosen) > MOST_REPLAYED or min(chosen) < 1:
-            raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
-        config = with_gamma(cls, config, max(chosen))
-        law = sampling or Sampling()
-        rules = rules_for(title, (cls, config), args.verifier, ks or (getattr(config, "K", 1),), law)
-        depth = cls.traits(config, law).depth
-        if not (chosen := tuple(gamma for gamma in chosen if gamma <= depth)):
-            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; ask for a --gamma up to that")
-        if model_free.needs_no_model(cls, config, law):
-            forced, drafted = _without_model((cls, config), max(chosen), law), None
-        else:
-            if sampling is None:
-                raise UsageError(
-                    "it is not known what the responses were sampled with, on which the laws of target and drafter "
-                    "depend; say it with --temperature (and --top-k, --top-p, --min-p)"
-                )
-            several = max((k for each in rules.values() for k in each), default=1)
-            forced, drafted = target.along((cls, config), max(chosen), several, sampling)
-        found[title] = Candidate(title, (cls, config), rules, chosen, forced, drafted)
-    return list(found.values())
-
-
-def _strategy(text: str) -> Any:
-    from pydantic import ValidationError
-
-    from ..runs.recipe import Strategy
-    from ..runs.yaml_values import yaml_value
-
-    where = f"--drafter {text}"
-    given = yaml_value(text, lambda line: where) if text.lstrip().startswith("{") else text
-    try:
-        return Strategy.model_validate(given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
-
-
-def _without_model(
-    drafter: Configured, depth: int, sampling: Sampling
-) -> Callable[[Iterable[Response]], Iterator[Forced]]:
-    from ..replay import model_free
-
-    return lambda texts: model_free.forced(*drafter, texts, depth, sampling)
-
-
-class _Target:
-    """The target, loaded when a drafter first needs a model."""
-
-    def __init__(self, args: argparse.Namespace, reader: Reader):
-        self._args, self._reader = args, reader
-        self._loaded: LoadedModel | None = None
-
-    def along(
-        self, drafter: Configured, depth: int, sequences: int, sampling: Sampling
-    ) -> tuple[Callable[[Iterable[Response]], Iterator[Forced]], Callable[[Iterable[Response]], Iterator[Any]] | None]:
-        """What forces a drafter that needs a model along texts, and what has it draft there as it likes."""
-        name = self._args.target or self._reader.target
-        if not name:
-            raise UsageError(f"drafter '{drafter[0].name}' needs a target: --target MODEL, the one that was recorded")
-
-        def forced(texts: Iterable[Response]) -> Iterator[Forced]:
-            from ..replay import force
-
-            several = sequences if sequences > 1 else 0
-            over = force.over(self._load(name), sampling)
-            yield from force.forced(drafter, list(texts), over, depth=depth, sequences=several)
-
-        def drafted(texts: Iterable[Response]) -> Iterator[Any]:
-            from ..replay import force
-
-            for walked in force.drafted(drafter, list(texts), force.over(self._load(name), sampling), depth=depth):
-                yield walked.lengths
-
-        return forced, drafted if _length_is_drawn(drafter, sampling) else None
-
-    def _load(self, name: str) -> LoadedModel:
-        from ..models.load import load_model
-
-        if self._loaded is None:
-            self._loaded = load_model(name, dtype=self._args.dtype, device=self._args.device)
-        return self._loaded
-
-
-def _length_is_drawn(drafter: Configured, sampling: Sampling) -> bool:
-    """Whether how long a draft is may hang on the tokens that were drawn; it does not where the traits or the length
-    policy say that it is fixed."""
-    cls, config = drafter
-    traits = cls.traits(config, sampling)
-    policy = getattr(config, "policy", None)
-    return traits.drawn == "chain" and not traits.replayable and getattr(policy, "name", "") != "static"

@@ -61,15 +61,17 @@ def tables(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int
     notes = [
         "block efficiency: tokens per target call where a draft of gamma tokens had room [95 % over prompts]; the "
         "responses are given, so what is left is their own spread",
-        "oracle: as many tokens drafted as are accepted; a bound, no method",
     ]
+    if any("oracle" in candidate.title for candidate in found.candidates):
+        notes.append("oracle: as many tokens drafted as will be accepted; a bound, no method")
     notes += [f"{count} responses {what}" for what, count in assumed.items()]
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
 def _efficiency(found: Replayed) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
-    columns |= {"all rounds": "right", "drafted a call": "right", "rows a token": "right"}
+    columns |= {"all rounds": "right", "drafted a call": "right", "drafted a token": "right"}
+    columns |= {"rows a token": "right"}
     columns |= {"less first rule": "left", "less first drafter": "left", "less shorter draft": "left"}
     rows = []
     for key in keys(found):
@@ -78,15 +80,11 @@ def _efficiency(found: Replayed) -> str:
         row, apart = tally.row(gamma), differences(found, key)
         most = "≤ " if k > 1 else ""
         numbers = [f"{row.block_efficiency_all_rounds:.2f}", f"{row.drafted_per_round:.2f}"]
+        numbers.append(f"{row.drafted / row.tokens:.2f}")
         numbers.append(f"{most}{row.target_rows_per_token:.2f}")
         less = [estimate_text(apart[kind][1], "+") if kind in apart else "" for kind in ("rule", "drafter", "gamma")]
         rows.append([candidate.title, _rule(rule, k), str(gamma), estimate_text(row.block_efficiency), *numbers, *less])
-        if gamma == candidate.gammas[-1]:
-            numbers[1:] = [f"{row.tokens / row.rounds - 1:.2f}", "1.00"]
-            rows.append(
-                [candidate.title, _rule(rule, k), "oracle", estimate_text(row.block_efficiency), *numbers, *[""] * 3]
-            )
-    kept = [i for i in range(len(columns)) if i < 7 or any(row[i] for row in rows)]
+    kept = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
     headers = list(columns)
     return tabulated(
         {headers[i]: columns[headers[i]] for i in kept}, [[row[i] for i in kept] for row in rows], "simple"
@@ -184,6 +182,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "block_efficiency": asdict(row.block_efficiency) if row.block_efficiency else None,
         "block_efficiency_all_rounds": row.block_efficiency_all_rounds,
         "drafted_per_round": row.drafted_per_round,
+        "drafted_per_token": row.drafted / row.tokens,
         "target_rows_per_token": row.target_rows_per_token,
         "acceptance_marginal": row.marginal,
         "acceptance_conditional": row.conditional,

@@ -14,25 +14,24 @@ the two laws.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
-from ..contracts.draft import on_device
-from ..contracts.drafter import DraftContext, Drafter, TextLaw
-from ..contracts.errors import NumericalError, UsageError
+from ..contracts.drafter import DraftContext, Drafter, DraftTraits, TextLaw
+from ..contracts.errors import ModelError, UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..decoding.build import Configured, TargetContext, make_slots
-from .along import laid_out, pieces
 from .forced import Forced
 from .response import Response
-from .sequences import Sums, sums
-from .walk import Walked, ended, room, unforced, walk
+from .text_laws import Reading, from_text
+from .walk import Walked, Walker, context_length_of, unforced, walk_together
 
 #: How deep drafts are replayed unless somebody asks for more.
 DEPTH = 16
@@ -59,6 +58,23 @@ def over(loaded: LoadedModel, sampling: Sampling, **more: Any) -> MakeContext:
     return make
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A drafter to force along texts.
+
+    Attributes:
+        drafter: class and config. Its ``gamma``, if it has one, becomes ``depth``: shorter drafts are beginnings.
+        depth: G, of the deepest drafts.
+        sequences: most draft sequences that a rule will be asked about, for `Forced.sums`; 0 = there are no sums.
+        tops: tell `Forced.log_top`; of point masses that is known only of drafters with a law of the text.
+    """
+
+    drafter: Configured
+    depth: int = DEPTH
+    sequences: int = 0
+    tops: bool = False
+
+
 def forced(
     drafter: Configured,
     texts: Sequence[Response],
@@ -69,30 +85,49 @@ def forced(
     tops: bool = False,
     rows: int = ROWS,
 ) -> Iterator[Forced]:
-    """What ``drafter`` would have drafted along each of ``texts``, in their order.
+    """`together` of one drafter, see `Asked`."""
+    for (one,) in together([Asked(drafter, depth, sequences, tops)], texts, make, rows=rows):
+        yield one
+
+
+def together(
+    asked: Sequence[Asked],
+    texts: Sequence[Response],
+    make: MakeContext,
+    *,
+    without: MakeContext | None = None,
+    rows: int = ROWS,
+) -> Iterator[list[Forced]]:
+    """What several drafters would have drafted along each of ``texts``, in their order: one of each for every text.
+
+    The target goes over a text once, or not at all: for log P, for the rows that several sequences need, and for all
+    drafters that read its hidden states.
 
     Args:
-        drafter: class and config. Its ``gamma``, if it has one, becomes ``depth``: shorter drafts are beginnings.
         make: see `MakeContext`; `over` makes it for a loaded target.
-        depth: G, of the deepest drafts.
-        sequences: most draft sequences that a rule will be asked about, for `Forced.sums`; 0 = there are no sums.
-        tops: tell `Forced.log_top`; of point masses that is known only of drafters with a law of the text.
+        without: the same without the target, where it can be spared: log P was recorded (or is 0), no sums are asked
+            for, and the laws of all drafters follow from the text.
         rows: most responses side by side; fewer where their laws would take too much memory.
 
     Raises:
         UsageError: a drafter that cannot be forced, or a response that this target cannot have given.
-        ModelError: a model that the drafter asks for and cannot have.
+        ModelError: a model that a drafter asks for and cannot have.
         NumericalError: NaN in the numbers of target or drafter; log P that are no logarithms of probabilities.
     """
-    replay = _Replay(drafter, texts, make, depth, rows, tops)
-    law = replay.drafter.text_law()
-    if law is None and (sequences or replay.traits.drawn == "iid"):
-        raise unforced(replay.name, "its law depends on where a round starts, which only single chains may")
-    if sequences and law is not None and not (law.sampling.temperature and replay.context.sampling.temperature):
-        raise UsageError(
-            f"drafter '{replay.name}' drafts one chain at temperature 0; there are no {sequences} sequences to replay"
-        )
-    yield from replay.each(lambda group, _: _from_text(replay, law, group, sequences) if law else replay.walked(group))
+    # What a drafter learns hangs on the order of texts, so one that does goes along them alone.
+    alone = [i for i, one in enumerate(asked) if _learns(one)]
+    parts = [[i for i in range(len(asked)) if i not in alone], *([i] for i in alone)]
+    parts = [part for part in parts if part]
+    replays = [_Replay([asked[i] for i in part], texts, make, without, rows) for part in parts]
+    order = [i for part in parts for i in part]
+    for found in zip(*(replay.each(replay.forced) for replay in replays), strict=True):
+        of = dict(zip(order, chain(*found), strict=True))
+        yield [of[i] for i in range(len(asked))]
+
+
+def _learns(asked: Asked) -> bool:
+    """Whether what it drafts may hang on earlier sequences."""
+    return asked.drafter[0].reset is not Drafter.reset
 
 
 def drafted(
@@ -102,6 +137,7 @@ def drafted(
     *,
     depth: int = DEPTH,
     seed: int = 0,
+    without: MakeContext | None = None,
     rows: int = ROWS,
 ) -> Iterator[Walked]:
     """What ``drafter`` drafts from each token of each text when it draws for itself: `Walked.lengths`, and log Q of the
@@ -111,45 +147,75 @@ def drafted(
     whether a round starts there and what is drafted there are independent. So the sum over t of Pr(a round starts at t)
     times these lengths has the mean of what a run drafts.
 
-    Args and errors: as of `forced`; ``seed`` of the drawing.
+    Args and errors: as of `together`, where log P counts as recorded: nobody asks for it; ``seed`` of the drawing.
     """
-    replay = _Replay(drafter, texts, make, depth, rows, True)
+    replay = _Replay([Asked(drafter, depth, tops=True)], texts, make, without, rows, said=False)
     rng = CounterRng(seed)
 
     def drawn(group: Sequence[Response], indices: Sequence[int]) -> list[Walked]:
-        return walk(replay.drafter, replay.context, group, depth, rng, streams=indices, tops=True)
+        return walk_together(replay.walkers(), replay.context, group, rng, indices)[0]
 
     yield from replay.each(drawn)
 
 
 class _Replay:
-    """A drafter that was made for some texts."""
+    """Drafters that were made for some texts, over one set of slots of the target."""
 
     def __init__(
-        self, drafter: Configured, texts: Sequence[Response], make: MakeContext, depth: int, rows: int, tops: bool
+        self,
+        asked: Sequence[Asked],
+        texts: Sequence[Response],
+        make: MakeContext,
+        without: MakeContext | None,
+        rows: int,
+        said: bool = True,
     ):
-        if depth < 1 or rows < 1:
+        depth = max(one.depth for one in asked)
+        if min(one.depth for one in asked) < 1 or rows < 1:
             raise UsageError(f"a replay needs depth and rows of at least 1, not {depth} and {rows}")
-        cls, config = drafter
-        self.name, self.texts, self.depth, self.tops = cls.name, texts, depth, tops
-        config = deepened(cls, config, depth)
+        self.asked, self.texts = asked, texts
+        configs = [deepened(*one.drafter, one.depth) for one in asked]
         longest = max((len(text.prompt) + len(text.tokens) for text in texts), default=1)
-        alone = make(1, longest, 1)
-        self.traits = traits = cls.traits(config, alone.sampling)
-        if traits.adapts:
-            raise unforced(self.name, "how it drafts depends on how earlier rounds went")
-        if traits.drawn not in (None, "chain", "iid"):
-            raise unforced(self.name, f"it drafts trees ('{traits.drawn}'), for which no identity is known")
-        if traits.temperature_zero_only and alone.sampling.temperature:
-            raise UsageError(f"drafter '{self.name}' drafts at temperature 0 only")
-        vocab = alone.vocab_size
-        check(texts, vocab, None if alone.target is None else alone.target.context_length)
-        learns = cls.reset is not Drafter.reset  # from one sequence for the next, so their order matters
-        rows = 1 if learns else min(rows, max(len(texts), 1), max(1, BYTES // (12 * depth * vocab)))
-        self.width = max(1, min(WIDEST, BYTES // (24 * rows * vocab)))
-        self.context = make(rows, longest, 1 + max(traits.nodes, self.width))
-        self.drafter: Drafter = cls(config, self.context)
+        spared = without is not None and not any(one.sequences for one in asked)
+        facts = without(1, longest, 1) if without is not None and spared else make(1, longest, 1)
+        self.sampling = facts.sampling
+        known = not said or not self.sampling.temperature or all(text.log_p is not None for text in texts)
+        self.traits = [
+            _checked(one.drafter[0], config, self.sampling) for one, config in zip(asked, configs, strict=True)
+        ]
+        check(texts, facts.vocab_size, context_length_of(facts))
+        learns = _learns(asked[0])
+        rows = 1 if learns else min(rows, max(len(texts), 1), max(1, BYTES // (12 * depth * facts.vocab_size)))
+        self.width = max(1, min(WIDEST, BYTES // (24 * rows * facts.vocab_size)))
         self._window = rows if learns else WINDOW * rows
+        room = 1 + max(self.width, *(traits.nodes for traits in self.traits))
+        self.drafters: list[Drafter] = []
+        self.laws: list[TextLaw | None] = []
+        spared = spared and known and not any(traits.hidden_layers for traits in self.traits)
+        if spared and without is not None:
+            with suppress(ModelError):  # one may ask for what only a target that is there can give
+                self._made(configs, without(rows, longest, room))
+        if not self.laws or (self.context.target is None and None in self.laws):
+            self._made(configs, make(rows, longest, room))
+        for one, law, traits in zip(asked, self.laws, self.traits, strict=True):
+            name = one.drafter[0].name
+            if law is None and (one.sequences or traits.drawn == "iid"):
+                raise unforced(name, "its law depends on where a round starts, which only single chains may")
+            if one.sequences and law is not None and not (law.sampling.temperature and self.sampling.temperature):
+                raise UsageError(
+                    f"drafter '{name}' drafts one chain at temperature 0; there are no {one.sequences} sequences to "
+                    "replay"
+                )
+
+    def _made(self, configs: Sequence[Any], context: DraftContext) -> None:
+        self.context = context
+        self.drafters = [one.drafter[0](config, context) for one, config in zip(self.asked, configs, strict=True)]
+        self.laws = [drafter.text_law() for drafter in self.drafters]
+
+    def walkers(self) -> list[Walker]:
+        """All of them, to be walked."""
+        pairs = zip(self.drafters, self.asked, strict=True)
+        return [Walker(drafter, one.depth, one.tops) for drafter, one in pairs]
 
     def each(self, replayed: Callable[[list[Response], list[int]], list[Any]]) -> Iterator[Any]:
         """What ``replayed(texts, their indices)`` returns for every text, in order, asked for at most B at once."""
@@ -162,26 +228,52 @@ class _Replay:
                 found.update(zip(indices, replayed([self.texts[i] for i in indices], indices), strict=True))
             yield from (found[index] for index in window)
 
-    def walked(self, group: Sequence[Response]) -> list[Forced]:
-        walks = walk(self.drafter, self.context, group, self.depth, tops=self.tops)
-        return [
-            Forced(
-                one.log_q,
-                one.lengths,
-                one.log_p if text.log_p is None else self.recorded(text),
-                log_top=one.log_top,
-            )
-            for one, text in zip(walks, group, strict=True)
-        ]
+    def forced(self, group: list[Response], indices: Sequence[int]) -> list[list[Forced]]:
+        """Of each text, what each drafter would have drafted."""
+        every: dict[int, list[Forced]] = {}
+        walking = [i for i, law in enumerate(self.laws) if law is None]
+        log_p = [self.recorded(text) for text in group]
+        if walking:
+            mine = self.walkers()
+            walks = walk_together([mine[i] for i in walking], self.context, group)
+            log_p = [one.log_p if p is None else p for one, p in zip(walks[0], log_p, strict=True)]
+            for i, own in zip(walking, walks, strict=True):
+                every[i] = [
+                    Forced(one.log_q, one.lengths, p, log_top=one.log_top) for one, p in zip(own, log_p, strict=True)
+                ]
+        reading = [i for i in range(len(self.laws)) if i not in walking]
+        if reading:
+            read = from_text([self._reading(i) for i in reading], self.context, self.width, group, log_p)
+            every |= dict(zip(reading, read, strict=True))
+        return [list(one) for one in zip(*(every[i] for i in range(len(self.asked))), strict=True)]
 
-    def recorded(self, text: Response) -> np.ndarray:
-        """Its log P, 0 at temperature 0 whatever somebody wrote down."""
-        if not self.context.sampling.temperature:
+    def _reading(self, i: int) -> Reading:
+        one, law = self.asked[i], self.laws[i]
+        assert law is not None
+        return Reading(one.drafter[0].name, law, self.traits[i].depth, one.depth, one.sequences, one.tops)
+
+    def recorded(self, text: Response) -> np.ndarray | None:
+        """Its log P if that is known: 0 at temperature 0, whatever somebody wrote down."""
+        if not self.sampling.temperature:
             return np.zeros(len(text.tokens))
+        if text.log_p is None:
+            return None
         found = np.asarray(text.log_p, dtype=np.float64)
         if found.shape != (len(text.tokens),):
             raise UsageError(f"{text.where}: {len(text.tokens)} tokens have log P of shape {list(found.shape)}")
         return found
+
+
+def _checked(cls: type[Drafter], config: Any, sampling: Sampling) -> DraftTraits:
+    """The traits of a drafter that can be forced."""
+    traits = cls.traits(config, sampling)
+    if traits.adapts:
+        raise unforced(cls.name, "how it drafts depends on how earlier rounds went")
+    if traits.drawn not in (None, "chain", "iid"):
+        raise unforced(cls.name, f"it drafts trees ('{traits.drawn}'), for which no identity is known")
+    if traits.temperature_zero_only and sampling.temperature:
+        raise UsageError(f"drafter '{cls.name}' drafts at temperature 0 only")
+    return traits
 
 
 def deepened(cls: type[Drafter], config: Any, depth: int) -> Any:
@@ -213,76 +305,3 @@ def check(texts: Sequence[Response], vocab_size: int, context_length: int | None
                 f"{text.where}: it holds the token {strange}, outside of the target's vocabulary of {vocab_size}; was "
                 "it given by another model?"
             )
-
-
-# -- a law that follows from the text --------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def _from_text(replay: _Replay, law: TextLaw, group: Sequence[Response], sequences: int) -> list[Forced]:
-    context, width = replay.context, replay.width
-    sampled = context.sampling.temperature > 0
-    asks = sampled and (sequences > 0 or any(text.log_p is None for text in group))
-    lengths = [len(text.tokens) for text in group]
-    longest = max(lengths, default=0)
-    x = on_device([[*text.tokens, *[0] * (longest - len(text.tokens))] for text in group], context.device)
-    log_q, log_p, log_top, stops = [], [], [], []
-    parts: list[list[Sums]] = [[] for _ in group]
-    assert context.target is not None
-    target = pieces(context.target, group, width) if asks else None
-    for i, logits in enumerate(pieces(law.lm, group, width)):
-        y = x[:, i * width : i * width + logits.shape[1]]
-        logits = logits[: len(group)]
-        q = law.sampling.law(logits)
-        log_q.append(_at(q, y))
-        believed = q if law.sampling.temperature else logits.float().softmax(-1)
-        if replay.tops:
-            log_top.append(believed.amax(-1).double().log())
-        if law.goes_on is not None:
-            flat = (logits.flatten(0, 1), believed.flatten(0, 1), y.flatten())
-            stops.append(~law.goes_on(*flat).view_as(y))
-        if target is not None:
-            p = context.sampling.law(next(target)[: len(group)])
-            log_p.append(_at(p, y))
-            for row, length in enumerate(lengths):
-                n = min(length - i * width, width)
-                if sequences and n > 0:
-                    parts[row].append(sums(p[row, :n], q[row, :n], y[row, :n], sequences))
-    if target is not None:
-        target.close()
-    found = []
-    depth = min(replay.depth, replay.traits.depth)
-    for row, (text, n) in enumerate(zip(group, lengths, strict=True)):
-        own = _joined(log_q, row, n)
-        said = _joined(log_p, row, n) if asks else np.zeros(n)
-        for who, values in ((f"drafter '{replay.name}'", own), ("the target", said)):
-            if np.isnan(values).any():
-                at = int(np.argmax(np.isnan(values)))
-                raise NumericalError(f"{who} produced NaN at token {at} of {text.where}; try dtype float32")
-        ends = range(len(text.prompt), len(text.prompt) + n)
-        reach = np.array([room(depth, end, context.target.context_length) for end in ends], dtype=np.int64)
-        if stops:
-            reach = np.minimum(reach, _until(torch.cat(stops, 1)[row, :n].cpu().numpy(), law.keeps_last))
-        cells = laid_out(own, replay.depth)
-        cells = np.where(np.arange(replay.depth) < reach[:, None], cells, -np.inf)
-        kept = said if text.log_p is None or not sampled else replay.recorded(text)
-        joined = Sums.joined(parts[row]) if parts[row] else None
-        best = laid_out(_joined(log_top, row, n), replay.depth) if replay.tops else None
-        found.append(Forced(ended(cells), reach, kept, joined, best))
-    return found
-
-
-def _at(law: Tensor, tokens: Tensor) -> Tensor:
-    """``[B, w]`` float64: the log of ``law [B, w, V]`` at ``tokens [B, w]``."""
-    return law.gather(2, tokens[..., None])[..., 0].double().log()
-
-
-def _joined(pieces: Sequence[Tensor], row: int, n: int) -> np.ndarray:
-    return torch.cat([piece[row] for piece in pieces])[:n].cpu().numpy() if n else np.zeros(0)
-
-
-def _until(stops: np.ndarray, keeps_last: bool) -> np.ndarray:
-    """``[T]``: tokens from each on to the first of ``stops [T]`` bool, it included or not; very many if none comes."""
-    t = np.arange(len(stops))
-    at = np.where(stops, t + keeps_last, t[-1:] + 2**20)
-    return np.minimum.accumulate(at[::-1])[::-1] - t

@@ -11,11 +11,12 @@ the length is a second state of the chain that rounds are (`rounds`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from .rounds import Acceptance, Rounds
+from .rounds import Acceptance, Rounds, expected
 
 #: Tokens more after a draft that was accepted whole, and fewer after another, as the heuristic policy has it.
 MORE, FEWER = 2, 1
@@ -38,6 +39,13 @@ def confident(
     return np.minimum(first, unsure.shape[1]).astype(np.int64)
 
 
+def oracle(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
+    """The `Rounds` of drafts that are just as long as what will be accepted, at most gamma: the best length known after
+    the fact. A bound on what a policy could save, no method."""
+    found = expected(responses, gammas)
+    return replace(found, drafted=found.taken)
+
+
 def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Rounds:
     """The `Rounds` of responses under the heuristic policy: one column.
 
@@ -48,18 +56,20 @@ def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Rounds
     """
     found = [_heuristic(one, gamma, start) for one in responses]
     size = np.array([[float(len(one.survival))] for one in responses])
-    totals = np.array([[rounds, drafted, counted, emitted] for rounds, drafted, counted, emitted, _ in found])
-    rounds, drafted, counted, emitted = (totals[:, i : i + 1] for i in range(4))
-    return Rounds(size, rounds, drafted, counted, emitted, np.stack([accepted for *_, accepted in found])[:, None])
+    totals = np.array([numbers for *numbers, _ in found])
+    rounds, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(5))
+    return Rounds(
+        size, rounds, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in found])[:, None]
+    )
 
 
-def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, float, float, np.ndarray]:
+def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, float, float, float, np.ndarray]:
     t, depth = one.survival.shape
     limit = np.iinfo(np.int64).max if one.limit is None else one.limit
     at_least = np.concatenate([np.ones((t, 1)), one.survival, np.zeros((t, 1))], 1)
     reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a round starts at t while the length is L)
     reached[0, start] = 1
-    rounds = drafted = counted = emitted = 0.0
+    rounds = drafted = taken = counted = emitted = 0.0
     accepted = np.zeros(depth)
     for at in range(t):
         room = limit - 1 - at
@@ -75,9 +85,10 @@ def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, f
             reached[ends[n:], whole] += weight * tau[n:]
             rounds += weight
             drafted += weight * n
+            taken += weight * at_least[at, 1 : most + 1].sum()
             if room >= gamma:
                 survival = one.survival[at] * (np.arange(1, depth + 1) <= most)
                 counted += weight
                 emitted += weight * (1 + (survival * bonus).sum())
                 accepted += weight * survival
-    return rounds, drafted, counted, emitted, accepted
+    return rounds, drafted, taken, counted, emitted, accepted

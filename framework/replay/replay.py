@@ -27,7 +27,7 @@ from ..decoding.build import Configured, configured
 from .forced import Forced
 from .identities import RULES, SEQUENCES, certain, no_identity, survival
 from .response import Response
-from .rounds import Acceptance, expected
+from .rounds import Acceptance, Rounds, expected
 from .tally import Pieces, Tally
 
 #: Responses that are added up together.
@@ -60,6 +60,7 @@ class Candidate:
         forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
         drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
             `Forced` says.
+        rounds: expectations over rounds from what is accepted of each; another policy of lengths has its own.
         tallies: what came out, by rule and K.
     """
 
@@ -69,15 +70,16 @@ class Candidate:
     gammas: tuple[int, ...]
     forced: Callable[[Iterable[Response]], Iterator[Forced]]
     drafted: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
+    rounds: Callable[[Sequence[Acceptance], Sequence[int]], Rounds] = expected
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
         return max(self.gammas)
 
-    def tally(self, pieces: Pieces, rule: str, k: int) -> Tally:
+    def tally(self, found: Replayed, rule: str, k: int) -> Tally:
         """That of a rule and K, made when it is first asked for."""
-        return self.tallies.setdefault((rule, k), Tally(pieces, self.gammas, k))
+        return self.tallies.setdefault((rule, k), Tally(found.pieces, self.gammas, k, found.by_prompt))
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Replayed:
     pieces: Pieces
     responses: int = 0
     tokens: int = 0
+    by_prompt: bool = False
 
 
 def rules_for(
@@ -121,17 +124,20 @@ def rules_for(
     return {name: tuple(ks) if several else (1,) for name in dict.fromkeys(names)}
 
 
-def replay(responses: Iterable[Response], candidates: Sequence[Candidate], out: Path | None = None) -> Replayed:
+def replay(
+    responses: Iterable[Response], candidates: Sequence[Candidate], out: Path | None = None, by_prompt: bool = False
+) -> Replayed:
     """Replay ``candidates`` along ``responses``, which are asked for once.
 
     Args:
         out: write a line for every token, drafter, rule and K there (Parquet): ``drafted`` tokens, and ``survival``,
             Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a round that starts there.
+        by_prompt: keep acceptance by prompt, too, see `Tally.by_prompt`.
 
     Raises:
         UsageError: no responses; what the sources and the candidates raise.
     """
-    found = Replayed(list(candidates), Pieces())
+    found = Replayed(list(candidates), Pieces(), by_prompt=by_prompt)
     mine, *others = tee(responses, 1 + 2 * len(candidates))
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))  # a plug-in's code may print
@@ -184,8 +190,8 @@ def _add(
                     Acceptance(values[k], drafted, response.limit)
                     for values, drafted, response in zip(at_least, lengths, window, strict=True)
                 ]
-                rounds[k] = expected(given, candidate.gammas)
-            candidate.tally(found.pieces, rule, k).add(rounds[k], numbers)
+                rounds[k] = candidate.rounds(given, candidate.gammas)
+            candidate.tally(found, rule, k).add(rounds[k], numbers)
             if writer is not None:
                 writer.add(found.responses, candidate.title, rule, k, window, lengths, [one[k] for one in at_least])
 

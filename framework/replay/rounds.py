@@ -42,7 +42,8 @@ class Rounds:
 
     Attributes:
         tokens: [n, gammas], their lengths (the same in every column).
-        rounds: of all of them; ``drafted`` tokens and ``rows`` of the target in these, a row and a round a sequence.
+        rounds: of all of them; ``drafted`` tokens, those that are accepted (``taken``) and ``rows`` of the target in
+            these, a row and a round a sequence.
         counted, emitted: the rounds in which a draft of gamma tokens had room, and the tokens that these emit.
         accepted: [n, gammas, G], sum over the counted rounds of Pr(tau >= i).
     """
@@ -50,6 +51,7 @@ class Rounds:
     tokens: np.ndarray
     rounds: np.ndarray
     drafted: np.ndarray
+    taken: np.ndarray
     counted: np.ndarray
     emitted: np.ndarray
     accepted: np.ndarray
@@ -111,6 +113,7 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
         tokens=np.broadcast_to(size[:, None], (n, len(gamma))).astype(float),
         rounds=visited.sum(-1),
         drafted=(visited * drafts).sum(-1),
+        taken=(visited @ survival * (i <= gamma[:, None])).sum(-1),
         counted=counted.sum(-1),
         emitted=(counted * emits.transpose(0, 2, 1)).sum(-1),
         accepted=counted @ survival * (i <= gamma[:, None]),

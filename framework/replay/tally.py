@@ -88,11 +88,14 @@ class Tally:
         pieces: those of the replay.
         gammas: draft lengths.
         k: sequences of a draft.
+        by_prompt: keep what `by_prompt` says.
     """
 
-    def __init__(self, pieces: Pieces, gammas: Sequence[int], k: int = 1):
+    def __init__(self, pieces: Pieces, gammas: Sequence[int], k: int = 1, by_prompt: bool = False):
         self.pieces, self.gammas, self.k = pieces, list(gammas), k
         self._sums = np.zeros((0, len(self.gammas), 4))
+        deepest = max(self.gammas)
+        self._at_least = np.zeros((0, len(self.gammas), deepest)) if by_prompt else None
         #: By category: tokens drafted, and sums of Pr(tau >= i).
         self._drafted: dict[str, np.ndarray] = {}
         self._accepted: dict[str, np.ndarray] = {}
@@ -104,12 +107,22 @@ class Tally:
         np.add.at(
             self._sums, np.array(numbers), np.stack([rounds.emitted, rounds.counted, rounds.tokens, rounds.rounds], -1)
         )
+        if self._at_least is not None:
+            missing = len(self._sums) - len(self._at_least)
+            self._at_least = np.concatenate([self._at_least, np.zeros((missing, *self._at_least.shape[1:]))])
+            np.add.at(self._at_least, np.array(numbers), rounds.accepted)
         categories = np.array([self.pieces.category[number] for number in numbers])
         for category in dict.fromkeys(categories.tolist()):
             mine = categories == category
             drafted, accepted = rounds.drafted[mine].sum(0), rounds.accepted[mine].sum(0)
             self._drafted[category] = self._drafted.get(category, 0.0) + drafted
             self._accepted[category] = self._accepted.get(category, 0.0) + accepted
+
+    def by_prompt(self, gamma: int) -> np.ndarray:
+        """``[pieces, 1 + gamma]``: of each prompt the rounds that count, and in how many of them tau >= 1 .. gamma."""
+        assert self._at_least is not None
+        column = self.gammas.index(gamma)
+        return np.concatenate([self._sums[:, column, _COUNTED, None], self._at_least[:, column, :gamma]], 1)
 
     @property
     def categories(self) -> list[str]:

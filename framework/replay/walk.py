@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device, take_rows
-from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.drafter import DraftContext, Drafter, DraftTraits
 from ..contracts.errors import NumericalError, UsageError
 from ..contracts.rng import RngSource, RoundRng
+from ..contracts.sampling import Sampling
+from ..decoding.build import TargetContext
 from ..decoding.forms import Watch, check_draft
 from ..decoding.validation import validate_draft
 from .response import Response
@@ -90,7 +92,6 @@ def unforced(drafter: str, reason: str) -> UsageError:
     return UsageError(f"drafter '{drafter}' cannot be replayed: {reason}; measure it with crossdraft run")
 
 
-@torch.inference_mode()
 def walk(
     drafter: Drafter,
     context: DraftContext,
@@ -100,22 +101,48 @@ def walk(
     streams: Sequence[int] | None = None,
     tops: bool = False,
 ) -> list[Walked]:
-    """Walk ``drafter`` along at most B responses, from every token of each, at most ``depth`` tokens deep.
+    """`walk_together` of one drafter."""
+    return walk_together([Walker(drafter, depth, tops)], context, texts, rng, streams)[0]
+
+
+@dataclass(frozen=True)
+class Walker:
+    """A drafter to walk, at most ``depth`` tokens deep; ``tops``: tell `Walked.log_top`."""
+
+    drafter: Drafter
+    depth: int
+    tops: bool = False
+
+    def traits(self, sampling: Sampling) -> DraftTraits:
+        """Of the drafter for a target sampled like this."""
+        return self.drafter.traits(self.drafter.config, sampling)
+
+
+@torch.inference_mode()
+def walk_together(
+    walkers: Sequence[Walker],
+    context: DraftContext,
+    texts: Sequence[Response],
+    rng: RngSource | None = None,
+    streams: Sequence[int] | None = None,
+) -> list[list[Walked]]:
+    """Walk drafters side by side along at most B responses, from every token of each: one pass of the target for all.
 
     Args:
-        rng: where the drafter's random numbers come from; by default they make it draft the response. With another
-            source, drafts are its own, and so are the tokens whose log Q is told.
+        context: that all of them were made with. Without a target in it none is asked, log P is 0 and what drafters
+            observe says nothing: for drafters whose law follows from the text.
+        rng: where the drafters' random numbers come from; by default they make them draft the response. With another
+            source, drafts are their own, and so are the tokens whose log Q is told.
         streams: the random stream of each response.
-        tops: tell `Walked.log_top`.
 
     Raises:
         UsageError: a drafter that cannot be forced.
         ContractError, NumericalError: a draft that breaks the contract, or NaN; see `Decoder`.
     """
     target, b, device = context.target, context.batch_size, context.device
-    assert target is not None and len(texts) <= b
-    name, traits = drafter.name, drafter.traits(drafter.config, context.sampling)
-    who, longest = f"drafter '{name}'", max((len(text.tokens) for text in texts), default=0)
+    assert len(texts) <= b
+    longest = max((len(text.tokens) for text in texts), default=0)
+    depth = max(walker.depth for walker in walkers)
     seqs = Sequences(
         history=[[] for _ in range(b)],
         tokens=torch.zeros(b, context.max_length, dtype=torch.long, device=device),
@@ -124,57 +151,110 @@ def walk(
     )
     padded = [[*text.tokens, *[0] * (longest + depth - len(text.tokens))] for text in texts]
     x = on_device(padded + [[0] * (longest + depth)] * (b - len(texts)), device)
-    cells = _Cells(x, longest, depth, rng is None, tops and not traits.point_mass)
-    forcing = Forcing(name) if rng is None else None
-    source: RngSource = forcing or rng  # type: ignore[assignment]
-    target.hidden_layers = traits.hidden_layers
+    layers = tuple(
+        dict.fromkeys(layer for walker in walkers for layer in walker.traits(context.sampling).hidden_layers)
+    )
+    steps = [_Steps(walker, context, x, longest, rng, layers) for walker in walkers]
+    if target is not None:
+        target.hidden_layers = layers
     nothing = torch.zeros(b, dtype=torch.long, device=device)
+    said = torch.zeros(longest, b, dtype=torch.float64, device=device)
+    silent = Scores(torch.zeros(b, 1, 0, device=device), nothing == 0, torch.zeros(b, 1, 0, device=device))
     try:
         for row, text in enumerate(texts):
             if len(text.tokens):
-                hidden = target.begin(row, list(text.prompt))
+                hidden = None if target is None else target.begin(row, list(text.prompt))
                 seqs.append(row, list(text.prompt))
-                drafter.begin(row, list(text.prompt), hidden)
+                for one in steps:
+                    one.drafter.begin(row, list(text.prompt), one.own(hidden))
         for t in range(longest):
-            for row, text in enumerate(texts):
-                if t < len(text.tokens):  # it knows nothing of the end of the text
-                    seqs.limit[row] = room(depth, len(seqs.history[row]), target.context_length)
-            if forcing is not None:
-                forcing.text = x[:, t : t + depth]
-            choices = source.round(seqs.stream, [len(history) for history in seqs.history], device)
-            watch = Watch(seqs, False)
-            draft = drafter.propose(seqs, choices)
-            watch.check(who)
-            (validate_draft if t == 0 else check_draft)(draft, traits, seqs, target.vocab_size, drafter=who)
-            if not draft.is_chain:
-                raise unforced(name, "its drafts are wider than a chain, or have probes")
-            cells.add(t, draft, choices)
-            root = on_device([[history[-1] if history else 0] for history in seqs.history], device)
-            logits, hidden = target.grow(root)
-            p, finite = context.sampling.checked_law(logits)
-            cells.said(t, p)
-            target.keep([int(bool(history)) for history in seqs.history])
+            drafts = [one.propose(t, seqs, texts) for one in steps]
+            scores = silent
+            if target is not None:
+                root = on_device([[history[-1] if history else 0] for history in seqs.history], device)
+                logits, hidden = target.grow(root)
+                p, finite = context.sampling.checked_law(logits)
+                said[t] = p[:, 0].gather(1, x[:, t : t + 1])[:, 0].double().log()
+                target.keep([int(bool(history)) for history in seqs.history])
+                scores = Scores(p, finite.all(1), logits, hidden)
             for row, text in enumerate(texts):
                 if t < len(text.tokens):
                     seqs.append(row, [int(text.tokens[t])])
             verdict = Verdict(nothing, x[:, t])
-            scores = Scores(p, finite.all(1), logits, hidden)
-            drafter.observe(seqs, draft.trimmed(0), verdict, [0] * b, scores)
+            for one, draft in zip(steps, drafts, strict=True):
+                own = replace(scores, hidden=one.own(scores.hidden))
+                one.drafter.observe(seqs, draft.trimmed(0), verdict, [0] * b, own)
             for row, text in enumerate(texts):
                 if t == len(text.tokens) - 1:
                     _free(seqs, row)
-                    target.retire(row)
-                    drafter.retire(row, "length")
+                    if target is not None:
+                        target.retire(row)
+                    for one in steps:
+                        one.drafter.retire(row, "length")
     finally:  # an error leaves the slots clean for the next responses
         left = [row for row, history in enumerate(seqs.history) if history]
-        if left:
-            for row in left:
-                _free(seqs, row)
+        for row in left:
+            _free(seqs, row)
+        if left and target is not None:
             target.keep([0] * b)
             for row in left:
                 target.retire(row)
-                drafter.retire(row)
-    return cells.walked(texts, name, context.sampling.temperature)
+        for row in left:
+            for one in steps:
+                one.drafter.retire(row)
+    return [one.cells.walked(texts, said, one.drafter.name, context.sampling.temperature) for one in steps]
+
+
+class _Steps:
+    """What one drafter does on the way."""
+
+    def __init__(
+        self,
+        walker: Walker,
+        context: DraftContext,
+        x: Tensor,
+        rounds: int,
+        rng: RngSource | None,
+        layers: Sequence[float],
+    ):
+        self.drafter, self._depth, self._traits = walker.drafter, walker.depth, walker.traits(context.sampling)
+        self._context, self._x, self._who = context, x, f"drafter '{walker.drafter.name}'"
+        self.cells = _Cells(x, rounds, walker.depth, rng is None, walker.tops and not self._traits.point_mass)
+        self._forcing = Forcing(walker.drafter.name) if rng is None else None
+        self._source: RngSource = self._forcing or rng  # type: ignore[assignment]
+        mine = self._traits.hidden_layers
+        self._layers = None if tuple(mine) == tuple(layers) else [layers.index(layer) for layer in mine]
+
+    def own(self, hidden: Tensor | None) -> Tensor | None:
+        """Of the hidden states ``[.., L, H]`` those of the layers that this drafter asked for."""
+        if hidden is None or self._layers is None:
+            return hidden
+        return hidden[..., self._layers, :] if self._layers else None
+
+    def propose(self, t: int, seqs: Sequences, texts: Sequence[Response]) -> Draft:
+        context_length, name = context_length_of(self._context), self.drafter.name
+        for row, text in enumerate(texts):
+            if t < len(text.tokens):  # it knows nothing of the end of the text
+                seqs.limit[row] = room(self._depth, len(seqs.history[row]), context_length)
+        if self._forcing is not None:
+            self._forcing.text = self._x[:, t : t + self._depth]
+        choices = self._source.round(seqs.stream, [len(history) for history in seqs.history], seqs.device)
+        watch = Watch(seqs, False)
+        draft = self.drafter.propose(seqs, choices)
+        watch.check(self._who)
+        check = validate_draft if t == 0 else check_draft
+        check(draft, self._traits, seqs, self._context.vocab_size, drafter=self._who)
+        if not draft.is_chain:
+            raise unforced(name, "its drafts are wider than a chain, or have probes")
+        self.cells.add(t, draft, choices)
+        return draft
+
+
+def context_length_of(context: DraftContext) -> int | None:
+    """Of the target, which may not be there: its context says it, then."""
+    if context.target is not None:
+        return context.target.context_length
+    return context.loaded.context_length if isinstance(context, TargetContext) else None
 
 
 def room(depth: int, length: int, context_length: int | None) -> int:
@@ -194,7 +274,6 @@ class _Cells:
         self._x, self._depth, self._follows = x, depth, forced
         self._log_top = torch.full((rounds, b, depth), -math.inf, **like) if tops else None
         self._log_q = torch.full((rounds, b, depth), -math.inf, **like)
-        self._log_p = torch.zeros(rounds, b, **like)
         self._count = torch.zeros(rounds, b, dtype=torch.long, device=x.device)
         self._fine = torch.ones(rounds, b, dtype=torch.bool, device=x.device)
         self._forced = torch.ones(rounds, b, dtype=torch.bool, device=x.device)
@@ -224,13 +303,9 @@ class _Cells:
             self._forced[t] &= ~(before & valid & ~same & (q > 0)).any(1)
         self._log_q[t, :, :n] = torch.where(valid & same, q.double().log(), -math.inf)
 
-    def said(self, t: int, p: Tensor) -> None:
-        """``p [B, 1, V]``, the target's law of token t."""
-        self._log_p[t] = p[:, 0].gather(1, self._x[:, t : t + 1])[:, 0].double().log()
-
-    def walked(self, texts: Sequence[Response], name: str, temperature: float) -> list[Walked]:
+    def walked(self, texts: Sequence[Response], said: Tensor, name: str, temperature: float) -> list[Walked]:
         log_top = None if self._log_top is None else self._log_top.cpu().numpy()
-        log_q, log_p = self._log_q.cpu().numpy(), self._log_p.cpu().numpy()
+        log_q, log_p = self._log_q.cpu().numpy(), said.cpu().numpy()
         counts, fine, followed = (values.cpu().numpy() for values in (self._count, self._fine, self._forced))
         found = []
         for row, text in enumerate(texts):

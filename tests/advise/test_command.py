@@ -240,7 +240,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
         def read(self, given: Any, before: Any = None) -> Any:
             return self.reading
 
-        def export(self, plan: Any) -> Any:
+        def export(self, schedule: Any) -> Any:
             return "--flags"
 
     install("engines", ("theirs", Theirs))

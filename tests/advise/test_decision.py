@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import GOOD, POOR, cell, curves
 
-from crossdraft import Acceptance, Engine, Plan, Settings
+from crossdraft import Acceptance, Engine, Schedule, Settings
 from crossdraft.framework.advise.candidates import Candidate, Machine, imported, of_run
-from crossdraft.framework.advise.decision import decide, plan
+from crossdraft.framework.advise.decision import decide, schedule_for
 from crossdraft.framework.advise.engine import Range
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.finished_cells import predictions
@@ -24,7 +24,7 @@ class Fixed(Engine):
     read_from = "nowhere"
     methods: ClassVar[dict[str, str]] = {"small-lm": "s", "prompt-lookup": "p"}
 
-    def export(self, plan: Plan) -> Settings:
+    def export(self, schedule: Schedule) -> Settings:
         return Settings("")
 
 
@@ -195,7 +195,7 @@ def by_hand(candidate: Candidate, b: int) -> int:
 @settings(max_examples=20, deadline=None)
 def test_a_schedule_is_the_best_length_at_every_batch_size(conditional: list[float]) -> None:
     found = chain(Acceptance.from_conditional(conditional, "x").marginal)
-    made = plan([found], Scheduled(), [1, 16, 64]).plan
+    made = schedule_for([found], Scheduled(), [1, 16, 64]).schedule
     assert made.ranges[0].low == 1 and made.ranges[-1].high == 64
     starts = [r.low for r in made.ranges[1:]]
     assert starts == [r.high + 1 for r in made.ranges[:-1]]
@@ -206,22 +206,22 @@ def test_a_schedule_is_the_best_length_at_every_batch_size(conditional: list[flo
 
 def test_one_length_is_the_best_on_the_whole() -> None:
     found = chain((0.8, 0.7, 0.6, 0.5))
-    made = plan([found], Fixed(), [1, 64]).plan
+    made = schedule_for([found], Fixed(), [1, 64]).schedule
     (only,) = made.ranges
     scores = {g: found.speed_up(1, g).value * found.speed_up(64, g).value if g else 1.0 for g in (0, 1, 2, 3, 4)}
     assert only == Range(1, 64, max(scores, key=lambda g: scores[g]))
-    assert plan([chain((0.1,))], Fixed(), [64]).plan.gamma == 0
-    assert plan([found], Single(), [1, 64]).plan.ranges == (Range(1, 1, 4),)
+    assert schedule_for([chain((0.1,))], Fixed(), [64]).schedule.gamma == 0
+    assert schedule_for([found], Single(), [1, 64]).schedule.ranges == (Range(1, 1, 4),)
     with pytest.raises(UsageError, match="ask for --batch-size 1"):
-        plan([found], Single(), [2])
+        schedule_for([found], Single(), [2])
 
 
 def test_what_the_engine_cannot_do_is_left_out_and_priced() -> None:
     able, unable = chain((0.5, 0.4)), chain((0.9, 0.8), drafter="medusa")
-    made = plan([able, unable], Scheduled(), [1])
+    made = schedule_for([able, unable], Scheduled(), [1])
     assert made.candidate is able and list(made.left_out) == [unable.pair]
     with pytest.raises(UsageError, match="fixed can do none of these: it has no drafter medusa"):
-        plan([unable], Fixed(), [1])
+        schedule_for([unable], Fixed(), [1])
 
 
 def test_predictions_take_the_cell_of_the_nearest_batch_size() -> None:

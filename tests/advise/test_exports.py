@@ -1,4 +1,4 @@
-"""Settings for engines: each is what the engine's own parser takes, and means what the plan says."""
+"""Settings for engines: each is what the engine's own parser takes, and means what the schedule says."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import save_model
 
-from crossdraft import Acceptance, Engine, Plan, Settings, Source
+from crossdraft import Acceptance, Engine, Schedule, Settings, Source
 from crossdraft.framework import plugins
 from crossdraft.framework.advise.engine import Range
 from crossdraft.framework.contracts.errors import ContractError, UsageError
@@ -25,10 +25,10 @@ def engine(name: str) -> Engine:
     return plugins.get("engines", name)()
 
 
-def plan(*ranges: Range, **about: Any) -> Plan:
+def schedule(*ranges: Range, **about: Any) -> Schedule:
     known = {"drafter": "eagle3", "model": "org/head", "verifier": "token", "temperature": 1.0, "point_mass": False}
     ranges = ranges or (Range(1, 64, 3),)
-    return Plan(Acceptance(RATES, "here", **(known | about)), ranges, {r.low: Estimate(1.5) for r in ranges})
+    return Schedule(Acceptance(RATES, "here", **(known | about)), ranges, {r.low: Estimate(1.5) for r in ranges})
 
 
 def drafts(name: str) -> list[str]:
@@ -41,7 +41,7 @@ def test_every_method_is_taken(name: str, drafter: str, temperature: float) -> N
     about = {"drafter": drafter, "temperature": temperature, "point_mass": True}
     if drafter in ("prompt-lookup", "mtp"):
         about["model"] = ""
-    found = plan(**about)
+    found = schedule(**about)
     assert engine(name).cannot(found.acceptance) is None
     assert [PARSERS[name](engine(name).export(found).text).gamma(b) for b in (1, 7, 64)] == [3, 3, 3]
 
@@ -57,7 +57,7 @@ def schedules(draw: st.DrawFn) -> tuple[Range, ...]:
 @settings(max_examples=30, deadline=None)
 @given(schedules())
 def test_schedules_mean_the_same_everywhere(ranges: tuple[Range, ...]) -> None:
-    found = plan(*ranges)
+    found = schedule(*ranges)
     for name in ("vllm", "sglang", "tensorrt-llm"):
         told = engine(name).export(found)
         parsed = PARSERS[name](told.text)
@@ -74,34 +74,36 @@ def test_schedules_mean_the_same_everywhere(ranges: tuple[Range, ...]) -> None:
 
 
 def test_what_vllm_is_told() -> None:
-    found = vllm(engine("vllm").export(plan(*FALLING, verifier="block")).text)
+    found = vllm(engine("vllm").export(schedule(*FALLING, verifier="block")).text)
     assert found.rejection_sample_method == "block" and found.draft_sample_method == "probabilistic"
     assert found.num_speculative_tokens_per_batch_size == [[1, 8, 5], [9, 31, 2], [32, 64, 0]]
-    found = vllm(engine("vllm").export(plan(point_mass=True)).text)
+    found = vllm(engine("vllm").export(schedule(point_mass=True)).text)
     assert (found.rejection_sample_method, found.draft_sample_method) == ("standard", "greedy")
-    greedy = vllm(engine("vllm").export(plan(temperature=0.0, verifier="block")).text)
+    greedy = vllm(engine("vllm").export(schedule(temperature=0.0, verifier="block")).text)
     assert greedy.model_fields_set == {"method", "model", "num_speculative_tokens"}
     sizes = {"min_ngram": 2, "max_ngram": 5}
-    found = vllm(engine("vllm").export(plan(drafter="prompt-lookup", model="", point_mass=True, options=sizes)).text)
+    found = vllm(
+        engine("vllm").export(schedule(drafter="prompt-lookup", model="", point_mass=True, options=sizes)).text
+    )
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == (2, 5)
 
 
 def test_what_the_others_are_told() -> None:
-    assert Sglang(engine("sglang").export(plan()).text).given.speculative_use_rejection_sampling
-    assert not Sglang(engine("sglang").export(plan(point_mass=True)).text).given.speculative_use_rejection_sampling
-    assert "older releases cannot" in " ".join(engine("sglang").export(plan(*FALLING)).remarks)
-    assert trt(engine("tensorrt-llm").export(plan()).text).use_rejection_sampling
+    assert Sglang(engine("sglang").export(schedule()).text).given.speculative_use_rejection_sampling
+    assert not Sglang(engine("sglang").export(schedule(point_mass=True)).text).given.speculative_use_rejection_sampling
+    assert "older releases cannot" in " ".join(engine("sglang").export(schedule(*FALLING)).remarks)
+    assert trt(engine("tensorrt-llm").export(schedule()).text).use_rejection_sampling
     ngram = {"drafter": "prompt-lookup", "model": "", "point_mass": True, "options": {"min_ngram": 2, "max_ngram": 4}}
-    told = engine("llama.cpp").export(plan(**ngram))
+    told = engine("llama.cpp").export(schedule(**ngram))
     flags = LlamaCpp(told.text).given
     assert (flags.spec_ngram_simple_size_n, flags.spec_ngram_simple_size_m) == (4, 3)
     assert told.remarks == ("it looks up suffixes of 4 tokens alone, not of 2 to 4",)
-    assert LlamaCpp(engine("llama.cpp").export(plan(point_mass=True)).text).given.spec_draft_p_min == 0
+    assert LlamaCpp(engine("llama.cpp").export(schedule(point_mass=True)).text).given.spec_draft_p_min == 0
 
 
 @pytest.mark.parametrize("name", plugins.entries("engines"))
 def test_not_drafting(name: str) -> None:
-    off = plan(Range(1, 64, 0))
+    off = schedule(Range(1, 64, 0))
     told = engine(name).export(off)
     if name == "speculation-profile":
         assert json.loads(told.text)["num_speculative_tokens"] == 5
@@ -128,10 +130,10 @@ def test_not_drafting(name: str) -> None:
     ],
 )
 def test_what_an_engine_cannot_do(name: str, about: dict[str, Any], says: str) -> None:
-    reason = engine(name).cannot(plan(**about).acceptance)
+    reason = engine(name).cannot(schedule(**about).acceptance)
     assert reason is not None and says in reason
     if "verifier" in about and name != "vllm" and name != "speculation-profile":
-        assert engine(name).cannot(plan(**about, temperature=0.0).acceptance) is None
+        assert engine(name).cannot(schedule(**about, temperature=0.0).acceptance) is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_what_an_engine_cannot_do(name: str, about: dict[str, Any], says: str) -
 def test_what_nobody_said(name: str, about: dict[str, Any], says: str) -> None:
     drafter = {"drafter": "small-lm"} if name == "transformers" else {}
     with pytest.raises(UsageError, match=says):
-        engine(name).export(plan(**(drafter | about)))
+        engine(name).export(schedule(**(drafter | about)))
 
 
 @pytest.mark.parametrize("writer, reader", [("vllm-synthetic", "vllm"), ("speculation-profile",) * 2])
@@ -149,7 +151,7 @@ def test_what_nobody_said(name: str, about: dict[str, Any], says: str) -> None:
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda rates: rates[0] > 0))
 def test_what_is_written_is_read_again(writer: str, reader: str, conditional: list[float]) -> None:
     made = Acceptance.from_conditional(conditional, "here", drafter="eagle3", model="org/head", temperature=1.0)
-    text = engine(writer).export(Plan(made, (Range(1, 8, made.gamma),), {1: Estimate(2.0)})).text
+    text = engine(writer).export(Schedule(made, (Range(1, 8, made.gamma),), {1: Estimate(2.0)})).text
     text = text if reader != "vllm" else vllm(text).model_dump_json(exclude_none=True)
     (found,) = engine(reader).read(Source(text, "again"))
     assert found.marginal == pytest.approx(made.marginal, abs=1e-12)
@@ -175,10 +177,10 @@ def test_transformers_drafts_as_it_is_told(tmp_path: Path, monkeypatch: Any) -> 
     model = AutoModelForCausalLM.from_pretrained(name)
     inputs = {"input_ids": torch.tensor([[5, 6, 5, 6, 5, 6, 5]]), "max_new_tokens": 24}
     names = {"model": model, "inputs": inputs, "AutoModelForCausalLM": AutoModelForCausalLM}
-    exec(engine("transformers").export(plan(drafter="small-lm", model=name, temperature=0.0)).text, dict(names))
+    exec(engine("transformers").export(schedule(drafter="small-lm", model=name, temperature=0.0)).text, dict(names))
     assert lengths[:4] == [3, 3, 3, 3]
     lengths.clear()
-    lookup = plan(drafter="prompt-lookup", model="", temperature=0.0)
+    lookup = schedule(drafter="prompt-lookup", model="", temperature=0.0)
     exec(engine("transformers").export(lookup).text, dict(names))
     assert lengths[0] == 3 and max(lengths) <= 3
 
@@ -187,14 +189,14 @@ class Theirs(Engine):
     name = "theirs"
     read_from = "Theirs 1.0"
 
-    def export(self, plan: Plan) -> Settings:
-        return Settings(f"--k {plan.gamma}")
+    def export(self, schedule: Schedule) -> Settings:
+        return Settings(f"--k {schedule.gamma}")
 
 
 def test_plug_ins_bring_engines(install: Any) -> None:
     install("engines", ("theirs", Theirs), ("odd", object()), ("nothing", type("Nothing", (), {})), ("wrong", Theirs))
-    assert engine("theirs").export(plan()).text == "--k 3"
-    assert "no drafter eagle3, of ours it knows none" in str(engine("theirs").cannot(plan().acceptance))
+    assert engine("theirs").export(schedule()).text == "--k 3"
+    assert "no drafter eagle3, of ours it knows none" in str(engine("theirs").cannot(schedule().acceptance))
     for name, says in (("odd", "crossdraft.Engine"), ("nothing", "crossdraft.Engine"), ("wrong", "must be 'wrong'")):
         with pytest.raises(ContractError, match=says):
             engine(name)

@@ -44,13 +44,14 @@ def outputs(p: exact.Model, v: int, gamma: int) -> list[tuple[int, ...]]:
     return [o for o in exact.strings(v, gamma + 1) if exact.chance(p, o)]
 
 
-SIZES = [(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3)]
+SIZES = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2)]
+LARGE = [pytest.param(*size, marks=pytest.mark.slow) for size in [(2, 4), (3, 3)]]
 
 
-@pytest.mark.parametrize(("v", "gamma"), SIZES)
+@pytest.mark.parametrize(("v", "gamma"), [*SIZES, *LARGE])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_one_sequence(rule: str, v: int, gamma: int) -> None:
-    for p, q in pairs(6, v):
+    for p, q in pairs(3, v):
         joint = getattr(exact, rule)(p, q, v, gamma)
         assert sum(joint.values()) == 1
         for output in outputs(p, v, gamma):
@@ -63,7 +64,7 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
     """Whatever the rule is."""
     v, gamma = 3, 3
     p = exact.random_model(0, v)
-    for draft in list(exact.strings(v, gamma))[::2]:
+    for draft in list(exact.strings(v, gamma))[::4]:
         joint = exact.point_mass(p, draft, v)
         for output in outputs(p, v, gamma)[::5]:
             wanted = [float(x) for x in exact.given_output(joint, p, output)]
@@ -77,7 +78,8 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
             assert shortcut is not None and shortcut[0][0].tolist() == wanted
 
 
-SEQUENCES = [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]
+SEQUENCES = [(2, 1, 3), (2, 2, 2), (3, 1, 2)]
+MANY = [pytest.param(*size, marks=pytest.mark.slow) for size in [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]]
 #: Of SpecTr's rho in exact arithmetic, over the smallest one. So much that the residual may say what a rejected
 #: sequence said, which then goes on.
 SLACK = Fraction(1, 8)
@@ -88,11 +90,11 @@ RULES: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize(("v", "gamma", "k"), SEQUENCES)
+@pytest.mark.parametrize(("v", "gamma", "k"), [*SEQUENCES, *MANY])
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_several_sequences_at_every_k_from_one_pass(rule: str, v: int, gamma: int, k: int) -> None:
     ks = range(1, k + 1)
-    for p, q in pairs(4, v):
+    for p, q in pairs(3, v):
         joints = {one: exact.many(p, q, v, gamma, one, RULES[rule]) for one in ks}
         assert all(sum(joint.values()) == 1 for joint in joints.values())
         for output in outputs(p, v, gamma):

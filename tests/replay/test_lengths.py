@@ -38,8 +38,14 @@ def unlike(measured: np.ndarray, expected: np.ndarray) -> float:
     return abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("stop", ["after", "before"])
+@pytest.mark.parametrize(
+    ("temperature", "stop"),
+    [
+        (0.0, "after"),
+        (1.0, "before"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(0.0, "before"), (1.0, "after")]),
+    ],
+)
 def test_a_grid_of_thresholds_from_one_replay(
     models: tuple[Any, Any], temperature: float, stop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ target: {target}
 prompts: {prompts}
 dtype: float32
 device: cpu
-max_new_tokens: 24
+max_new_tokens: 16
 batch_size: 2
 drafters: [{{name: prompt-lookup, gamma: 3}}]
 verifiers: [block]
@@ -113,7 +113,7 @@ def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["replay", *map(str, options)]) == 0
     text = capsys.readouterr().out
     best = found["rows"][1]["block_efficiency"]
-    assert f"{best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}]" in text and "oracle" in text
+    assert f"{best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}]" in text
     assert "marginal" in text and "conditional" in text
 
     one, other = (found["rows"][i]["block_efficiency"]["value"] for i in (1, 5))

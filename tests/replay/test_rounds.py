@@ -59,19 +59,28 @@ def tau_by_round(toy: Toy, rule: str, k: int, rounds: int, gamma: int, of: Calla
 
 
 @pytest.mark.parametrize(
-    ("rule", "draft", "k"),
+    ("name", "rule", "draft", "k"),
     [
-        ("token", "chain", 1),
-        ("block", "chain", 1),
-        ("sample-match", "chain", 1),
-        ("specinfer", "iid-2", 2),
-        ("spectr", "iid-2", 2),
-        ("sample-match", "iid-2", 2),
-        ("specinfer", "iid-3", 3),
-        ("spectr", "iid-3", 3),
+        ("T0", "token", "chain", 1),
+        ("D6", "block", "chain", 1),
+        ("T0", "sample-match", "chain", 1),
+        ("T0", "specinfer", "iid-2", 2),
+        ("T0", "spectr", "iid-2", 2),
+        ("T0", "sample-match", "iid-2", 2),
+        *(
+            pytest.param(name, rule, draft, k, marks=pytest.mark.slow)
+            for name, rule, draft, k in [
+                ("D6", "token", "chain", 1),
+                ("T0", "block", "chain", 1),
+                ("D6", "sample-match", "chain", 1),
+                ("D6", "specinfer", "iid-2", 2),
+                ("D6", "spectr", "iid-2", 2),
+                ("D6", "sample-match", "iid-2", 2),
+                *((name, rule, "iid-3", 3) for name in ("T0", "D6") for rule in ("specinfer", "spectr")),
+            ]
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["T0", "D6"])
 def test_as_the_certificate_enumerates(toys: Any, drafts: Any, name: str, rule: str, draft: str, k: int) -> None:
     """The real drafter, loop and rule over several rounds, every decision enumerated."""
     toy = toys[name]

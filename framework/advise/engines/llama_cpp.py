@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
 from ..source import Source
@@ -43,22 +43,22 @@ class LlamaCpp(Engine):
     def cannot(self, acceptance: Acceptance) -> str | None:
         return super().cannot(acceptance) or only_point_masses(acceptance, self.name)
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
             return Settings(shell(["--spec-type", "none"]))
-        found = plan.acceptance
+        found = schedule.acceptance
         method = needs_method(self, found)
         words = ["--spec-type", method]
         if method == "ngram-simple":
             # Its draft length is that of the m-gram; the lookup has one size, not a range.
             words += ["--spec-ngram-simple-size-n", str(ngram_sizes(found)["max"])]
-            words += ["--spec-ngram-simple-size-m", str(plan.gamma)]
+            words += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
         elif found.model or method != "draft-mtp":
             words += ["--model-draft", needs_model(self, found)]
-        words += ["--spec-draft-n-max", str(plan.gamma)]
+        words += ["--spec-draft-n-max", str(schedule.gamma)]
         if method != "ngram-simple":
             words += ["--spec-draft-p-min", "0"]  # drafts of full length, as they were measured
-        remarks = list(length_remarks(plan))
+        remarks = list(length_remarks(schedule))
         sizes = ngram_sizes(found)
         if method == "ngram-simple" and sizes["min"] != sizes["max"]:
             remarks.append(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..histograms import per_request
 from ..prometheus import samples
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell
@@ -63,28 +63,33 @@ class Sglang(Engine):
     def scheduled(self, acceptance: Acceptance) -> bool:
         return self.methods.get(acceptance.drafter) in _EAGLE
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
             return Settings("", ("start the server without --speculative-algorithm",))
-        found = plan.acceptance
+        found = schedule.acceptance
         method = needs_method(self, found)
         words = ["--speculative-algorithm", method]
         if found.model or method not in ("NGRAM", "NEXTN"):
             words += ["--speculative-draft-model-path", needs_model(self, found)]
         if method == "NGRAM":
             # A chain: breadth 1. All nodes are verified together with the last committed token.
-            words += ["--speculative-num-draft-tokens", str(plan.gamma + 1), "--speculative-ngram-max-bfs-breadth", "1"]
+            words += [
+                "--speculative-num-draft-tokens",
+                str(schedule.gamma + 1),
+                "--speculative-ngram-max-bfs-breadth",
+                "1",
+            ]
         else:
-            words += ["--speculative-num-steps", str(plan.gamma), "--speculative-eagle-topk", "1"]
-            words += ["--speculative-num-draft-tokens", str(plan.gamma + 1)]
-        if plan.sampled:
+            words += ["--speculative-num-steps", str(schedule.gamma), "--speculative-eagle-topk", "1"]
+            words += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]
+        if schedule.sampled:
             words += ["--speculative-use-rejection-sampling"]
-        text, remarks = shell(words), list(length_remarks(plan))
-        if len(plan.ranges) > 1:
-            adaptive = json.dumps({str(r.low): {"candidate_steps": [r.gamma]} for r in plan.ranges})
+        text, remarks = shell(words), list(length_remarks(schedule))
+        if len(schedule.ranges) > 1:
+            adaptive = json.dumps({str(r.low): {"candidate_steps": [r.gamma]} for r in schedule.ranges})
             flags = shell(["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"])
             text = f"{text} \\\n{flags}\n\n# adaptive.json\n{adaptive}"
-            if any(r.gamma == 0 for r in plan.ranges):
+            if any(r.gamma == 0 for r in schedule.ranges):
                 remarks.append("candidate_steps [0] switches drafting off; older releases cannot, and refuse it")
         return Settings(text, tuple(remarks))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..source import Source
 
 #: How far rounded rates may be from one another.
@@ -43,8 +43,8 @@ class SpeculationProfile(Engine):
     def scheduled(self, acceptance: Acceptance) -> bool:
         return True  # all lengths follow from its rates
 
-    def export(self, plan: Plan) -> Settings:
-        found = plan.acceptance
+    def export(self, schedule: Schedule) -> Settings:
+        found = schedule.acceptance
         length = 1 + sum(found.marginal)
         profile: dict[str, Any] = {
             "schema_version": "1.0",

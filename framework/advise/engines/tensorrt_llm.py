@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses
 
 
@@ -37,29 +37,29 @@ class TensorRtLlm(Engine):
     def scheduled(self, acceptance: Acceptance) -> bool:
         return True
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
             return Settings("", ("leave speculative_config out of the YAML",))
-        found = plan.acceptance
+        found = schedule.acceptance
         method = needs_method(self, found)
-        config: dict[str, Any] = {"decoding_type": method, "max_draft_len": plan.gamma}
+        config: dict[str, Any] = {"decoding_type": method, "max_draft_len": schedule.gamma}
         if method == "NGram":
             config["max_matching_ngram_size"] = ngram_sizes(found)["max"]
         elif found.model or method != "MTP":
             config["speculative_model"] = needs_model(self, found)
-        if plan.sampled:
+        if schedule.sampled:
             config["use_rejection_sampling"] = True
-        remarks = length_remarks(plan)
-        if len(plan.ranges) > 1:
+        remarks = length_remarks(schedule)
+        if len(schedule.ranges) > 1:
             # Each length up to its batch size; beyond the last it does not draft.
-            schedule = {found.high: found.gamma for found in plan.ranges}
+            lengths = {found.high: found.gamma for found in schedule.ranges}
             upper = "keys of draft_len_schedule are upper ends; older releases take them for lower ends"
-            remarks = (*length_remarks(plan, beyond=0), upper)
-            first = plan.ranges[0]
-            if first.gamma < plan.gamma:
-                schedule[first.high] = plan.gamma
-                what = f"up to B = {first.high} it drafts with gamma {plan.gamma} instead of {first.gamma}"
+            remarks = (*length_remarks(schedule, beyond=0), upper)
+            first = schedule.ranges[0]
+            if first.gamma < schedule.gamma:
+                lengths[first.high] = schedule.gamma
+                what = f"up to B = {first.high} it drafts with gamma {schedule.gamma} instead of {first.gamma}"
                 remarks = (*remarks, f"{what}: a draft_len_schedule has to begin with its longest drafts")
-            config["draft_len_schedule"] = schedule
+            config["draft_len_schedule"] = lengths
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)

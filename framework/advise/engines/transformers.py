@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
 
 
@@ -26,19 +26,19 @@ class Transformers(Engine):
             return "it has no block verification"
         return None
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
             return Settings("model.generate(**inputs)")
-        found = plan.acceptance
-        remarks = length_remarks(plan)
+        found = schedule.acceptance
+        remarks = length_remarks(schedule)
         if needs_method(self, found) == "prompt_lookup_num_tokens":
             n = ngram_sizes(found)["max"]
-            text = f"model.generate(**inputs, prompt_lookup_num_tokens={plan.gamma}, max_matching_ngram_size={n})"
+            text = f"model.generate(**inputs, prompt_lookup_num_tokens={schedule.gamma}, max_matching_ngram_size={n})"
             return Settings(text, remarks)
         # The length is read from the assistant's own configuration; the defaults would change it from round to round.
         text = (
             f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, found)!r})\n"
-            f"assistant.generation_config.num_assistant_tokens = {plan.gamma}\n"
+            f"assistant.generation_config.num_assistant_tokens = {schedule.gamma}\n"
             'assistant.generation_config.num_assistant_tokens_schedule = "constant"\n'
             "assistant.generation_config.assistant_confidence_threshold = 0.0\n"
             "model.generate(**inputs, assistant_model=assistant)"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
-from ..engine import Engine, Plan, Settings
+from ..engine import Engine, Schedule, Settings
 from ..histograms import per_request
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, shell
@@ -60,33 +60,33 @@ class Vllm(Engine):
     def scheduled(self, acceptance: Acceptance) -> bool:
         return True
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
             return Settings("", ("start the server without --speculative-config",))
-        remarks = list(length_remarks(plan))
-        if len(plan.ranges) > 1:
+        remarks = list(length_remarks(schedule))
+        if len(schedule.ranges) > 1:
             remarks.append("vLLM ignores the schedule with --data-parallel-size above 1")
-        return Settings(shell(["--speculative-config", json.dumps(self._config(plan))]), tuple(remarks))
+        return Settings(shell(["--speculative-config", json.dumps(self._config(schedule))]), tuple(remarks))
 
-    def _config(self, plan: Plan) -> dict[str, Any]:
-        found = plan.acceptance
+    def _config(self, schedule: Schedule) -> dict[str, Any]:
+        found = schedule.acceptance
         method = needs_method(self, found)
         config: dict[str, Any] = {"method": method}
         if method not in ("ngram", "mtp"):
             config["model"] = needs_model(self, found)
         elif method == "mtp" and found.model:
             config["model"] = found.model
-        config["num_speculative_tokens"] = plan.gamma
-        if len(plan.ranges) > 1:
-            schedule = [[found.low, found.high, found.gamma] for found in plan.ranges]
-            config["num_speculative_tokens_per_batch_size"] = schedule
+        config["num_speculative_tokens"] = schedule.gamma
+        if len(schedule.ranges) > 1:
+            lengths = [[found.low, found.high, found.gamma] for found in schedule.ranges]
+            config["num_speculative_tokens_per_batch_size"] = lengths
         if method == "ngram":
             config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(found).items()}
-        if plan.greedy:
+        if schedule.greedy:
             return config
         if found.verifier == "block":
             config["rejection_sample_method"] = "block"
-        if plan.sampled:
+        if schedule.sampled:
             config["draft_sample_method"] = "probabilistic"
         return config
 
@@ -99,13 +99,13 @@ class VllmSynthetic(Vllm):
     def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
         return []  # `Vllm` reads what this one writes
 
-    def export(self, plan: Plan) -> Settings:
-        if not plan.gamma:
-            return super().export(plan)
-        config = self._config(plan)
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
+            return super().export(schedule)
+        config = self._config(schedule)
         config |= {
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(plan.acceptance.cut(plan.gamma).marginal),
+            "synthetic_acceptance_rates": list(schedule.acceptance.cut(schedule.gamma).marginal),
         }
         config.pop("draft_sample_method", None)
         remark = "what this server says is not what the target would say: the acceptance is synthetic"

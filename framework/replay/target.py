@@ -1,0 +1,86 @@
+"""A target that is loaded when somebody first needs it, and drafting models that are loaded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..contracts.drafter import DraftContext
+from ..contracts.errors import CrossdraftError
+from ..contracts.models import TRANSFORMERS, LoadedModel
+from ..contracts.sampling import Sampling
+from ..decoding.build import TargetContext, load_drafting_model
+from ..models.configs import read_config
+from ..models.device import pick_device
+from ..models.load import load_model
+from ..models.resolve import resolve
+from ..models.tokenizer import load_tokenizer
+from .force import MakeContext, over
+
+
+class Target:
+    """The target called ``name``, sampled as the responses were.
+
+    Args:
+        dtype, device: see `load_model`; of drafting models, too.
+    """
+
+    def __init__(self, name: str, sampling: Sampling, *, dtype: str = "auto", device: str = "auto"):
+        self.name, self.sampling = name, sampling
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._loaded: LoadedModel | None = None
+        self._drafting: dict[tuple[str, bool], LoadedModel] = {}
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """With its weights."""
+        if self._loaded is None:
+            self._loaded = load_model(self.name, **self._options)
+        return self._loaded
+
+    def make(self, rows: int, longest: int, room: int) -> DraftContext:
+        """A `MakeContext` over its slots."""
+        return over(self.loaded, self.sampling, load=self._load)(rows, longest, room)
+
+    @property
+    def without(self) -> MakeContext | None:
+        """One that knows the target's tokenizer and sizes and has no slots of it; None if these are not told by its
+        files."""
+        try:
+            found = resolve(self.name)
+            if found.backend != TRANSFORMERS:
+                return None
+            config = read_config(Path(found.path))
+            known = load_tokenizer(self.name)
+        except CrossdraftError:  # loading it says what is wrong, if it comes to that
+            return None
+        text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+        vocab, length = text.get("vocab_size"), text.get("max_position_embeddings")
+        if not isinstance(vocab, int):
+            return None
+        facts = LoadedModel(None, known.tokenizer, self.name, found.source, "", tuple(known.eos_token_ids), length)
+        device = pick_device(self._options["device"])
+
+        def make(rows: int, longest: int, room: int) -> DraftContext:
+            return TargetContext(
+                sampling=self.sampling,
+                batch_size=rows,
+                max_length=longest + room,
+                vocab_size=vocab,
+                device=device,
+                target_name=self.name,
+                tokenizer=known.tokenizer,
+                loaded=facts,
+                sequence=longest,
+                load=self._load,
+            )
+
+        return make
+
+    def _load(self, name: str, target: LoadedModel) -> LoadedModel:
+        """A drafting model, once; by itself where the target is not there."""
+        key = name, target.model is None
+        if key not in self._drafting:
+            alone = target.model is None
+            self._drafting[key] = load_model(name, **self._options) if alone else load_drafting_model(name, target)
+        return self._drafting[key]

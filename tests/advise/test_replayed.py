@@ -1,0 +1,89 @@
+"""Advice from responses: recorded or decoded once, every drafter at every length, and what they cannot carry."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft.framework.cli import advise_replay as module
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.advise_options import add_arguments
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def advised(capsys: Any, *arguments: Any) -> tuple[dict[str, Any], str]:
+    assert cli.main(["advise", *map(str, arguments), "--json"]) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out), shown.err
+
+
+def test_from_prompts_to_a_decision(
+    models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, cache: Path, monkeypatch: Any
+) -> None:
+    prompts = write_prompts(tmp_path / "mine.jsonl", n=4)
+    same = json.dumps({"name": "small-lm", "model": models["same"]})
+    options = ["--target", models["target"], "--prompts", prompts, "--drafter", "prompt-lookup", "--drafter", same]
+    options += ["--on", "h100", "--batch-size", "1,4", "--responses", 4, "--max-new-tokens", 24]
+    found, said = advised(capsys, *options)
+    assert "decoding 4 responses of at most 24 tokens (96 in all)" in said and "that takes about" in said
+    (kept,) = (cache / "responses").iterdir()
+    assert len(kept.read_text(encoding="utf-8").splitlines()) == 4
+    one, four = found["advice"]
+    assert (one["batch_size"], four["batch_size"]) == (1, 4) and one["group"] == "temperature 1"
+    warnings = " ".join(found["remarks"]["warnings"])
+    assert "tokens are few" in warnings
+    # A second call decodes nothing, and says the same.
+    monkeypatch.setattr(module, "_responses", None)
+    again, said = advised(capsys, *options)
+    assert again == found and "were decoded before" in said
+
+
+def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """Of recorded responses: what `crossdraft replay` says at each gamma is what the advice is judged by."""
+    from crossdraft.framework.advise.remarks import Remarks
+
+    path = tmp_path / "said.jsonl"
+    rows = [
+        {"id": i, "prompt": [5, 6, 7, 5, 6], "tokens": [7, 5, 6, 7, 8, 9, 5, 6] * 4, "finish": "length"}
+        for i in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ["--replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0"]
+    parser, remarks = argparse.ArgumentParser(), Remarks()
+    add_arguments(parser)
+    found = module.acceptances(parser.parse_args(options), remarks)
+    assert any("no response reached its end" in one for one in remarks.warnings)
+    assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [one.gamma for one in found] == [row["gamma"] for row in rows] == list(range(1, 17))
+    for one, row in zip(found, rows, strict=True):
+        assert one.block_efficiency().value == pytest.approx(row["block_efficiency"]["value"])
+        assert one.marginal == pytest.approx(row["acceptance_marginal"])
+        assert (one.drafter, one.verifier, one.temperature, len(one.rows)) == ("prompt-lookup", "greedy", 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "advise needs a source of acceptance"),
+        (["--replay", "x"], "name what is to be replayed: --drafter NAME"),
+        (["--prompts", "x", "--drafter", "prompt-lookup"], "--prompts needs --target"),
+        (["--replay", "x", "--prompts", "y"], "give one of the two"),
+        (["log", "--drafter", "eagle", "--drafter", "medusa"], "an engine's numbers are of one drafter and rule"),
+        (["log", "--drafter", "{name: eagle}"], "--drafter with options is for --replay"),
+        (["log", "--responses", "3"], "they need --prompts"),
+        (["log", "--replay", "x"], "are judged by themselves"),
+    ],
+)
+def test_options_that_do_not_go_together(capsys: Any, options: list[str], sentence: str) -> None:
+    assert cli.main(["advise", *options]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Drafters side by side: one pass of the target for all, none where nothing asks for it; policies from one replay."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossdraft import load_model
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.replay import target as module
+
+
+@pytest.fixture
+def said(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
+    """``said(logprobs=True)``: responses of ten tokens, recorded at temperature 1."""
+
+    def write(*, logprobs: bool) -> Path:
+        random, path = np.random.default_rng(0), tmp_path / "said.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for i in range(4):
+                row: dict[str, Any] = {"prompt": [5, 6, 7 + i], "tokens": random.integers(5, 12, 10).tolist()}
+                row |= {"logprobs": [-1.0] * 10} if logprobs else {}
+                file.write(json.dumps(row | {"temperature": 1.0}) + "\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Passes over nodes by the directory of the model, and models that were loaded."""
+    found: Counter = Counter()
+    grow, load = TransformersLM.grow, load_model
+
+    def counted(self: Any, *args: Any, **inputs: Any) -> Any:
+        found[Path(self.model.config._name_or_path).name] += 1
+        return grow(self, *args, **inputs)
+
+    def loaded(name: str, **options: Any) -> Any:
+        found[f"load {Path(name).name}"] += 1
+        return load(name, **options)
+
+    monkeypatch.setattr(TransformersLM, "grow", counted)
+    monkeypatch.setattr(module, "load_model", loaded)
+    return found
+
+
+def replayed(capsys: Any, *arguments: Any) -> dict[str, Any]:
+    assert cli.main(["replay", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def small(models: dict[str, str], name: str = "narrow", **options: Any) -> list[str]:
+    return ["--drafter", json.dumps({"name": "small-lm", "model": models[name], **options})]
+
+
+COMMON = ["--dtype", "float32", "--device", "cpu", "--gamma", "1-4"]
+
+
+def test_the_target_is_not_loaded_where_log_p_was_recorded(
+    models: dict[str, str], said: Callable, passes: Counter, capsys: Any
+) -> None:
+    path = said(logprobs=True)
+    options = [*COMMON, "--target", models["target"], *small(models), *small(models, "wide", label="wide")]
+    spared = replayed(capsys, path, *options)
+    assert "target" not in passes and "load target" not in passes
+    assert passes["narrow"] == passes["wide"] == 1  # a pass over all texts, for both rules and all lengths
+    assert len(spared["rows"]) == 2 * 2 * 4
+    # The same by the target's slots, which say the log P that nobody wrote down.
+    passes.clear()
+    asked = replayed(capsys, said(logprobs=False), *options)
+    assert passes["target"] == 1 and passes["load target"] == 1
+    assert asked["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
+
+
+def test_one_pass_of_the_target_serves_all(
+    models: dict[str, str], said: Callable, passes: Counter, capsys: Any
+) -> None:
+    """Each drafter's numbers are those that it has alone."""
+    path = said(logprobs=False)
+    iid = ["--drafter", json.dumps({"name": "small-lm-iid", "model": models["wide"], "K": 2})]
+    options = [*COMMON, "--target", models["target"]]
+    both = replayed(capsys, path, *options, *small(models), *iid)
+    assert passes["target"] == 1
+    alone = [replayed(capsys, path, *options, *one)["rows"] for one in (small(models), iid)]
+    for row, other in zip(both["rows"], [*alone[0], *alone[1]], strict=True):
+        assert (row["drafter"], row["verifier"]) == (other["drafter"], other["verifier"])
+        assert row["block_efficiency_all_rounds"] == pytest.approx(other["block_efficiency_all_rounds"])
+
+
+def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes: Counter, capsys: Any) -> None:
+    path = said(logprobs=True)
+    options = [*COMMON, "--target", models["target"], "--verifier", "token"]
+    policies = ["static", "oracle", "heuristic:2", "confidence:0.05,0.5"]
+    found = replayed(
+        capsys, path, *options, *small(models), *(word for policy in policies for word in ("--policy", policy))
+    )
+    of = {row["drafter"]: row for row in found["rows"] if row["gamma"] == 4}
+    static, oracle = of["small-lm"], of["small-lm, oracle"]
+    assert oracle["block_efficiency_all_rounds"] == pytest.approx(static["block_efficiency_all_rounds"])
+    assert oracle["drafted_per_round"] <= oracle["block_efficiency_all_rounds"] - 1 + 1e-9
+    # A text that was cut ends no round with its own last token, so all but the accepted are target's.
+    assert oracle["drafted_per_round"] < min(row["drafted_per_round"] for row in of.values() if row is not oracle)
+    careful, bold = of["small-lm, confidence 0.5"], of["small-lm, confidence 0.05"]
+    assert careful["drafted_per_token"] < bold["drafted_per_token"] <= static["drafted_per_token"] + 1e-9
+    assert careful["block_efficiency_all_rounds"] <= static["block_efficiency_all_rounds"] + 1e-9
+    assert "target" not in passes
+    # Each is the drafter's own policy.
+    own = small(models, policy={"name": "confidence", "threshold": 0.5}, gamma=4)
+    (mine,) = replayed(capsys, path, *options, *own)["rows"]
+    for key in ("block_efficiency_all_rounds", "drafted_per_round"):
+        assert mine[key] == pytest.approx(careful[key], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--policy", "confident"], "write static, oracle, heuristic"),
+        (["--policy", "confidence:2"], "a threshold lies between 0 and 1"),
+        (["--policy", "confidence:x"], "'x' is no number"),
+        (["--policy", "heuristic:0"], "a first length is a whole number from 1"),
+        (["--policy", "confidence:0.5"], "how sure drafter 'prompt-lookup' is of what it drafts is not known"),
+    ],
+)
+def test_policies_that_say_nothing_are_refused(said: Callable, capsys: Any, options: list[str], sentence: str) -> None:
+    path = said(logprobs=True)
+    assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", *options]) == 2
+    assert sentence in capsys.readouterr().err
