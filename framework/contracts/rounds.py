@@ -85,7 +85,7 @@ class Piece:
 
     Attributes:
         index: which prompt it answers.
-        tokens: new tokens, at least one.
+        tokens: new tokens, at least one; none only in the last piece of a sequence that failed.
         text: new text. It never splits a character, and what may become a stop string is held back, so it may be
             empty and may lag behind the tokens. All texts of a prompt, joined, are ``response.text``. ``None`` where
             the target has no tokenizer.
