@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from .framework.contracts.lm import LM
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
     from .framework.contracts.rng import RoundRng
-    from .framework.contracts.rounds import Response, Round, RoundEvent
+    from .framework.contracts.rounds import Piece, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.decoding.build import make_verifier
     from .framework.decoding.custom_generate import custom_generate
-    from .framework.decoding.generate import generate
+    from .framework.decoding.generate import generate, stream
     from .framework.models.device import cache_dir
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
@@ -68,6 +68,11 @@ __all__ = [
     "ModelError",
     "ModelSource",
     "NumericalError",
+<<<<<<< HEAD
+=======
+    "Piece",
+    "Plan",
+>>>>>>> serve
     "Prompt",
     "Register",
     "ResolvedModel",
@@ -107,6 +112,7 @@ __all__ = [
     "on_device",
     "option",
     "overlap",
+    "stream",
     "take_rows",
 ]
 
@@ -134,6 +140,11 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
+<<<<<<< HEAD
+=======
+    "Piece": ".framework.contracts.rounds",
+    "Plan": ".framework.advise.engine",
+>>>>>>> serve
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
@@ -172,6 +183,7 @@ _HOME = {
     "on_device": ".framework.contracts.draft",
     "option": ".framework.contracts.training_options",
     "overlap": ".framework.training.losses",
+    "stream": ".framework.decoding.generate",
     "take_rows": ".framework.contracts.draft",
 }
 

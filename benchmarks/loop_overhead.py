@@ -118,7 +118,7 @@ def make_decoder(
         replace(target, eos_token_ids=()),  # no text ends early
         {"name": drafter} | {key: value for key, value in given.items() if key in known},
         args.verifier,
-        prompts,
+        max(map(len, prompts)) + args.max_new_tokens,
         sampling=Sampling(temperature=args.temperature),
         batch_size=batch,
         max_new_tokens=args.max_new_tokens,

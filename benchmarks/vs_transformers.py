@@ -44,7 +44,7 @@ class Ours:
             target,
             {"name": drafter, **config},
             verifier,
-            prompts,
+            max(map(len, prompts)) + args.max_new_tokens,
             sampling=Sampling(temperature=args.temperature),
             batch_size=batch,
             max_new_tokens=args.max_new_tokens,

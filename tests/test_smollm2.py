@@ -68,7 +68,7 @@ def decode(target, prompts, drafter, verifier, batch_size, temperature=0.0, orde
         target,
         DRAFTERS[drafter],
         verifier,
-        prompts,
+        max(map(len, prompts)) + NEW,
         sampling=Sampling(temperature=temperature),
         batch_size=batch_size,
         max_new_tokens=NEW,

@@ -305,18 +305,6 @@ class Verdict:
     path: Tensor | None = None
     survival: Tensor | None = None
 
-    def grown_path(self, width: int) -> Tensor | None:
-        """``[B, 1 + D]``: the root and the accepted nodes in the tree that grew from the root; None: its first ones.
-
-        Args:
-            width: nodes of the draft; rows whose numbers are wrong may name any node, and get one of these.
-        """
-        if self.path is None:
-            return None
-        root = torch.zeros_like(self.token)[:, None]
-        inside = self.path.clamp(max=width - 1)
-        return torch.cat([root, torch.where(inside >= 0, inside + 1, -1)], 1)
-
 
 @dataclass
 class Sequences:

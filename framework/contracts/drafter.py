@@ -271,8 +271,8 @@ class Drafter(ABC):
         """The round is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
 
     def retire(self, row: int, finish: str | None = None) -> None:
-        """Slot ``row`` is free again. ``finish``: how its sequence ended (``eos``, ``length``, ``context``, ``error`` =
-        wrong numbers); ``None`` = it was given up half way."""
+        """Slot ``row`` is free again. ``finish``: how its sequence ended (``eos``, ``length``, ``context``, ``stop`` =
+        a stop string, ``error`` = wrong numbers); ``None`` = it was given up half way."""
 
     def reset(self) -> None:
         """Forget what earlier sequences taught: called between the warm-up and the first measured prompt.

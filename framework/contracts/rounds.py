@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .draft import Draft, Scores, Verdict
 from .errors import NumericalError
@@ -31,6 +32,26 @@ class Round:
     survival: float | None = None
 
 
+class Request(NamedTuple):
+    """A prompt that waits for a slot.
+
+    Attributes:
+        prompt: its token ids.
+        index: the number by which it is told apart from others.
+        stream: its random stream, at least 0 and below 2^32.
+        name: what messages call it.
+        most: most tokens to generate; None: as many as the decoder says.
+        eos: ids that end it; None: the decoder's.
+    """
+
+    prompt: Sequence[int]
+    index: int = 0
+    stream: int = 0
+    name: str = "the prompt"
+    most: int | None = None
+    eos: Collection[int] | None = None
+
+
 @dataclass
 class Response:
     """One finished sequence.
@@ -38,8 +59,9 @@ class Response:
     Attributes:
         index: which prompt it answers (its position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
-        finish: ``"eos"``, ``"length"`` (max_new_tokens reached), ``"context"`` (no room left), or ``"error"`` (numbers
-            that cannot be right; only where `Decoder.run` was asked to go on with the others).
+        finish: ``"eos"``, ``"length"`` (max_new_tokens reached), ``"context"`` (no room left), ``"stop"`` (a stop
+            string was said), or ``"error"`` (numbers that cannot be right; only where `Decoder.run` was asked to go on
+            with the others).
         rounds: its rounds, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
         error: what went wrong, a sentence, where ``finish`` is ``"error"``.
@@ -55,6 +77,27 @@ class Response:
     text: str | None = None
     error: str | None = None
     logprobs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a sequence said in a round, as :func:`crossdraft.stream` gives it.
+
+    Attributes:
+        index: which prompt it answers.
+        tokens: new tokens, at least one; none only in the last piece of a sequence that failed.
+        text: new text. It never splits a character, and what may become a stop string is held back, so it may be
+            empty and may lag behind the tokens. All texts of a prompt, joined, are ``response.text``. ``None`` where
+            the target has no tokenizer.
+        logprobs: log P of each of ``tokens``, see `Response`; ``None`` at temperature 0.
+        response: the whole answer, with its last piece; ``None`` before.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    response: Response | None = None
 
 
 def raise_failed(responses: Sequence[Response]) -> None:
@@ -80,6 +123,7 @@ class RoundEvent:
         prompts: per slot, the index of the prompt that it decodes; ``None`` for a free slot.
         accepted: per slot, tau.
         emitted: per slot, the tokens committed; empty for a free slot.
+        logprobs: per slot, log P of each of them, see `Response`; empty at temperature 0.
     """
 
     draft: Draft
@@ -88,3 +132,4 @@ class RoundEvent:
     prompts: list[int | None]
     accepted: list[int]
     emitted: list[list[int]]
+    logprobs: list[list[float]]

@@ -24,8 +24,9 @@ from ..contracts.errors import UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
+from .asked import checked_sampling, whole
 from .build import StrategyLike
-from .generate import checked_sampling, pair_decoder, whole
+from .generate import check_ids, pair_decoder
 
 #: Fields of the generation config that are honoured.
 HONOURED = frozenset({
@@ -183,18 +184,21 @@ def custom_generate(
         arguments.get("streamer"),
         LoadedModel(model, None, type(model).__name__, "given", "", ends, None),
     )
+    most = whole("max_new_tokens", most, 1)
     decoder = pair_decoder(
         target,
         drafter,
         verifier,
-        prompts,
+        max(map(len, prompts)) + most,
         sampling=sampling,
         batch_size=len(prompts),
-        max_new_tokens=whole("max_new_tokens", most, 1),
+        max_new_tokens=most,
         seed=_drawn_seed(sampling) if seed is None else whole("seed", seed),
         load=_no_model,
         on_round=None if streamer is None else _streamed(streamer, len(prompts)),
     )
+    for i, prompt in enumerate(prompts):
+        check_ids(decoder, f"prompt {i}", prompt, target.name)
     outputs = {response.index: response.tokens for response in decoder.run(prompts)}
     if streamer is not None:
         streamer.end()

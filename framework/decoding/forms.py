@@ -5,12 +5,14 @@ These checks cost no operation on the device, so the loop makes them in every ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftTraits
-from ..contracts.errors import ContractError
+from ..contracts.errors import ContractError, UsageError
 
 #: Of what dtype q may be, and how far the sum of a row may then be from 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -144,3 +146,14 @@ class Watch:
 
 def _is(one: object, other: object) -> bool:
     return one is other
+
+
+def check_prompt(name: str, prompt: Sequence[int], room: int | None) -> None:
+    """Raise UsageError for a prompt that is empty, or leaves no place in the target's context of ``room`` tokens."""
+    if not len(prompt):
+        raise UsageError(f"{name} is empty; a prompt needs at least one token")
+    if room is not None and len(prompt) >= room:
+        raise UsageError(
+            f"{name} has {len(prompt)} tokens, but the target's context is {room} tokens; "
+            "shorten the prompt or take a target with a longer context"
+        )

@@ -8,20 +8,17 @@ for response in generate(target, ["What is a token?"], drafter="prompt-lookup", 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from ..contracts.errors import UsageError
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response, RoundEvent, raise_failed
+from ..contracts.rounds import Piece, Request, Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
-from ..models.chat import encode
 from ..models.load import load_model
+from .asked import check_streamer, checked_sampling, encoded, ids, limits, separate, stop_strings, tell, whole
 from .build import (
     Configured,
     StrategyLike,
@@ -34,15 +31,17 @@ from .build import (
     make_slots,
     slot_length,
 )
+from .forms import check_prompt
 from .layers import own_modules
 from .loop import Decoder
+from .outputs import Output, Outputs
 
 
 def pair_decoder(
     target: LoadedModel,
     drafter: StrategyLike,
     verifier: StrategyLike | None,
-    prompts: Sequence[Sequence[int]],
+    sequence: int,
     *,
     sampling: Sampling,
     batch_size: int,
@@ -51,7 +50,7 @@ def pair_decoder(
     load: Callable[[str, LoadedModel], LoadedModel] = load_drafting_model,
     **options: Any,
 ) -> Decoder:
-    """A decoder for one pair, with slots of its own that are long enough for ``prompts`` and their outputs.
+    """A decoder for one pair, with slots of its own for sequences of up to ``sequence`` tokens, prompt and output.
 
     A transformers target is run in modules of its own, see `own_modules`: the caller's stay as they are.
 
@@ -61,26 +60,29 @@ def pair_decoder(
         options: further ones of `build_decoder`.
 
     Raises:
-        UsageError: a pair that is incompatible, or a prompt with an id outside of the target's vocabulary.
+        UsageError: a pair that is incompatible.
     """
     pair = fitting_pair(drafter, verifier, sampling)
     if target.backend == TRANSFORMERS:
         target = replace(target, model=own_modules(target.model))
-    sequence = max(map(len, prompts)) + max_new_tokens
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
     lm = make_slots(target, batch_size, slot)
-    for i, prompt in enumerate(prompts):
-        if outside := [token for token in prompt if not 0 <= token < lm.vocab_size]:
-            raise UsageError(
-                f"prompt {i} has the token id {outside[0]}, but the ids of {target.name} go from 0 to "
-                f"{lm.vocab_size - 1}; encode the text with the target's own tokenizer"
-            )
     context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
     return build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
     )
+
+
+def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -> None:
+    """Raise UsageError for a prompt that a decoder of the model ``target`` cannot take."""
+    if outside := [token for token in prompt if not 0 <= token < decoder.target.vocab_size]:
+        raise UsageError(
+            f"{name} has the token id {outside[0]}, but the ids of {target} go from 0 to "
+            f"{decoder.target.vocab_size - 1}; encode the text with the target's own tokenizer"
+        )
+    check_prompt(name, prompt, decoder.target.context_length)
 
 
 def generate(
@@ -89,7 +91,7 @@ def generate(
     *,
     drafter: StrategyLike = "prompt-lookup",
     verifier: StrategyLike | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -97,6 +99,9 @@ def generate(
     batch_size: int = 8,
     seed: int = 0,
     chat: bool | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    streamer: Any = None,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> list[Response]:
     """Generate a continuation of every input with speculative decoding; the target's distribution is kept.
@@ -111,11 +116,17 @@ def generate(
             ``greedy`` at temperature 0; otherwise the rule that ``docs/verifiers.md`` advises for such drafts:
             ``block`` for chains, ``spectr`` for K sequences, ``traversal`` for trees without replacement,
             ``greedy-draft-optimal`` for greedy siblings, ``sample-match`` for deterministic trees.
-        max_new_tokens: most tokens of an answer, at least 1.
-        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding.
+        max_new_tokens: most tokens of an answer, at least 1; or a list of them, one for each input.
+        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. All inputs of a call
+            share one law.
         batch_size: most sequences decoded at once, at least 1.
         seed: any integer; equal seeds give equal texts.
         chat: put texts into the model's chat template; by default if it has one.
+        stop: strings that end an answer. Its text is cut before the first of them, its tokens behind the one that
+            completes it.
+        ignore_eos: go on behind end-of-sequence tokens.
+        streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
+            stop string too.
         on_round: called after every round with what was drafted, scored and decided.
 
     Returns:
@@ -125,11 +136,106 @@ def generate(
         UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
         NumericalError: NaN in some sequences; the others are finished first, see its ``responses``.
     """
-    sampling = checked_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    batch_size, most = whole("batch_size", batch_size, 1), whole("max_new_tokens", max_new_tokens, 1)
-    seed = whole("seed", seed)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
+    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": streamer is not None}
+    call = _prepare(model, inputs, (drafter, verifier), settings, **options)
+    if streamer is not None:
+        check_streamer(streamer, len(call.requests))
+        tell(streamer, [[request.prompt] for request in call.requests])
+    responses = []
+    for piece in call.pieces():
+        if streamer is not None:
+            tell(streamer, [[token] for token in piece.tokens])
+        if piece.response is not None:
+            responses.append(piece.response)
+    if streamer is not None:
+        streamer.end()
+    responses.sort(key=lambda response: response.index)
+    raise_failed(responses)
+    return responses
+
+
+def stream(
+    model: str | LoadedModel,
+    inputs: str | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    drafter: StrategyLike = "prompt-lookup",
+    verifier: StrategyLike | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    batch_size: int = 8,
+    seed: int = 0,
+    chat: bool | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    on_round: Callable[[RoundEvent], None] | None = None,
+) -> Iterator[Piece]:
+    """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
+
+    Arguments are checked by this call; decoding waits for the first piece to be asked for. The pieces of a prompt come
+    in order, those of different prompts interleaved. The last piece of a prompt has what `generate` would return for it
+    as its ``response``. A caller that stops early gives the rest up.
+
+    Raises: as `generate`, a NumericalError behind all pieces.
+    """
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
+    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": True}
+    return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
+
+
+def _streamed(call: _Call) -> Iterator[Piece]:
+    responses = []
+    for piece in call.pieces():
+        if piece.response is not None:
+            responses.append(piece.response)
+        yield piece
+    raise_failed(sorted(responses, key=lambda response: response.index))
+
+
+@dataclass
+class _Call:
+    """A checked call: requests, and the decoder that will answer them; without a decoder there is nothing to do."""
+
+    requests: list[Request]
+    outputs: list[Output]
+    decoder: Decoder | None
+    live: bool
+    on_round: Callable[[RoundEvent], None] | None
+
+    def pieces(self) -> Iterator[Piece]:
+        if self.decoder is not None:
+            outputs = Outputs(self.decoder, live=self.live, on_round=self.on_round)
+            for pieces in outputs.rounds(zip(self.requests, self.outputs, strict=True)):
+                yield from pieces
+
+
+def _prepare(
+    model: str | LoadedModel,
+    inputs: Any,
+    pair: tuple[StrategyLike, StrategyLike | None],
+    settings: Mapping[str, Any],
+    *,
+    max_new_tokens: int | Sequence[int],
+    batch_size: int,
+    seed: int,
+    chat: bool | None,
+    stop: str | Sequence[str],
+    ignore_eos: bool,
+    on_round: Callable[[RoundEvent], None] | None,
+    live: bool,
+) -> _Call:
+    sampling = checked_sampling(**settings)
+    batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
+    stop = stop_strings(stop)
     if chat is not None and not isinstance(chat, bool):
         raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
+    if not isinstance(ignore_eos, bool):
+        raise UsageError(f"ignore_eos={ignore_eos!r} must be True or False")
     if on_round is not None and not callable(on_round):
         raise UsageError(f"on_round={on_round!r} must be a function of a RoundEvent")
     if not isinstance(model, str | LoadedModel):
@@ -137,28 +243,33 @@ def generate(
             f"a {type(model).__name__} is no model here; give a name or what crossdraft.load_model returns, or call "
             "model.generate(..., custom_generate=crossdraft.custom_generate)"
         )
-    texts = _separate(inputs)
-    pair = fitting_pair(drafter, verifier, sampling)  # before anything is loaded
+    texts = separate(inputs)
+    wanted = limits(max_new_tokens, len(texts))
+    fitting = fitting_pair(*pair, sampling)  # before anything is loaded
     if not texts:
-        return []
+        return _Call([], [], None, live, on_round)
     target = load_model(model) if isinstance(model, str) else model
-    prompts = [_encoded(target, text, chat) if isinstance(text, str) else _ids(i, text) for i, text in enumerate(texts)]
+    if stop and target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer, so its answers have no text in which stop could be said")
+    prompts = [encoded(target, text, chat) if isinstance(text, str) else ids(i, text) for i, text in enumerate(texts)]
     decoder = pair_decoder(
         target,
-        *pair,
-        prompts,
+        *fitting,
+        max(len(prompt) + most for prompt, most in zip(prompts, wanted, strict=True)),
         sampling=sampling,
         batch_size=min(batch_size, len(prompts)),
-        max_new_tokens=most,
+        max_new_tokens=max(wanted),
         seed=seed,
-        on_round=on_round,
     )
-    responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
-    if target.tokenizer is not None:
-        for response in responses:
-            response.text = str(target.tokenizer.decode(response.tokens, skip_special_tokens=True))
-    raise_failed(responses)
-    return responses
+    eos: tuple[int, ...] | None = () if ignore_eos else None
+    requests = [
+        Request(prompt, i, i, f"prompt {i}", most, eos)
+        for i, (prompt, most) in enumerate(zip(prompts, wanted, strict=True))
+    ]
+    for request in requests:
+        check_ids(decoder, request.name, request.prompt, target.name)
+    outputs = [Output(target.tokenizer, stop, live=live) for _ in requests]
+    return _Call(requests, outputs, decoder, live, on_round)
 
 
 def fitting_pair(
@@ -169,74 +280,3 @@ def fitting_pair(
     pair = drafting, default_rule(drafting, sampling) if verifier is None else configured("verifiers", verifier)
     check_pair(*pair, sampling)
     return pair
-
-
-# -- what users hand over ---------------------------------------------------------------------------------
-
-
-def checked_sampling(**parameters: Any) -> Sampling:
-    """Sampling parameters from a user; UsageError names the first that cannot be."""
-    try:
-        return Sampling(**parameters)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, message = first["loc"][0], first["msg"]
-        raise UsageError(f"{name}={first['input']!r} cannot be: {message[0].lower()}{message[1:]}") from None
-
-
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """An integer from a user, of any integer type, at least ``least``; UsageError says what it is instead."""
-    found = _index(value)
-    if found is None or (least is not None and found < least):
-        raise UsageError(f"{name}={value!r} must be an integer{'' if least is None else f' of at least {least}'}")
-    return found
-
-
-def _index(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of numbers that are none, and of tensors with many
-        return None
-
-
-def _separate(inputs: Any) -> list[Any]:
-    """The inputs one by one; what is no list of texts or lists is refused."""
-    if isinstance(inputs, str):
-        return [inputs]
-    if isinstance(inputs, Mapping):
-        raise UsageError(
-            f"inputs is a {type(inputs).__name__}; give its token ids alone, without padding: a list of lists of ids"
-        )
-    if isinstance(inputs, bytes | bytearray | set | frozenset) or not isinstance(inputs, Iterable):
-        raise UsageError(
-            f"inputs must be a text, a list of texts or a list of lists of token ids, not {type(inputs).__name__}"
-        )
-    try:
-        found = list(inputs)
-    except TypeError:  # a tensor without dimensions
-        raise UsageError(f"inputs must be a list of texts or a list of lists of token ids, not {inputs!r}") from None
-    for i, one in enumerate(found):
-        if _index(one) is not None:
-            raise UsageError("inputs is one flat list of token ids; wrap it into a list of prompts: [[1, 2, 3]]")
-        if isinstance(one, bytes | bytearray | set | frozenset | Mapping) or not isinstance(one, Iterable):
-            raise UsageError(f"inputs[{i}] must be a text or a list of token ids, not {one!r}")
-    return found
-
-
-def _encoded(target: LoadedModel, text: str, chat: bool | None) -> list[int]:
-    if target.tokenizer is None:
-        raise UsageError(f"{target.name} has no tokenizer; give lists of token ids instead of texts")
-    if chat and not getattr(target.tokenizer, "chat_template", None):
-        raise UsageError(f"chat=True, but the tokenizer of {target.name} has no chat template; leave chat out")
-    return encode(target.tokenizer, [text], chat=chat)
-
-
-def _ids(i: int, prompt: Any) -> list[int]:
-    listed = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # tensors and arrays
-    found = [_index(token) for token in listed]
-    for token, index in zip(listed, found, strict=True):
-        if index is None:
-            raise UsageError(f"inputs[{i}] has {token!r} among its token ids, which are integers")
-    return [index for index in found if index is not None]

@@ -8,8 +8,7 @@ so a run "at batch size B" really runs B rows while prompts remain. There is one
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -18,29 +17,20 @@ from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, ModelError, NumericalError, UsageError
 from ..contracts.lm import LM
 from ..contracts.rng import CounterRng, RngSource, RoundRng
-from ..contracts.rounds import Response, Round, RoundEvent
+from ..contracts.rounds import Request, Response, Round, RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
-from .forms import Watch, check_draft, check_verdict
+from .forms import Watch, check_draft, check_prompt, check_verdict
 from .fused import Fused
+from .slots import Slot
 from .stopwatch import Stopwatch
-from .transfer import check_rows, failures, to_host
+from .transfer import check_rows, failures, kept_path, to_host
 from .validation import validate_draft, validate_verdict
 
 #: ``validate="sampled"``: these first rounds of a decoder, and every so many-th one, are validated.
 FIRST, EVERY = 8, 64
 #: When drafts and verdicts are validated, and what happens to the others where a row's numbers cannot be right.
 VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
-
-
-@dataclass
-class _Slot:
-    index: int
-    name: str
-    prompt_length: int
-    wanted: int  # tokens still to generate
-    rounds: list[Round] = field(default_factory=list)
-    logprobs: list[float] | None = None
 
 
 class Decoder:
@@ -102,7 +92,7 @@ class Decoder:
             limit=[0] * b,
             stream=[0] * b,
         )
-        self._slots: list[_Slot | None] = [None] * b
+        self._slots: list[Slot | None] = [None] * b
         self._made, self._on_error = 0, "raise"  # rounds that were started
         #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_rounds = 0
@@ -126,29 +116,38 @@ class Decoder:
         call it. Where the numbers of one sequence cannot be right (NaN), ``on_error="raise"`` raises NumericalError at
         once; ``"finish"`` ends that sequence with ``Response.error``, and the others go on.
         """
+        queue = list(prompts)
+        streams = range(len(queue)) if streams is None else streams
+        names = [f"prompt {i}" for i in range(len(queue))] if names is None else names
+        for name, prompt in zip(names, queue, strict=True):
+            check_prompt(name, prompt, self.target.context_length)
+        waiting = (Request(prompt, i, streams[i], names[i]) for i, prompt in enumerate(queue))
+        with closing(self.rounds(waiting, on_error)) as rounds:
+            for finished in rounds:
+                yield from finished
+
+    def rounds(self, waiting: Iterable[Request | None], on_error: str = "raise") -> Iterator[list[Response]]:
+        """Round after round, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
+
+        ``None`` in it: none at the moment, ask again after the next round (at once where no slot is occupied).
+        """
         if on_error not in ON_ERROR:
             raise UsageError(f"on_error is one of {', '.join(ON_ERROR)}, not {on_error!r}")
         if self.occupied:
             raise UsageError("this decoder is in the middle of other sequences; finish that run, or abandon() it")
-        self._on_error = on_error
-        queue = list(prompts)
-        names = [f"prompt {i}" for i in range(len(queue))] if names is None else names
-        for name, prompt in zip(names, queue, strict=True):
-            self._check_prompt(name, prompt)
-        waiting = iter(enumerate(queue))
+        self._on_error, source, last = on_error, iter(waiting), Request(())
         try:
             while True:
-                for row, slot in enumerate(self._slots):
-                    if slot is None:
-                        nxt = next(waiting, None)
-                        if nxt is None:
-                            break
-                        index, prompt = nxt
-                        stream = index if streams is None else streams[index]
-                        self.begin(row, prompt, index, stream, names[index])
-                if not self.occupied:
+                request = None
+                for row in [row for row, slot in enumerate(self._slots) if slot is None]:
+                    request = next(source, last)
+                    if request is None or request is last:
+                        break
+                    self.begin(row, *request)
+                if self.occupied:
+                    yield self.round()
+                elif request is last:
                     return
-                yield from self.round()
         finally:  # a caller that stops early, or an error inside a round, leaves the slots clean
             self.abandon()
 
@@ -163,8 +162,17 @@ class Decoder:
             self._retired(row)
 
     @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int], index: int = 0, stream: int = 0, name: str = "the prompt") -> None:
-        """Put a sequence into slot ``row``."""
+    def begin(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        index: int = 0,
+        stream: int = 0,
+        name: str = "the prompt",
+        most: int | None = None,
+        eos: Collection[int] | None = None,
+    ) -> None:
+        """Put a sequence into slot ``row``; ``most`` tokens and ``eos`` of its own, or the decoder's."""
         self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -175,8 +183,9 @@ class Decoder:
         self.sequences.stream[row] = stream
         self.verifier.begin(row)
         logprobs = [] if self.sampling.temperature else None
-        self._slots[row] = _Slot(index, name, len(prompt), self.max_new_tokens, logprobs=logprobs)
-        self._set_limit(row)
+        wanted, eos = self.max_new_tokens if most is None else most, self.eos if eos is None else eos
+        slot = Slot(index, name, len(prompt), wanted, eos, self.target.context_length, logprobs)
+        self._slots[row], self.sequences.limit[row] = slot, slot.limit(len(prompt))
         self.stopwatch.mark("prefill")
         self.drafter.begin(row, prompt, hidden)
         self.stopwatch.mark("draft_prefill")
@@ -218,7 +227,7 @@ class Decoder:
         busy = [slot is not None and row not in failed for row, slot in enumerate(self._slots)]
         accepted, nodes = [row.tau for row in rows], [row.nodes for row in rows]
         kept = [tau + 1 if on else 0 for tau, on in zip(accepted, busy, strict=True)]
-        self.target.keep(kept, verdict.grown_path(judged.width))
+        self.target.keep(kept, kept_path(judged, verdict))
         self.batch_rounds += 1
         self.target_rows += self.occupied * (draft.width + 1)
         finished, committed = [], [[] for _ in self._slots]
@@ -231,7 +240,7 @@ class Decoder:
                 finished.append(Response(slot.index, tokens, "error", slot.rounds, **more))
                 seqs.history[row], seqs.limit[row] = [], 0
                 continue
-            new = committed[row] = self._until_eos(rows[row].tokens[: accepted[row] + 1])
+            new = committed[row] = slot.until_eos(rows[row].tokens[: accepted[row] + 1])
             seqs.append(row, new)
             slot.wanted -= len(new)
             if slot.logprobs is not None:
@@ -239,7 +248,7 @@ class Decoder:
             tau, limit = min(accepted[row], len(new)), seqs.limit[row]
             survival = rows[row].survival if verdict.survival is not None else None
             slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival))
-            self._set_limit(row)
+            seqs.limit[row] = slot.limit(len(seqs.history[row]))
         watch = Watch(seqs, full)
         clock.mark("rest")
         self.drafter.observe(seqs, draft, verdict, accepted, scores)
@@ -248,9 +257,10 @@ class Decoder:
         self.verifier.observe(accepted, nodes)
         if self.on_round is not None:
             prompts = [slot.index if slot and on else None for slot, on in zip(self._slots, busy, strict=True)]
-            self.on_round(RoundEvent(draft, scores, verdict, prompts, accepted, committed))
+            logprobs = [row.logprobs[: len(new)] for row, new in zip(rows, committed, strict=True)]
+            self.on_round(RoundEvent(draft, scores, verdict, prompts, accepted, committed, logprobs))
         for row, slot in enumerate(self._slots):
-            finish = "error" if row in failed else slot and self._finish(row, slot)
+            finish = "error" if row in failed else slot and slot.finish(seqs.history[row])
             if slot is None or not finish:
                 continue
             if row not in failed:
@@ -260,6 +270,12 @@ class Decoder:
             self._retired(row, finish)
         clock.mark("rest")
         return finished
+
+    def end(self, index: int, finish: str) -> None:
+        """The sequence of prompt ``index`` ends with the round that `on_round` is told about; ``finish`` says how."""
+        for slot in self._slots:
+            if slot is not None and slot.index == index:
+                slot.ended = finish
 
     # -- pieces of a round --------------------------------------------------------------------------------
 
@@ -331,31 +347,6 @@ class Decoder:
         inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
         return Scores(p, (finite | ~inside).all(1), logits, hidden)
 
-    def _until_eos(self, new: list[int]) -> list[int]:
-        for i, token in enumerate(new):
-            if token in self.eos:
-                return new[: i + 1]
-        return new
-
-    def _finish(self, row: int, slot: _Slot) -> str | None:
-        history = self.sequences.history[row]
-        if history[-1] in self.eos and len(history) > slot.prompt_length:
-            return "eos"
-        if slot.wanted <= 0:
-            return "length"
-        if self.target.context_length is not None and len(history) >= self.target.context_length:
-            return "context"
-        return None
-
-    def _set_limit(self, row: int) -> None:
-        slot = self._slots[row]
-        assert slot is not None
-        room = slot.wanted
-        if self.target.context_length is not None:
-            # The deepest draft token is fed at position length - 1 + depth, which must stay inside the context.
-            room = min(room, self.target.context_length - len(self.sequences.history[row]))
-        self.sequences.limit[row] = max(room - 1, 0)
-
     def _free(self, row: int) -> None:
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
@@ -383,13 +374,3 @@ class Decoder:
     def _check_claim(self) -> None:
         if any(strategy.claim is not self._claim for strategy in self._claimed):  # instances that their user holds
             raise UsageError("a drafter or verifier of this run was given to another; give each run one of its own")
-
-    def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
-        if not len(prompt):
-            raise UsageError(f"{name} is empty; a prompt needs at least one token")
-        room = self.target.context_length
-        if room is not None and len(prompt) >= room:
-            raise UsageError(
-                f"{name} has {len(prompt)} tokens, but the target's context is {room} tokens; "
-                "shorten the prompt or take a target with a longer context"
-            )

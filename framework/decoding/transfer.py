@@ -93,6 +93,15 @@ def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
     return scores.p.flatten(1).gather(1, index).double().log()
 
 
+def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
+    """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""
+    if verdict.path is None:
+        return None
+    root = torch.zeros_like(verdict.token)[:, None]
+    inside = verdict.path.clamp(max=draft.width - 1)  # rows whose numbers are wrong may name any node
+    return torch.cat([root, torch.where(inside >= 0, inside + 1, -1)], 1)
+
+
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:
     """What is wrong with the numbers of rows, a sentence for each; ``where`` names the occupied slots and positions."""
     failed = {}
