@@ -68,11 +68,7 @@ __all__ = [
     "ModelError",
     "ModelSource",
     "NumericalError",
-<<<<<<< HEAD
-=======
     "Piece",
-    "Plan",
->>>>>>> serve
     "Prompt",
     "Register",
     "ResolvedModel",
@@ -140,11 +136,7 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
-<<<<<<< HEAD
-=======
     "Piece": ".framework.contracts.rounds",
-    "Plan": ".framework.advise.engine",
->>>>>>> serve
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
