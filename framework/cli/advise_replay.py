@@ -45,7 +45,9 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
     name = " and ".join(args.replay or [])
     sources = list(args.replay or [])
     if args.prompts:
-        sampling = sampling or Sampling()
+        if sampling is None:
+            sampling = Sampling()
+            remarks.assume("responses are sampled at temperature 1; say --temperature for another")
         sources.append(str(_decoded(args, sampling)))
         name = f"responses of {args.target} to {args.prompts}"
     # What was decoded here was kept with the log P of the law that it was sampled from.

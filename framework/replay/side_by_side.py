@@ -24,7 +24,6 @@ class SideBySide:
         self._streams = 0
         self._forced: list[Iterator[list[Forced]]] = []
         self._drawn: dict[int, list[Iterator[Walked]]] = {}
-        self._readers: dict[int, int] = {}
 
     def add(self, asked: Asked) -> int:
         """A number for a drafter."""

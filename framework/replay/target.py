@@ -54,7 +54,8 @@ class Target:
             known = load_tokenizer(self.name)
         except CrossdraftError:  # loading it says what is wrong, if it comes to that
             return None
-        text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+        nested = config.get("text_config")
+        text = nested if isinstance(nested, dict) else config
         vocab, length = text.get("vocab_size"), text.get("max_position_embeddings")
         if not isinstance(vocab, int):
             return None
