@@ -172,9 +172,8 @@ def _responses(name: str, asked: Sequence[str], sampling: Sampling, most: int) -
     ids = [encode(target.tokenizer, [text], []) for text in asked]
 
     def decode(some: Sequence[Sequence[int]], tokens: int) -> list[Any]:
-        decoder = pair_decoder(
-            target, "none", None, some, sampling=sampling, batch_size=min(ROWS, len(some)), max_new_tokens=tokens
-        )
+        longest, rows = max(map(len, some)) + tokens, min(ROWS, len(some))
+        decoder = pair_decoder(target, "none", None, longest, sampling=sampling, batch_size=rows, max_new_tokens=tokens)
         found = sorted(decoder.run(some, on_error="finish"), key=lambda response: response.index)
         raise_failed(found)
         return found
