@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,17 +25,30 @@ from .asked import Asked, Refused, Served, asked
 from .told import Telling
 from .worker import Client, Failed, Full, Job, Worker
 
-#: Seconds that answers under way have when the server ends.
+#: Seconds that clients have to fetch what there is when the server ends.
 _GRACE = 3
 
 
 def server(served: Served, *, most_waiting: int = 1024) -> uvicorn.Server:
     """A server of one pair; ``run(sockets=[..])`` answers until ``should_exit`` is set or a signal comes."""
-    app = application(served, Worker(served.decoder, most_waiting))
+    worker = Worker(served.decoder, most_waiting)
+    app = application(served, worker)
     config = uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_GRACE
     )
-    return uvicorn.Server(config)
+    return _Server(config, worker)
+
+
+class _Server(uvicorn.Server):
+    """When it ends, so do the answers under way: nobody waits for the last token."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self._worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.end()
+        await super().shutdown(sockets)
 
 
 def application(served: Served, worker: Worker) -> Starlette:

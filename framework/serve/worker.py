@@ -24,7 +24,7 @@ class Failed(CrossdraftError):
 
 
 class Full(CrossdraftError):
-    """As many requests wait as may."""
+    """As many requests wait as may, or the server is ending."""
 
 
 class Client:
@@ -91,16 +91,22 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """End after the round under way; what is not answered fails."""
+    def end(self) -> None:
+        """End after the round under way; what is not answered fails, and nothing is taken any more."""
         with self._changed:
             self._closing = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """`end`, and wait for it."""
+        self.end()
         self._thread.join()
 
     def submit(self, client: Client, requests: Sequence[tuple[Request, Output]]) -> list[Job]:
         """Put prompts into the queue, all or none; their ``index`` is given here. Raises `Full`."""
         with self._changed:
+            if self._closing:
+                raise Full("the server is ending")
             if len(self._waiting) + len(requests) > self.most_waiting:
                 raise Full(f"{len(self._waiting)} requests wait already, and {self.most_waiting} may; ask again later")
             jobs = []
