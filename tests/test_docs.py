@@ -36,8 +36,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: The plug-in that provides the real models.
 PACK = "crossdraft-smollm2:smollm2"
-#: Commands that install, test the repository, or measure for minutes; .ci/run and the benchmarks run them.
-NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff")
+#: Commands that install, test the repository, measure for minutes or never end; .ci/run, the benchmarks and tests/serve
+#: run them.
+NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff", "crossdraft serve")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "train a drafter for a target",
     "cost": "measure what a pass costs, and predict speed-ups from it",
     "advise": "say which drafter, rule and draft length pays at each batch size, and write an engine's settings",
+    "serve": "answer the OpenAI protocol with a pair, for evaluation",
     "new": "write a working package for a drafter, a verifier or prompts of your own",
 }
 """Subcommands that live in modules of their own, by name, with a line of help."""

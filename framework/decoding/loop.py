@@ -7,7 +7,7 @@ so a run "at batch size B" really runs B rows while prompts remain. There is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -126,7 +126,9 @@ class Decoder:
             for finished in rounds:
                 yield from finished
 
-    def rounds(self, waiting: Iterable[Request | None], on_error: str = "raise") -> Iterator[list[Response]]:
+    def rounds(
+        self, waiting: Iterable[Request | None], on_error: str = "raise"
+    ) -> Generator[list[Response], None, None]:
         """Round after round, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
 
         ``None`` in it: none at the moment, ask again after the next round (at once where no slot is occupied).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -85,7 +85,7 @@ class Outputs:
         self._open: dict[int, Output] = {}
         decoder.on_round = self._hear
 
-    def rounds(self, waiting: Iterable[tuple[Request, Output] | None]) -> Iterator[list[Piece]]:
+    def rounds(self, waiting: Iterable[tuple[Request, Output] | None]) -> Generator[list[Piece], None, None]:
         """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
         try:
             with closing(self._decoder.rounds(self._opened(waiting), on_error="finish")) as rounds:

@@ -1,0 +1,115 @@
+"""``crossdraft serve``: an OpenAI-compatible endpoint over the decode loop, for trying a pair by hand."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from typing import Any
+
+from ..contracts.errors import UsageError
+from ..contracts.limits import MOST_ROWS, MOST_TOKENS, Limit
+from .consent import add_consent, trusted
+
+#: What it is for; said in --help and when it starts.
+PURPOSE = (
+    "It is for evaluation, not for production: no authentication, no batched prefill, no paged cache, one law for all "
+    "requests"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{PURPOSE}."
+    parser.add_argument("--target", required=True, metavar="MODEL", help="the model that answers")
+    parser.add_argument("--drafter", default="prompt-lookup", metavar="NAME", help="a name, or '{name: .., gamma: 4}'")
+    parser.add_argument("--verifier", metavar="NAME", help="the rule; by default the one advised for such drafts")
+    parser.add_argument("--slots", type=int, default=4, metavar="N", help="answers decoded at once (4)")
+    parser.add_argument("--waiting", type=int, default=1024, metavar="N", help="most requests that wait (1024)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (512)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="most tokens of prompt and answer (the context, up to 4096)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every answer; 0 (the default) is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 = off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this much mass")
+    parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    parser.add_argument("--seed", type=int, default=0, help="beside the seed of each request (0)")
+    parser.add_argument("--dtype", default="auto", help="of the target's weights (auto)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="the port; 0 takes a free one (8000)")
+    add_consent(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: ended by Ctrl-C or SIGTERM; 2 (as UsageError): an option that cannot be, or a port that is taken."""
+    limits: dict[str, Limit] = {"slots": MOST_ROWS, "max_new_tokens": MOST_TOKENS, "max_length": MOST_TOKENS}
+    for name in ("slots", "waiting", "max_new_tokens", "max_length"):
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value} must be at least 1")
+        if value is not None and name in limits and (reason := limits[name].refusal(value)):
+            raise UsageError(f"{option} {value}: {reason}")
+    try:
+        from ..serve.app import server
+    except ImportError as error:
+        raise UsageError(
+            f"crossdraft serve needs the package {error.name}; install it with: pip install 'crossdraft[serve]'"
+        ) from None
+    served = offered(args)
+    taken = listening(args.host, args.port)
+    host, port = taken.getsockname()[:2]
+    print(f"crossdraft: {served.title}; {args.slots} slots, {served.length} tokens each")
+    print(f"crossdraft: {PURPOSE}")
+    print(f"crossdraft: http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+    try:
+        server(served, most_waiting=args.waiting).run(sockets=[taken])
+    except KeyboardInterrupt:  # uvicorn has ended in good order, and raises the signal again
+        print("crossdraft: the server has ended")
+    return 0
+
+
+def offered(args: argparse.Namespace) -> Any:
+    """The pair over the target, with its slots."""
+    from ..decoding.asked import checked_sampling
+    from ..decoding.generate import fitting_pair, pair_decoder
+    from ..models.load import load_model
+    from ..runs.yaml_values import yaml_value
+    from ..serve.asked import Served
+
+    def strategy(option: str, text: str) -> Any:
+        return yaml_value(text, lambda line: f"--{option}") if text.lstrip().startswith("{") else text
+
+    sampling = checked_sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
+    rule = None if args.verifier is None else strategy("verifier", args.verifier)
+    pair = fitting_pair(strategy("drafter", args.drafter), rule, sampling)
+    target = load_model(args.target, dtype=args.dtype, trust_remote_code=args.target in trusted(args, (args.target,)))
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer; a server answers in text")
+    most = args.max_length or min(4096, target.context_length or 4096)
+    if target.context_length is not None and most > target.context_length:
+        raise UsageError(f"--max-length {most} is more than the target's context of {target.context_length} tokens")
+    decoder = pair_decoder(
+        target,
+        *pair,
+        most,
+        sampling=sampling,
+        batch_size=args.slots,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+    )
+    title = (
+        f"{target.name}, drafter {pair[0][0].name}, verifier {pair[1][0].name}, temperature {sampling.temperature:g}"
+    )
+    return Served(target, decoder, args.max_new_tokens, most, title)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens; UsageError where it cannot."""
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"cannot listen at --host {host} --port {port}: {error}") from None

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over the decode loop, for evaluation."""
