@@ -89,7 +89,7 @@ def _draw(one: Map) -> tuple[Any, str]:
         axis.ticker = list(range(len(values)))
         axis.major_label_overrides = {i: str(value) for i, value in enumerate(values)}
     reach = max((abs(value - 1) for value in one.cells.values()), default=0.0) or 1.0
-    data: dict[str, list[Any]] = {key: [] for key in ("x", "y", "gamma", "b", "value", "text", "colour", "alpha")}
+    data: dict[str, Any] = {key: [] for key in ("x", "y", "gamma", "b", "value", "text", "colour", "alpha")}
     for (gamma, batch_size), value in one.cells.items():
         colour = "#0079bf" if value >= 1 else "#d64545"
         row = (batch_sizes.index(batch_size), gammas.index(gamma), gamma, batch_size, value, f"{value:.2f}", colour)

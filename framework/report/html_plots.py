@@ -218,7 +218,7 @@ def _categories(results: list[CellResult]) -> tuple[Any, str] | None:
     plot, legend, most = blank("", "block efficiency", x_range=x), [], 0.0
     for i, result in enumerate(found):
         assert result.metrics is not None
-        rows: dict[str, list[Any]] = {key: [] for key in ("x", "y", "low", "high", "pair", "category")}
+        rows: dict[str, Any] = {key: [] for key in ("x", "y", "low", "high", "pair", "category")}
         for name, numbers in result.metrics.by_category.items():
             if (efficiency := numbers.block_efficiency) is None:
                 continue
@@ -249,7 +249,7 @@ def _time(results: list[CellResult]) -> tuple[Any, str] | None:
     if not found:
         return None
     names = [f"{i + 1}. {plain_text(pair_of(r))}" for i, r in enumerate(found)]
-    data: dict[str, list[Any]] = {"cell": names, "to_": [0.0] * len(found)}
+    data: dict[str, Any] = {"cell": names, "to_": [0.0] * len(found)}
     for before, phase in zip(("", *PHASES), PHASES, strict=False):
         data[phase] = [100 * r.metrics.shares.get(phase, 0.0) for r in found if r.metrics]
         data[f"to_{phase}"] = [end + share for end, share in zip(data[f"to_{before}"], data[phase], strict=True)]
