@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .framework.contracts.lm import LM
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
     from .framework.contracts.rng import RoundRng
-    from .framework.contracts.rounds import Piece, Response, Round, RoundEvent
+    from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
@@ -54,6 +54,7 @@ __all__ = [
     "Backend",
     "Batch",
     "Checkpoint",
+    "Chunk",
     "ContractError",
     "CrossdraftError",
     "Draft",
@@ -68,7 +69,6 @@ __all__ = [
     "ModelError",
     "ModelSource",
     "NumericalError",
-    "Piece",
     "Prompt",
     "Register",
     "ResolvedModel",
@@ -136,7 +136,7 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
-    "Piece": ".framework.contracts.rounds",
+    "Chunk": ".framework.contracts.rounds",
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",

@@ -80,7 +80,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """What a sequence said in a round, as :func:`crossdraft.stream` gives it.
 
     Attributes:

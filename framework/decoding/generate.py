@@ -15,7 +15,7 @@ from typing import Any
 from ..contracts.errors import UsageError
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Piece, Request, Response, RoundEvent, raise_failed
+from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.load import load_model
 from .asked import check_streamer, checked_sampling, encoded, ids, limits, separate, stop_strings, tell, whole
@@ -173,7 +173,7 @@ def stream(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     on_round: Callable[[RoundEvent], None] | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[Chunk]:
     """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
 
     Arguments are checked by this call; decoding waits for the first piece to be asked for. The pieces of a prompt come
@@ -188,7 +188,7 @@ def stream(
     return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
 
 
-def _streamed(call: _Call) -> Iterator[Piece]:
+def _streamed(call: _Call) -> Iterator[Chunk]:
     responses = []
     for piece in call.pieces():
         if piece.response is not None:
@@ -207,7 +207,7 @@ class _Call:
     live: bool
     on_round: Callable[[RoundEvent], None] | None
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Chunk]:
         if self.decoder is not None:
             outputs = Outputs(self.decoder, live=self.live, on_round=self.on_round)
             for pieces in outputs.rounds(zip(self.requests, self.outputs, strict=True)):

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from ..contracts.rounds import Piece, Request, Response, RoundEvent
+from ..contracts.rounds import Chunk, Request, Response, RoundEvent
 from .loop import Decoder
 from .text import Text, decoded
 
@@ -42,11 +42,11 @@ class Output:
             return "stop"
         return "given up" if self.given_up else None
 
-    def piece(self, index: int) -> Piece:
+    def piece(self, index: int) -> Chunk:
         """What is new since the last piece."""
         return self._piece(index, None if self.text is None else self.text.piece())
 
-    def last(self, response: Response) -> Piece:
+    def last(self, response: Response) -> Chunk:
         """The last piece, with the response cut where a stop string was completed, and its text."""
         rest = None
         if self.text is not None:
@@ -65,9 +65,9 @@ class Output:
             response.rounds[-1] = replace(cut, emitted=emitted, tau=min(cut.tau, emitted))
         return self._piece(response.index, rest, response)
 
-    def _piece(self, index: int, text: str | None, response: Response | None = None) -> Piece:
+    def _piece(self, index: int, text: str | None, response: Response | None = None) -> Chunk:
         new, self._given = slice(self._given, len(self.tokens)), len(self.tokens)
-        return Piece(index, self.tokens[new], text, self.logprobs[new] or None, response)
+        return Chunk(index, self.tokens[new], text, self.logprobs[new] or None, response)
 
 
 class Outputs:
@@ -85,7 +85,7 @@ class Outputs:
         self._open: dict[int, Output] = {}
         decoder.on_round = self._hear
 
-    def rounds(self, waiting: Iterable[tuple[Request, Output] | None]) -> Generator[list[Piece], None, None]:
+    def rounds(self, waiting: Iterable[tuple[Request, Output] | None]) -> Generator[list[Chunk], None, None]:
         """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
         try:
             with closing(self._decoder.rounds(self._opened(waiting), on_error="finish")) as rounds:

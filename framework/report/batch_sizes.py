@@ -13,6 +13,7 @@ from ..runs.titles import group_title, verifier_title
 from .layout import tabulated
 
 if TYPE_CHECKING:
+    from ..runs.recipe import CellConfig
     from ..runs.records import CellResult
     from .summary import Summary
 
@@ -32,9 +33,7 @@ class Pair:
     @property
     def single_draft(self) -> bool:
         """Does it draft chains?"""
-        config = next(iter(self.results.values())).config
-        drafter = plugins.get("drafters", config.drafter.name)
-        return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).drawn == "chain"
+        return drafts_chains(next(iter(self.results.values())).config)
 
 
 @dataclass
@@ -43,6 +42,12 @@ class Series:
 
     pairs: list[Pair] = field(default_factory=list)
     baselines: dict[int, CellResult] = field(default_factory=dict)
+
+
+def drafts_chains(config: CellConfig) -> bool:
+    """Does the drafter of a cell draft chains?"""
+    drafter = plugins.get("drafters", config.drafter.name)
+    return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).drawn == "chain"
 
 
 def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:

@@ -30,8 +30,7 @@ _INTRODUCTION = "Every number on this page was written by `crossdraft report` fr
 
 def page(runs: Sequence[FinishedRun]) -> str:
     """The page: contents if there are several runs, then a section for each."""
-    often = Counter(run.name for run in runs)
-    titles = [run.name if often[run.name] == 1 else run.summary.directory.name for run in runs]
+    titles = titles_of(runs)
     parts = ["# Results", _INTRODUCTION]
     if len(runs) > 1:
         # A heading's link is its text in lower case without the dots.
@@ -43,6 +42,12 @@ def page(runs: Sequence[FinishedRun]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
+    """What each run is called: its name, or its directory's where several have that name."""
+    often = Counter(run.name for run in runs)
+    return [run.name if often[run.name] == 1 else run.summary.directory.name for run in runs]
+
+
 def _section(title: str, run: FinishedRun) -> list[str]:
     summary = summary_markdown(run.summary).partition("\n")[2]
     parts = [f"## {title}", re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip()]
@@ -50,7 +55,7 @@ def _section(title: str, run: FinishedRun) -> list[str]:
         parts.append("\n".join(run.remarks))
     if table := side_by_side(run.summary.results):
         parts += ["### Rules side by side", "In brackets: the gain over the first rule of the row.", table]
-    parts += ["### How it was measured", tabulate(_conditions(run), headers=["", ""], tablefmt="github")]
+    parts += ["### How it was measured", tabulate(conditions(run), headers=["", ""], tablefmt="github")]
     return parts
 
 
@@ -107,7 +112,7 @@ def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, Cell
 # -- conditions ---------------------------------------------------------------------------------------------------
 
 
-def _conditions(run: FinishedRun) -> list[tuple[str, str]]:
+def conditions(run: FinishedRun) -> list[tuple[str, str]]:
     """What a reader needs to judge the numbers and to make them again."""
     environment, results = run.environment, run.summary.results
     versions, cpu = environment.get("versions", {}), environment.get("cpu", {})

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from ..contracts.errors import CrossdraftError
 from ..contracts.limits import LINE_BYTES
 from ..contracts.reading import parse_json
-from ..contracts.rounds import Piece
+from ..contracts.rounds import Chunk
 from ..contracts.rounds import Response as Answer
 from ..decoding.outputs import Output
 from .asked import Asked, Refused, Served, asked
@@ -161,15 +161,15 @@ async def _whole(http: HttpRequest, telling: Telling, client: Client, worker: Wo
         worker.give_up(jobs)
 
 
-async def _collected(client: Client, choices: int) -> list[Piece] | Failed:
+async def _collected(client: Client, choices: int) -> list[Chunk] | Failed:
     """The whole answers as one piece each, or the first that failed."""
-    found: dict[int, Piece] = {}
+    found: dict[int, Chunk] = {}
     while len(found) < choices:
         for choice, piece in await client.fetch():
             if isinstance(piece, Failed):
                 return piece
             if (one := piece.response) is not None:
-                found[choice] = Piece(piece.index, one.tokens, one.text, one.logprobs, one)
+                found[choice] = Chunk(piece.index, one.tokens, one.text, one.logprobs, one)
     return [found[choice] for choice in range(choices)]
 
 

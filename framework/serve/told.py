@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from ..contracts.rounds import Piece, Response
+from ..contracts.rounds import Chunk, Response
 from ..decoding.text import Text
 from .asked import Asked
 
@@ -40,7 +40,7 @@ class Telling:
             return []
         return [self._chunk(i, delta={"role": "assistant", "content": ""}) for i in range(len(self._asked.requests))]
 
-    def part(self, choice: int, piece: Piece) -> dict[str, Any] | None:
+    def part(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
         """The chunk of a piece; None where it says nothing yet, because its text is held back."""
         done = piece.response is not None
         if not (piece.text or done or (self._asked.logprobs and piece.tokens)):
@@ -50,7 +50,7 @@ class Telling:
         said = {"delta": {"content": piece.text} if piece.text else {}} if self._asked.chat else {"text": piece.text}
         return self._chunk(choice, finish_reason=finish, logprobs=logprobs, **said)
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: list[Chunk]) -> dict[str, Any]:
         """All answers at once; ``pieces``: the whole of each, in order."""
         choices, responses = [], [piece.response for piece in pieces if piece.response is not None]
         for i, (piece, response) in enumerate(zip(pieces, responses, strict=True)):
@@ -84,7 +84,7 @@ class Telling:
     def _chunk(self, choice: int, **said: Any) -> dict[str, Any]:
         return {**self._part, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **said}]}
 
-    def _logprobs(self, choice: int, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
         """At temperature 0 every log P is 0."""
         if not self._asked.logprobs:
             return None

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from ..contracts.errors import CrossdraftError, first_line
-from ..contracts.rounds import Piece, Request
+from ..contracts.rounds import Chunk, Request
 from ..decoding.loop import Decoder
 from ..decoding.outputs import Output, Outputs
 
@@ -33,16 +33,16 @@ class Client:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop, self._news = loop, asyncio.Event()
         self._lock = threading.Lock()
-        self._pieces: list[tuple[int, Piece | Failed]] = []
+        self._pieces: list[tuple[int, Chunk | Failed]] = []
 
-    def put(self, choice: int, piece: Piece | Failed) -> None:
+    def put(self, choice: int, piece: Chunk | Failed) -> None:
         """From any thread; never waits for the client."""
         with self._lock:
             self._pieces.append((choice, piece))
         with suppress(RuntimeError):  # the loop is closed: nobody will ask
             self._loop.call_soon_threadsafe(self._news.set)
 
-    async def fetch(self) -> list[tuple[int, Piece | Failed]]:
+    async def fetch(self) -> list[tuple[int, Chunk | Failed]]:
         """All that came since the last time, at least one: which answer, and a piece of it or why it failed."""
         await self._news.wait()
         self._news.clear()
@@ -150,7 +150,7 @@ class Worker:
                     self._running[job.request.index] = job
             yield None if job is None else (job.request, job.output)
 
-    def _hand_out(self, pieces: Sequence[Piece]) -> None:
+    def _hand_out(self, pieces: Sequence[Chunk]) -> None:
         for piece in pieces:
             job, response = self._running[piece.index], piece.response
             if response is not None:

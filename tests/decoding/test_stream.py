@@ -12,7 +12,7 @@ from tiny_models import save_model
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from crossdraft import LoadedModel, NumericalError, Piece, RoundEvent, generate, load_model, stream
+from crossdraft import Chunk, LoadedModel, NumericalError, RoundEvent, generate, load_model, stream
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.decoding.loop import Decoder
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory: Any) -> LoadedModel:
     return load_model(save_model(tmp_path_factory.mktemp("models") / "target"), dtype="float32", device="cpu")
 
 
-def joined(pieces: list[Piece]) -> dict[int, list[Piece]]:
+def joined(pieces: list[Chunk]) -> dict[int, list[Chunk]]:
     found = defaultdict(list)
     for piece in pieces:
         found[piece.index].append(piece)

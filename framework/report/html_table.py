@@ -1,0 +1,186 @@
+"""The cells of runs as rows of the page's table, and what the page says of their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import plugins
+from ..runs.sources import source_of
+from ..runs.titles import group_title, is_lossless, verifier_title
+from .layout import not_certified
+
+if TYPE_CHECKING:
+    from ..runs.intervals import Estimate
+    from ..runs.records import CellResult
+    from .finished import FinishedRun
+
+RUNS = Sequence[tuple[str, "FinishedRun"]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its header, what it means, and whether readers choose among its values."""
+
+    key: str
+    header: str
+    meaning: str
+    chosen: bool = False
+
+
+COLUMNS = (
+    Column("run", "run", "The run that the cell belongs to.", True),
+    Column("drafter", "drafter", "What proposes tokens; none is plain decoding, the baseline.", True),
+    Column("verifier", "verifier", "The rule that accepts or rejects them; lossy ones change what is said.", True),
+    Column("setting", "setting", "Temperature, and whatever else varies but drafter, rule and batch size.", True),
+    Column("batch_size", "B", "Batch size: sequences that are decoded together.", True),
+    Column(
+        "block_efficiency",
+        "BE",
+        "Block efficiency: tokens emitted per target call, bonus or correction included, over the rounds that had room "
+        "for a whole draft; with its 95 % interval.",
+    ),
+    Column("first", "Pr(τ ≥ 1)", "Share of the rounds in which the first drafted token was accepted."),
+    Column("rows", "rows/tok", "Positions that the target evaluates per token emitted."),
+    Column("rate", "tok/s", "Tokens per second of all sequences together, at the pace of the quiet rounds."),
+    Column("per_user", "tok/s/user", "Tokens per second of one sequence: tok/s over the batch size."),
+    Column(
+        "speed_up",
+        "speed-up",
+        "Of tok/s over plain decoding of the same group, measured side by side; with its 95 % interval.",
+    ),
+    Column("draft", "draft %", "Share of the decoding time spent in drafting, the drafter's prefill included."),
+    Column("same", "same %", "At temperature 0: responses that equal plain decoding's, token for token."),
+)
+
+
+def where(title: str, run: FinishedRun, result: CellResult, several: bool) -> str:
+    """A cell in words: its run, if there are several, its pair and its group."""
+    config = result.config
+    cells = [r.config for r in run.summary.results]
+    pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
+    return ", ".join([*([title] if several else []), pair, group_title(config, cells)])
+
+
+def cells_of(runs: RUNS) -> list[dict[str, dict[str, Any]]]:
+    """A row for every finished cell: by the column's key a value to show (`text`), one to sort by (`order`), and of an
+    estimate its `bar`: left end, value and right end in per cent of the column's width."""
+    every = [(title, run, r) for title, run in runs for r in run.summary.results if r.metrics is not None]
+    most: dict[str, float] = {}
+    for _, _, result in every:
+        for key in ("block_efficiency", "speed_up"):
+            if found := getattr(result.metrics, key):
+                most[key] = max(most.get(key, 1.0), found.high or found.value)
+    return [_row(title, run, result, most) for title, run, result in every]
+
+
+def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float]) -> dict[str, dict[str, Any]]:
+    config, metrics = result.config, result.metrics
+    assert metrics is not None
+    plain = config.is_baseline
+    setting = group_title(config, [r.config for r in run.summary.results], but="batch_size")
+    same = metrics.same_as_baseline
+    return {
+        "run": _text(title),
+        "drafter": _text(config.drafter.title),
+        "verifier": _text("" if plain else verifier_title(config)),
+        "setting": _text(setting),
+        "batch_size": {"text": str(config.batch_size), "order": config.batch_size, "bar": None},
+        "block_efficiency": _estimate(None if plain else metrics.block_efficiency, most.get("block_efficiency", 1.0)),
+        "first": _number(metrics.acceptance[0] if metrics.acceptance and not plain else None, ".2f"),
+        "rows": _number(metrics.target_rows_per_token, ".2f"),
+        "rate": _number(metrics.tokens_per_second, ".1f"),
+        "per_user": _number(metrics.tokens_per_second / config.batch_size, ".1f"),
+        "speed_up": _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0)),
+        "draft": _number(100 * metrics.shares.get("draft", 0.0), ".0f"),
+        "same": _number(None if plain or same is None else 100 * same, ".0f"),
+    }
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"text": text, "order": None, "bar": None}
+
+
+def _number(value: float | None, form: str) -> dict[str, Any]:
+    """Cells without a number are sorted below all others."""
+    return {"text": "" if value is None else f"{value:{form}}", "order": -1.0 if value is None else value, "bar": None}
+
+
+def _estimate(found: Estimate | None, most: float) -> dict[str, Any]:
+    if found is None:
+        return _number(None, ".2f")
+    low, high = (found.value if end is None else end for end in (found.low, found.high))
+    interval = f" [{low:.2f}, {high:.2f}]" if found.low is not None else ""
+    bar = {name: round(100 * end / most, 2) for name, end in (("low", low), ("value", found.value), ("high", high))}
+    return {
+        "text": f"{found.value:.2f}",
+        "interval": interval,
+        "order": found.value,
+        "bar": bar | {"one": round(100 / most, 2), "width": round(bar["high"] - bar["low"], 2)},
+    }
+
+
+def columns_of(runs: RUNS, cells: Sequence[dict[str, dict[str, Any]]]) -> list[Column]:
+    """The columns that say something; which run a cell is of is told where there are several."""
+    return [c for c in COLUMNS[len(runs) == 1 :] if any(row[c.key]["text"] for row in cells)]
+
+
+def filters_of(
+    columns: Sequence[Column], cells: Sequence[dict[str, dict[str, Any]]]
+) -> list[tuple[int, Column, list[str]]]:
+    """What readers may choose: the place of a column, the column, its values; columns with one value are left out."""
+    found = []
+    for i, column in enumerate(columns):
+        values = list(dict.fromkeys(row[column.key]["text"] for row in cells))
+        if column.chosen and len(values) > 1:
+            found.append((i, column, [value for value in values if value]))
+    return found
+
+
+def best_of(runs: RUNS) -> list[tuple[str, str, str]]:
+    """The greatest speed-up and the greatest block efficiency of the lossless cells: what, how much, which cell."""
+    found = []
+    for what, key in (("greatest speed-up", "speed_up"), ("greatest block efficiency", "block_efficiency")):
+        cells = [
+            (getattr(r.metrics, key), title, run, r)
+            for title, run in runs
+            for r in run.summary.results
+            if r.metrics and not r.config.is_baseline and is_lossless(r.config) and getattr(r.metrics, key)
+        ]
+        if cells:
+            estimate, title, run, result = max(cells, key=lambda cell: cell[0].value)
+            interval = "" if estimate.low is None else f" [{estimate.low:.2f}, {estimate.high:.2f}]"
+            found.append((what, f"{estimate.value:.2f}{interval}", where(title, run, result, len(runs) > 1)))
+    return found
+
+
+def certificates(runs: RUNS) -> list[dict[str, str]]:
+    """What is known of every verifier: what it promises, whether that was certified, whose code it is."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for _, run in runs:
+        for result in run.summary.results:
+            config = result.config
+            if config.is_baseline:
+                continue
+            source = result.provenance.get("verifier")
+            source = source if isinstance(source, dict) else {}
+            digest = str(source.get("sha256") or "")
+            installed = source_of(plugins.get("verifiers", config.verifier.name))["sha256"]
+            if not is_lossless(config):
+                says, state = "lossy: it changes what the target says", "there is nothing to certify"
+            elif digest != installed:
+                says, state = "lossless", "not known: what was measured is not the code that is installed here"
+            elif not_certified(config):
+                says, state = "lossless", "not certified on the machine that made this page"
+            else:
+                says, state = "lossless", "certified lossless by enumeration of all outputs"
+            code = " ".join(str(source.get(key) or "") for key in ("distribution", "version")).strip()
+            found[config.verifier.name, digest] = {
+                "verifier": config.verifier.name,
+                "promise": says,
+                "certificate": state,
+                "code": code,
+                "sha256": digest,
+            }
+    return list(found.values())
