@@ -259,7 +259,7 @@ def visible(draws: int, law: Tensor, level: float, degrees: int) -> float | None
     if p >= 1 or degrees < 1:
         return None
     critical = chi2.isf(level, degrees)
-    needed = brentq(lambda x: float(ncx2.sf(critical, degrees, x)) - POWER, 1e-9, 1e7)
+    needed: Any = brentq(lambda x: float(ncx2.sf(critical, degrees, x)) - POWER, 1e-9, 1e7)
     return math.sqrt(float(needed) * p * (1 - p) / draws)
 
 

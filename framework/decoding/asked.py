@@ -35,6 +35,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
     """Strings that end an answer, from a user: one, several or none; UsageError for what can be none."""
+    found: tuple[Any, ...]
     found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
     for one in found:
         if not isinstance(one, str) or not one:

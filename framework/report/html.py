@@ -123,7 +123,7 @@ def _table_styles() -> str:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text("utf-8")
+    return (files(str(__package__)) / "assets" / name).read_text("utf-8")
 
 
 def _script(text: str) -> str:

@@ -1,5 +1,8 @@
 """Speed-ups by draft length and batch size, with the line at which drafting stops paying."""
 
+# Bokeh's annotations say what its properties hold, not what they take.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

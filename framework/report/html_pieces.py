@@ -3,6 +3,9 @@
 What a plot calls people's things is text and never a formula, for which Bokeh would ask a server.
 """
 
+# Bokeh's annotations say what its properties hold, not what they take.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

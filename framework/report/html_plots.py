@@ -4,6 +4,9 @@ A panel asks one thing of the cells; a choice is its answer for one group of cel
 one at a time. One colour is one pair within a plot.
 """
 
+# Bokeh's annotations say what its properties hold, not what they take.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
