@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,6 +31,11 @@ PAIRS = [
     for name, rule in RULES.items()
     for shape in SHAPES
     if SHAPES[shape] in traits_of(rule).drawn and not (traits_of(rule).pairs_only and shape == "without-replacement")
+]
+#: The same, but a rule's second and later shapes are for slow tests.
+ONE_SHAPE = [
+    pytest.param(*pair, marks=[pytest.mark.slow] if pair[0] in {name for name, _ in PAIRS[:i]} else [])
+    for i, pair in enumerate(PAIRS)
 ]
 LOSSLESS = [pair for pair in PAIRS if traits_of(RULES[pair[0]]).lossless]
 SEEDS = st.integers(0, 2**31)

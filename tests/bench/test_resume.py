@@ -180,6 +180,8 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     (tmp_path / "helping.py").write_text("LENGTH = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     install("drafters", ("mine", "my_drafter:Mine"))
+    for known in (sources._digest, sources._file, sources._installed, sources._imports):
+        known.cache_clear()  # of tests that had a module of this name
     settings = [*SETTINGS, "drafters=[mine]"]
     assert "running 2 cells" in bench(*settings)[2]
     assert "reusing 2 cells" in bench(*settings)[2]
