@@ -78,6 +78,7 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert result.metrics.tokens_per_second_wall == counted / result.metrics.decode_seconds
 
 
+@pytest.mark.slow
 def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     compiled: list[Any] = []
 

@@ -142,7 +142,14 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
     assert f"changed: the weights of {name}; the config, tokenizer or templates of {name}\n" in bench(*settings)[2]
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "config.json",
+        "tokenizer.json",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("chat_template.jinja", "generation_config.json")],
+    ],
+)
 def test_changed_settings_of_a_model_are_measured_again(
     bench: Any, tmp_path: Path, models: dict[str, str], file: str
 ) -> None:

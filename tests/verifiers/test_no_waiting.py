@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_trees import ONE_SHAPE, RULES, random_draft
+from random_trees import PAIRS, RULES, random_draft
 from torch import Tensor
 
 from crossdraft.framework.contracts.draft import Draft, Verdict
@@ -34,7 +34,8 @@ def judge_without_values(verifier: Verifier, shape: str) -> None:
         verifier.observe([min(int(count), 1 + position) for count in draft.count], draft.count.tolist())
 
 
-@pytest.mark.parametrize("name, shape", ONE_SHAPE)
+@pytest.mark.slow  # the contract of each rule looks, too
+@pytest.mark.parametrize("name, shape", PAIRS)
 def test_no_verifier_waits_for_the_device(name: str, shape: str) -> None:
     judge_without_values(RULES[name](), shape)
 
