@@ -67,6 +67,7 @@ class TestTreeWithoutReplacement(DrafterContract):
     options = {"model": "toy", "branching": [2, 2]}
 
 
+@pytest.mark.slow
 class TestTreeOfGreedySiblings(DrafterContract):
     drafter = "small-lm-tree"
     options = {"model": "toy", "branching": [2, 1], "siblings": "greedy"}
