@@ -87,8 +87,8 @@ def candidates_of(
     """
     from ..decoding.build import configured
     from ..replay import model_free
-    from ..replay.force import Asked
-    from ..replay.replay import Candidate, rules_for, with_gamma
+    from ..replay.force import Asked, deepened
+    from ..replay.replay import Candidate, rules_for
     from ..replay.side_by_side import SideBySide
 
     if reason := MOST_LISTED.refusal(drafters):
@@ -106,7 +106,7 @@ def candidates_of(
         chosen = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(chosen) > MOST_REPLAYED or min(chosen) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
-        config = with_gamma(cls, config, max(chosen))
+        config = deepened(cls, config, max(chosen))
         law = sampling or Sampling()
         rules = rules_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), law)
         depth = cls.traits(config, law).depth

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from ..contracts.draft import on_device
@@ -41,9 +40,3 @@ def pieces(lm: LM, texts: Sequence[Response], width: int) -> Generator[Tensor]:
             lm.keep([0] * rows)
             for row in busy:
                 lm.retire(row)
-
-
-def laid_out(log_q: np.ndarray, depth: int) -> np.ndarray:
-    """``[T, depth]``: ``log_q[t + j]`` at (t, j), -inf behind the end."""
-    padded = np.concatenate([log_q, np.full(depth, -np.inf)])
-    return np.lib.stride_tricks.sliding_window_view(padded, depth)[: len(log_q)]

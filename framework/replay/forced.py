@@ -32,3 +32,9 @@ class Forced:
     log_p: np.ndarray
     sums: Sums | None = None
     log_top: np.ndarray | None = None
+
+
+def ahead(values: np.ndarray, depth: int, beyond: float = 0.0) -> np.ndarray:
+    """``[T, depth]``: ``values[t + j]`` at (t, j), ``beyond`` behind the end."""
+    padded = np.concatenate([values, np.full(depth, beyond)])
+    return np.lib.stride_tricks.sliding_window_view(padded, depth)[: len(values)]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..contracts.errors import NumericalError, UsageError
-from .forced import Forced
+from .forced import Forced, ahead
 from .sequences import CHAINS, many
 
 #: Rules whose acceptance follows from log P and log Q of what was said, and what of them: by name, because an identity
@@ -110,12 +110,6 @@ def certain(forced: Sequence[Forced]) -> list[np.ndarray] | None:
     found = np.logical_and.accumulate(agrees, axis=1).astype(np.float64)
     ends = np.cumsum([len(one.log_p) for one in forced])
     return [found[end - len(one.log_p) : end] for end, one in zip(ends, forced, strict=True)]
-
-
-def ahead(values: np.ndarray, depth: int) -> np.ndarray:
-    """``[T, depth]``: ``values[t + j]`` at (t, j), 0 beyond the end."""
-    padded = np.concatenate([values, np.zeros(max(depth - 1, 0))])
-    return np.lib.stride_tricks.sliding_window_view(padded, depth)[: len(values)]
 
 
 def check(forced: Forced, inside: np.ndarray) -> None:

@@ -19,7 +19,6 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from .. import plugins
-from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, UsageError
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
@@ -245,11 +244,3 @@ class _Positions:
             self._aside.replace(self._path)
         else:
             self._aside.unlink(missing_ok=True)
-
-
-def with_gamma(cls: type[Drafter], config: Any, gamma: int) -> Any:
-    """The config with another ``gamma``, the same where it has none."""
-    if "gamma" not in cls.Config.model_fields:
-        return config
-    given = config.model_dump(exclude_unset=True) | {"gamma": gamma}
-    return configured("drafters", {**given, "name": cls.name})[1]

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..contracts.draft import on_device
 from ..contracts.drafter import DraftContext, TextLaw
 from ..contracts.errors import NumericalError
-from .along import laid_out, pieces
-from .forced import Forced
+from .along import pieces
+from .forced import Forced, ahead
 from .response import Response
 from .sequences import Sums, sums
 from .walk import context_length_of, ended, room
@@ -137,10 +137,10 @@ def _laid(
     reach = np.array([room(most, end, context_length) for end in ends], dtype=np.int64)
     if read.stops:
         reach = np.minimum(reach, _until(torch.cat(read.stops, 1)[row, :n].cpu().numpy(), reading.law.keeps_last))
-    cells = laid_out(own, depth)
+    cells = ahead(own, depth, -np.inf)
     cells = np.where(np.arange(depth) < reach[:, None], cells, -np.inf)
     joined = Sums.joined(read.parts[row]) if read.parts[row] else None
-    best = laid_out(_joined(read.log_top, row, n), depth) if reading.tops else None
+    best = ahead(_joined(read.log_top, row, n), depth, -np.inf) if reading.tops else None
     return Forced(ended(cells), reach, log_p, joined, best)
 
 

@@ -12,8 +12,8 @@ import torch
 from crossdraft.framework.contracts.errors import ContractError, UsageError
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.replay import replay as module
-from crossdraft.framework.replay.forced import Forced
-from crossdraft.framework.replay.identities import ahead, survival
+from crossdraft.framework.replay.forced import Forced, ahead
+from crossdraft.framework.replay.identities import survival
 from crossdraft.framework.replay.replay import Candidate, replay, rules_for
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.rounds import Acceptance, expected
