@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..contracts.errors import UsageError, first_line
+from ..contracts.files import replace_text
 from ..contracts.limits import CONFIG_BYTES
 from ..contracts.reading import read_json
 from ..models.device import cache_dir
@@ -157,10 +158,7 @@ def save_curve(curve: CostCurve) -> Path:
     key = digest({"sha256": curve.sha256, "dtype": curve.dtype, "device": dict(curve.device)})
     path = curves_dir() / f"{key}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".new")
-        aside.write_text(json.dumps(curve.to_json(), indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
+        replace_text(path, json.dumps(curve.to_json(), indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"cannot keep the cost curve in {path.parent}: {error.strerror}") from None
     return path

@@ -7,13 +7,12 @@ since has to be certified again, and so has every rule when crossdraft changes.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..contracts.files import replace_text
 from .sources import source_of
 
 #: In the cache directory.
@@ -44,15 +43,7 @@ def remember(rules: Iterable[type[Any]], directory: Path) -> None:
         return
     same = {(entry["name"], entry["distribution"]) for entry in new}
     kept = [entry for entry in _read(directory / FILE) if (entry["name"], entry["distribution"]) not in same]
-    directory.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=directory, prefix=FILE)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"certified": kept + new}, file, indent=1)
-        os.replace(aside, directory / FILE)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    replace_text(directory / FILE, json.dumps({"certified": kept + new}, indent=1))
 
 
 def _ours(rule: type[Any]) -> bool:

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from pyarrow import parquet
 
 from ..contracts.errors import UsageError
+from ..contracts.files import replace_text
 from .metrics import Metrics, Piece, RoundRecord
 from .recipe import CellConfig
 from .records import CellResult
@@ -34,8 +35,9 @@ from .records import CellResult
 logger = logging.getLogger(__name__)
 
 #: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: rounds
-#: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept.
-FORMAT = 4
+#: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept. 5: pieces have what
+#: their rounds waited.
+FORMAT = 5
 
 _ROUNDS = pa.schema(
     [
@@ -122,17 +124,7 @@ class RunDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the run, replacing it in one step; it is on the disk when this returns."""
-        file = self.path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
-            with aside.open("w", encoding="utf-8", errors="surrogatepass") as opened:
-                opened.write(text)
-                opened.flush()
-                os.fsync(opened.fileno())
-            aside.replace(file)
-        finally:
-            aside.unlink(missing_ok=True)
+        replace_text(self.path / name, text)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of the run, empty if it is not there or damaged."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..contracts.errors import CrossdraftError, UsageError
+from ..contracts.files import PART, replacing
 
-#: What is written aside, before it is whole.
-_PART = ".part"
+#: Begins the name of a directory that is not whole yet.
 _ASIDE = ".export-"
 
 
@@ -49,7 +49,7 @@ def claimed(directory: Path) -> Iterator[None]:
             for left in list(directory.iterdir()):
                 if left.name.startswith(_ASIDE):
                     shutil.rmtree(left, ignore_errors=True)
-                elif left.suffix == _PART and left.is_file():
+                elif left.suffix == PART and left.is_file():
                     left.unlink(missing_ok=True)
         yield
     finally:
@@ -86,17 +86,9 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         CrossdraftError: it could not be written; the old one is kept.
     """
-    part = path.with_name(path.name + _PART)
     with writing(path):
-        try:
-            with part.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())  # a new name must not stand on old nothing
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            write(file)
         _sync_names(path.parent)
 
 
