@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import plugins
 from ..contracts.errors import CrossdraftError, ModelError, first_line, printable, quoted
-from ..contracts.limits import MOST_WIDTH
 from ..contracts.models import LoadedModel, ResolvedModel
 from .configs import check_against_weights, check_files, read_config
 from .device import pick_device, pick_dtype
@@ -24,10 +23,11 @@ from .digests import weights_sha256
 from .meanwhile import Meanwhile
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
+from .tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,13 @@ def load_transformers(
         name=name,
         source=found.source,
         sha256=weights_sha256(found.path),
-        eos_token_ids=_eos_token_ids(name, model, tokenizer),
+        eos_token_ids=eos_token_ids(
+            name,
+            *(
+                getattr(holder, "eos_token_id", None)
+                for holder in (model.generation_config, model.config.get_text_config(), tokenizer)
+            ),
+        ),
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
     )
 
@@ -205,17 +211,6 @@ def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[s
     if owner is None:
         raise ModelError(f"{name} has no tokenizer: {path} has none of {listed(_TOKENIZER_FILES)}")
     return owner.tokenizer
-
-
-def _eos_token_ids(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    found: set[int] = set()
-    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        for one in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
-            if type(one) is not int or not 0 <= one < MOST_WIDTH:
-                raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
-            found.add(one)
-    return tuple(sorted(found))
 
 
 @contextmanager

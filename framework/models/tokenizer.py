@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..contracts.errors import ModelError, first_line
+from ..contracts.errors import ModelError, first_line, quoted
+from ..contracts.limits import MOST_WIDTH
 from .resolve import resolve
 
 #: Files that may name the ids that end a sequence.
@@ -19,7 +20,7 @@ class TokenizerOf:
 
     model: str
     tokenizer: Any
-    eos_token_ids: frozenset[int]
+    eos_token_ids: tuple[int, ...]
 
 
 def load_tokenizer(name: str) -> TokenizerOf:
@@ -31,16 +32,26 @@ def load_tokenizer(name: str) -> TokenizerOf:
         tokenizer = AutoTokenizer.from_pretrained(found.path, local_files_only=True)
     except Exception as error:  # whatever transformers and its backends raise about a bad directory
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
-    holders = [{"eos_token_id": tokenizer.eos_token_id}]
+    ends = [tokenizer.eos_token_id]
     for file in _FILES:
         try:
             config = json.loads((found.path / file).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
         nested = config.get("text_config") if isinstance(config, dict) else None
-        holders += [holder for holder in (config, nested) if isinstance(holder, dict)]
-    ids: set[int] = set()
-    for holder in holders:
-        eos = holder.get("eos_token_id")
-        ids |= {one for one in (eos if isinstance(eos, list) else [eos]) if type(one) is int}
-    return TokenizerOf(name, tokenizer, frozenset(ids))
+        ends += [holder.get("eos_token_id") for holder in (config, nested) if isinstance(holder, dict)]
+    return TokenizerOf(name, tokenizer, eos_token_ids(name, *ends))
+
+
+def eos_token_ids(name: str, *said: Any) -> tuple[int, ...]:
+    """The ids that end a sequence, in order, of all that a model says: an id, several or None each.
+
+    Raises ModelError for what is no token id.
+    """
+    found: set[int] = set()
+    for ids in said:
+        for one in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
+            if type(one) is not int or not 0 <= one < MOST_WIDTH:
+                raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
+            found.add(one)
+    return tuple(sorted(found))

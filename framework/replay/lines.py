@@ -50,7 +50,7 @@ def _plain(reader: Reading, row: dict[str, Any], where: str) -> Response:
     ended = _finished(row, "finish", where)
     if row.get("tokens") is not None:
         tokens = token_ids(row["tokens"], "tokens", where)
-        ends = reader.tokenizer(where).eos_token_ids if ended and reader.target else frozenset()
+        ends = reader.tokenizer(where).eos_token_ids if ended and reader.target else ()
         if ended and not reader.target:
             reader.assumed["that ended by themselves, taken to hold their end-of-sequence token"] += 1
         elif ended and tokens and tokens[-1] not in ends:
