@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..runs.intervals import Estimate
 from .acceptance import Acceptance
@@ -93,6 +93,11 @@ class Engine(ABC):
             UsageError: it is in one of the formats, and damaged; says where.
         """
         return []
+
+    @classmethod
+    def ours(cls, method: Any) -> str:
+        """Our name of the drafter that it calls ``method``; empty if there is none."""
+        return next((name for name, theirs in cls.methods.items() if theirs == method), "")
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         """Why the engine cannot accept as this drafter and rule do, a sentence's end ("it has no ..."); None if it can.

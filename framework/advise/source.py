@@ -66,6 +66,15 @@ class Source:
             raise self.error(line, f"{what} is {printable(text)[:40]}, no number{bound}")
         return value
 
+    def rates(self, found: dict[str, Any], key: str, line: int) -> tuple[float, ...]:
+        """The rates by position under ``key``, as many as there are speculative tokens. Raises UsageError."""
+        rates, n = found[key], found.get("num_speculative_tokens")
+        if not isinstance(rates, list) or not rates or not all(type(rate) in (int, float) for rate in rates):
+            raise self.error(line, f"{key} is no list of numbers")
+        if n is not None and n != len(rates):
+            raise self.error(line, f"{key} has {len(rates)} entries, num_speculative_tokens is {n!r:.20}")
+        return tuple(map(float, rates))
+
     def objects(self, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every JSON object with ``key`` in it, however deep, and the line that it, or its file, begins in.
 

@@ -238,7 +238,7 @@ def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
         (
             "vllm",
             '{"num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.5]}',
-            "num_speculative_tokens entries",
+            "has 1 entries, num_speculative_tokens is 3",
         ),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "grows to 0.6"),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, NaN]}', "position 2 is nan"),

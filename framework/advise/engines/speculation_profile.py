@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..source import Source
+from .vllm import Vllm
 
 #: How far rounded rates may be from one another.
 _ROUNDING = 2e-4
@@ -20,14 +21,7 @@ _ROUNDING = 2e-4
 class SpeculationProfile(Engine):
     name = "speculation-profile"
     read_from = "schema 1.0, Model Optimizer main, commit 095124e9d582"
-    methods: ClassVar[Mapping[str, str]] = {
-        "small-lm": "draft_model",
-        "prompt-lookup": "ngram",
-        "eagle": "eagle",
-        "eagle3": "eagle3",
-        "medusa": "medusa",
-        "mtp": "mtp",
-    }
+    methods: ClassVar[Mapping[str, str]] = Vllm.methods  # the profile takes over vLLM's names
 
     def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
         if before is not None:
@@ -68,13 +62,13 @@ class SpeculationProfile(Engine):
     def _profile(self, given: Source, line: int, found: dict[str, Any]) -> Acceptance:
         if found.get("measured") is False:
             raise given.error(line, "the profile says that nothing was measured")
-        conditional, marginal = (self._rates(given, line, found, kind) for kind in ("conditional", "marginal"))
+        keys = ("conditional_accept_rates", "marginal_accept_rates")
+        conditional, marginal = (None if found.get(key) is None else given.rates(found, key, line) for key in keys)
         if conditional is None and marginal is None:
             raise given.error(line, "the profile has no rates: block verification gives it none")
         source = given.place(line)
-        method = next((ours for ours, name in self.methods.items() if name == found.get("method")), "")
         about: dict[str, Any] = {
-            "drafter": method,
+            "drafter": self.ours(found.get("method")),
             "drafts": _rounds(given, line, found),
             "cuttable": found.get("accept_length_model", "chain_analytic") == "chain_analytic",
         }
@@ -95,17 +89,6 @@ class SpeculationProfile(Engine):
         if isinstance(mean, int | float) and not abs(mean - 1 - sum(marginal)) <= 0.02:
             raise given.error(line, f"mean_accept_length is {mean:g}, and 1 + the marginal rates {1 + sum(marginal):g}")
         return made
-
-    def _rates(self, given: Source, line: int, found: dict[str, Any], kind: str) -> tuple[float, ...] | None:
-        key = f"{kind}_accept_rates"
-        rates, n = found.get(key), found.get("num_speculative_tokens")
-        if rates is None:
-            return None
-        if not isinstance(rates, list) or not rates or not all(type(rate) in (int, float) for rate in rates):
-            raise given.error(line, f"{key} is no list of numbers")
-        if n is not None and n != len(rates):
-            raise given.error(line, f"{key} has {len(rates)} entries, num_speculative_tokens is {n!r:.20}")
-        return tuple(map(float, rates))
 
 
 def _rounds(given: Source, line: int, found: dict[str, Any]) -> float | None:

@@ -129,12 +129,7 @@ def _synthetic(given: Source) -> list[Acceptance]:
     """The vector of a ``--speculative-config`` that pretends one."""
     found = []
     for line, config in given.objects("synthetic_acceptance_rates"):
-        rates = config["synthetic_acceptance_rates"]
-        if not isinstance(rates, list) or not rates or not all(type(rate) in (int, float) for rate in rates):
-            raise given.error(line, "synthetic_acceptance_rates is no list of numbers")
-        if config.get("num_speculative_tokens", len(rates)) != len(rates):
-            raise given.error(line, "synthetic_acceptance_rates must have num_speculative_tokens entries")
-        method = next((ours for ours, name in Vllm.methods.items() if name == config.get("method")), "")
-        about: dict[str, Any] = {"drafter": method, "model": str(config.get("model", ""))}
-        found.append(Acceptance(tuple(map(float, rates)), given.place(line), **about))
+        rates = given.rates(config, "synthetic_acceptance_rates", line)
+        about: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
+        found.append(Acceptance(rates, given.place(line), **about))
     return found
