@@ -5,7 +5,7 @@ Nothing here imports PyTorch before a drafter is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,46 +116,23 @@ def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
             because it needs more of its target than a table of probabilities has; says what.
         UnknownNameError: a name nobody registered.
     """
-    from pydantic import ValidationError
-
     from ..decoding.build import configured
     from ..runs.recipe import Strategy
+    from ..runs.yaml_values import yaml_value
 
-    given = _mapping(text)
+    options = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--drafter-option {setting}: write key=value, as in --drafter-option gamma=4")
-        given[key.strip()] = _yaml(value, f"--drafter-option {setting}")
-    try:
-        strategy = Strategy.model_validate(given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise UsageError(f"--drafter: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
+        options[key.strip()] = yaml_value(value, lambda line, setting=setting: f"--drafter-option {setting}")
+    strategy = Strategy.parse(text, "--drafter", options)
     fields = plugins.get("drafters", strategy.name).Config.model_fields
     models = {key: "toy" for key, field in fields.items() if field.is_required() and field.annotation is str}
     cls, config = configured("drafters", {**models, **strategy.config, "name": strategy.name})
     found = NamedDrafter(strategy.title, cls, config)
     _try(found)
     return found
-
-
-def _mapping(text: str) -> dict[Any, Any]:
-    if not text.lstrip().startswith("{"):
-        return {"name": text}
-    given = _yaml(text, "--drafter")
-    if not isinstance(given, Mapping) or "name" not in given:
-        raise UsageError(f"--drafter {text}: a mapping needs a name, as in {{name: small-lm, gamma: 4}}")
-    return dict(given)
-
-
-def _yaml(text: str, where: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise UsageError(f"{where}: this is not YAML; the shell may need quotes around it") from None
 
 
 def _try(found: NamedDrafter) -> None:

@@ -29,7 +29,8 @@ import torch
 
 from .. import plugins
 from ..contracts.draft import Sequences
-from ..contracts.errors import ContractError, UnknownNameError, UsageError
+from ..contracts.errors import ContractError, NumericalError, UnknownNameError, UsageError
+from ..contracts.lm import LM
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from .drafts import DRAFTS
@@ -213,6 +214,20 @@ def first_token(draft: Draft, verdict: Verdict) -> Tensor:
     else:
         drafted = draft.tokens.gather(1, verdict.path[:, :1].clamp(min=0)).squeeze(1)
     return drafted.where(verdict.length > 0, verdict.token)
+
+
+def laws_after(lm: LM, tokens: Sequence[int], sampling: Sampling, who: str) -> Tensor:
+    """What the model in row 0 of ``lm`` says after each of ``tokens``, ``[len(tokens), V]``; nothing of them is kept.
+
+    The row was begun with a prompt, whose last token is the first of ``tokens``. Raises NumericalError for NaN.
+    """
+    with torch.inference_mode():
+        logits, _ = lm.grow(torch.tensor([list(tokens)], device=lm.device))
+    lm.keep([0])
+    laws, finite = sampling.checked_law(logits[0])
+    if not bool(finite.all()):
+        raise NumericalError(f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights")
+    return laws
 
 
 def judge(case: Case, counts: Tensor, prompt: PromptLaws) -> Result:

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import NumericalError, UsageError
+from ..contracts.errors import UsageError
 from .consent import add_consent, trusted
+from .sampling import sampling_from
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..certificate.first_token_law import PromptLaws, Result
     from ..contracts.sampling import Sampling
 
@@ -195,27 +194,14 @@ def _checked(args: argparse.Namespace) -> Sampling:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {args.out} cannot be made a directory: {error.strerror}") from None
-    return sampling_of(args)
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Temperature, top-k and top-p of the command line. Raises UsageError."""
-    from pydantic import ValidationError
-
-    from ..contracts.sampling import Sampling
-
-    try:
-        return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    return sampling_from(args)
 
 
 def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
-    from ..certificate.first_token_law import PromptLaws
+    from ..certificate.first_token_law import PromptLaws, laws_after
     from ..decoding.build import TargetContext, load_drafting_model, make_slots
     from ..models.chat import encode
     from ..models.load import load_model
@@ -225,7 +211,7 @@ def _prompts(
     tokenizer: Any = target.tokenizer
     encoded = []
     for text in args.prompt:
-        tokens = list(tokenizer(text)["input_ids"]) if args.raw else encode(tokenizer, [text])
+        tokens = encode(tokenizer, [text], chat=False if args.raw else None)
         if not tokens:
             raise UsageError(f"the prompt {text!r} has no tokens; a prompt needs at least one")
         if target.context_length is not None and len(tokens) > target.context_length:
@@ -239,28 +225,14 @@ def _prompts(
     load = partial(load_drafting_model, trust_remote_code=drafter in consent)
     context = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1, load=load)
     small = context.load_lm(drafter)
-    prompts = [
-        PromptLaws(
-            text,
-            len(tokens),
-            _law_after(lm, tokens, sampling, f"target '{args.model}'"),
-            _law_after(small, tokens, sampling, f"drafter '{drafter}'"),
-        )
-        for text, tokens in zip(args.prompt, encoded, strict=True)
-    ]
+    prompts = []
+    for text, tokens in zip(args.prompt, encoded, strict=True):
+        laws = []
+        for model, who in ((lm, f"target '{args.model}'"), (small, f"drafter '{drafter}'")):
+            model.begin(0, tokens)
+            laws.append(laws_after(model, tokens[-1:], sampling, who)[0])
+        prompts.append(PromptLaws(text, len(tokens), *laws))
     return prompts, lambda token: str(tokenizer.decode([token]))
-
-
-def _law_after(lm: Any, tokens: Sequence[int], sampling: Sampling, who: str) -> Tensor:
-    import torch
-
-    lm.begin(0, tokens)
-    logits, _ = lm.grow(torch.tensor([[tokens[-1]]], device=lm.device))
-    lm.keep([0])
-    law, finite = sampling.checked_law(logits[0, -1])
-    if not finite:
-        raise NumericalError(f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights")
-    return law
 
 
 def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..contracts.errors import UsageError
 from .certify_model import OWN
 from .consent import trusted
+from .sampling import sampling_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,13 +67,12 @@ def _laws(args: argparse.Namespace, every: Sequence[Draws]) -> Callable[[Draws, 
     """The target's laws after a prefix and what follows it."""
     import torch
 
-    from ..contracts.errors import NumericalError
+    from ..certificate.first_token_law import laws_after
     from ..decoding.build import make_slots
     from ..models.chat import encode
     from ..models.load import load_model
-    from .certify_model import sampling_of
 
-    sampling = sampling_of(args)
+    sampling = sampling_from(args)
     asked = [draws for draws in every if draws.law is None]
     if not asked:
         if args.model:
@@ -87,7 +87,7 @@ def _laws(args: argparse.Namespace, every: Sequence[Draws]) -> Callable[[Draws, 
     for draws in asked:
         tokens = draws.prefix
         if isinstance(tokens, str):
-            tokens = list(loaded.tokenizer(tokens)["input_ids"]) if args.raw else encode(loaded.tokenizer, [tokens])
+            tokens = encode(loaded.tokenizer, [tokens], chat=False if args.raw else None)
         if not tokens:
             raise UsageError(f"{draws.where}: the prompt has no tokens")
         prefixes[draws.where] = tokens
@@ -113,13 +113,7 @@ def _laws(args: argparse.Namespace, every: Sequence[Draws]) -> Callable[[Draws, 
         if begun != draws.where:
             lm.begin(0, prefix)
             begun = draws.where
-        with torch.inference_mode():
-            logits, _ = lm.grow(torch.tensor([[prefix[-1], *tokens]], device=lm.device))
-        lm.keep([0])
-        law, finite = sampling.checked_law(logits[0])
-        if not bool(finite.all()):
-            raise NumericalError(f"'{args.model}' produced NaN or infinite logits; try --dtype float32")
-        return law
+        return laws_after(lm, [prefix[-1], *tokens], sampling, f"target '{args.model}'")
 
     return laws
 

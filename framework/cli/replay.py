@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
+from .sampling import sampling_from
 
 if TYPE_CHECKING:
     from ..contracts.sampling import Sampling
@@ -129,18 +130,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _sampling(args: argparse.Namespace) -> Sampling | None:
-    from pydantic import ValidationError
-
+    """None where nothing is said, which leaves it to the responses."""
     from ..contracts.sampling import Sampling
 
-    given = {key: getattr(args, key) for key in Sampling.model_fields if getattr(args, key) is not None}
+    given = [key for key in Sampling.model_fields if getattr(args, key) is not None]
     if given and "temperature" not in given:
         raise UsageError("sampling parameters need a --temperature beside them")
-    try:
-        return Sampling.model_validate(given) if given else None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    return sampling_from(args) if given else None
 
 
 def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:

@@ -90,6 +90,7 @@ def candidates_of(
     from ..replay.force import Asked, deepened
     from ..replay.replay import Candidate, rules_for
     from ..replay.side_by_side import SideBySide
+    from ..runs.recipe import Strategy
 
     if reason := MOST_LISTED.refusal(drafters):
         raise UsageError(f"--drafter: {len(drafters)} of them; {reason}")
@@ -98,7 +99,7 @@ def candidates_of(
     found: dict[str, Candidate] = {}
     beside: SideBySide | None = None
     for text in drafters:
-        strategy = _strategy(text)
+        strategy = Strategy.parse(text, "--drafter")
         title = strategy.title if strategy.title not in found else text
         if title in found:
             raise UsageError(f"--drafter {text} is given twice")
@@ -202,21 +203,6 @@ def _check_policy(
     heads = bool(cls.traits(config, law).hidden_layers)
     if policy.name == "confidence" and (free or (heads and cls.traits(config, law).point_mass)):
         raise UsageError(f"--policy confidence: how sure drafter '{title}' is of what it drafts is not known here")
-
-
-def _strategy(text: str) -> Any:
-    from pydantic import ValidationError
-
-    from ..runs.recipe import Strategy
-    from ..runs.yaml_values import yaml_value
-
-    where = f"--drafter {text}"
-    given = yaml_value(text, lambda line: where) if text.lstrip().startswith("{") else text
-    try:
-        return Strategy.model_validate(given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
 
 
 def _without_model(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .consent import add_consent, trusted
+
+if TYPE_CHECKING:
+    from ..runs.recipe import CellConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
     recipe = load_recipe(args.recipe, settings)
-    cells = plan(recipe).cells
-    consent = trusted(args, (name for cell in cells for name in (cell.target, *_texts(cell.drafter.config))))
+    consent = trusted(args, _models(plan(recipe).cells)) if args.trust_remote_code else frozenset()
     with Interrupts():
         outcome = run(
             recipe,
@@ -76,10 +78,17 @@ def main(args: argparse.Namespace) -> int:
         summary = write_summary(outcome)
         print(terminal(summary))
         if outcome.failed:
-            print(f"crossdraft: {len(outcome.failed)} of {len(cells)} cells failed", file=sys.stderr)
+            print(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed", file=sys.stderr)
         if summary.stopped:
             print(f"crossdraft: error: {summary.stopped}", file=sys.stderr)
         return summary.exit_code
+
+
+def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
+    """Every name in the cells that may be a model's."""
+    for cell in cells:
+        yield cell.target
+        yield from _texts(cell.drafter.config)
 
 
 def _texts(options: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..contracts.errors import UsageError
 from ..contracts.limits import MOST_ROWS, MOST_TOKENS, Limit
 from .consent import add_consent, trusted
+from .sampling import sampling_from
 
 #: What it is for; said in --help and when it starts.
 PURPOSE = (
@@ -72,18 +73,17 @@ def main(args: argparse.Namespace) -> int:
 
 def offered(args: argparse.Namespace) -> Any:
     """The pair over the target, with its slots."""
-    from ..decoding.asked import checked_sampling
     from ..decoding.generate import fitting_pair, pair_decoder
     from ..models.load import load_model
-    from ..runs.yaml_values import yaml_value
+    from ..runs.recipe import Strategy
     from ..serve.asked import Served
 
-    def strategy(option: str, text: str) -> Any:
-        return yaml_value(text, lambda line: f"--{option}") if text.lstrip().startswith("{") else text
+    def strategy(option: str, text: str) -> dict[str, Any]:
+        return Strategy.parse(text, option).model_dump()
 
-    sampling = checked_sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
-    rule = None if args.verifier is None else strategy("verifier", args.verifier)
-    pair = fitting_pair(strategy("drafter", args.drafter), rule, sampling)
+    sampling = sampling_from(args)
+    rule = None if args.verifier is None else strategy("--verifier", args.verifier)
+    pair = fitting_pair(strategy("--drafter", args.drafter), rule, sampling)
     target = load_model(args.target, dtype=args.dtype, trust_remote_code=args.target in trusted(args, (args.target,)))
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; a server answers in text")

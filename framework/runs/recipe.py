@@ -41,6 +41,7 @@ from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
 from .prompts import Prompt, load_prompts
 from .yaml_errors import Places, explain, override, read_yaml
+from .yaml_values import yaml_value
 
 #: What may be in the matrix and belongs to neither the sampling nor a drafter or verifier.
 RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier")
@@ -112,6 +113,23 @@ class Strategy(Options):
             return value
         own = {key: value[key] for key in ("name", "label") if key in value}
         return own | {"config": {key: v for key, v in value.items() if key not in own}}
+
+    @classmethod
+    def parse(cls, text: str, where: str, options: Mapping[str, Any] | None = None) -> Strategy:
+        """From a command line: a name, or a mapping as in recipes, ``{name: small-lm, gamma: 4}``; more ``options``.
+
+        Raises UsageError, which begins with ``where``, for what is none.
+        """
+        given: Any = {"name": text}
+        if text.lstrip().startswith("{"):
+            given = yaml_value(text, lambda line: where)
+            if "name" not in given:
+                raise UsageError(f"{where} {text}: a mapping needs a name, as in {{name: small-lm, gamma: 4}}")
+        try:
+            return cls.model_validate({**given, **(options or {})})
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
 
     @property
     def title(self) -> str:

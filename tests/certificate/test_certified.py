@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from crossdraft.framework.certificate.rows import TooMuch, certify_row
 from crossdraft.framework.certificate.tablelm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.drafter import DraftTraits
-from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.runs import ledger, sources
 
 
@@ -29,21 +27,6 @@ def cache(tmp_path: Path, monkeypatch: Any) -> Path:
     """A cache directory of this test's own."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def install() -> Iterator[Callable[[Any], None]]:
-    """Register a verifier in this process for the length of one test."""
-    added: list[Any] = []
-
-    def add(verifier: Any) -> None:
-        hook = hookimpl(lambda register: register(verifier.name, verifier))
-        added.append(SimpleNamespace(crossdraft_register_verifiers=hook))
-        plugins.manager().register(added[-1], verifier.name)
-
-    yield add
-    for plugin in added:
-        plugins.manager().unregister(plugin)
 
 
 @pytest.fixture
@@ -97,7 +80,7 @@ def test_rules_that_accept_anything_deep_down_are_refused_by_default(
     capsys: Any, install: Callable, cache: Path
 ) -> None:
     rule: Any = accepts_from(4)
-    install(rule)
+    install("verifiers", (rule.name, rule))
     assert cli.main(["certify", "--verifier", rule.name, "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     for toy in ("T0", "G1", "G2", "G3", "G4", "D6"):
@@ -204,7 +187,7 @@ def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
 
 
 def test_the_whole_table_is_noted_and_parts_are_not(capsys: Any, install: Callable, match: Any, cache: Path) -> None:
-    install(match)
+    install("verifiers", (match.name, match))
     assert not ledger.certified(match, cache)
     for part in (["--draft", "chain"], ["--gamma", "1"]):
         assert cli.main(["certify", "--verifier", "match", *part]) == 0
@@ -280,7 +263,7 @@ def test_a_cache_that_cannot_be_written_loses_no_table(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CROSSDRAFT_CACHE", os.fspath(tmp_path / "file"))
-    install(match)
+    install("verifiers", (match.name, match))
     assert cli.main(["certify", "--verifier", "match"]) == 0
     out, err = capsys.readouterr()
     assert "match" in out and "could not be noted" in err

@@ -1,7 +1,7 @@
 """``crossdraft certify``: rows and tables, exit codes, toys from a file, and mistakes that are one sentence."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,28 +17,10 @@ from crossdraft.framework.certificate.certify import TOLERANCE
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft, Verdict
-from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.verifier import VerifierTraits
 
 TOYS = ("T0", "G1", "G2", "G3", "G4", "D6")
 GAMMA = {"T0": 2, "G1": 2, "G2": 3, "G3": 2, "G4": 3, "D6": 6}
-
-
-@pytest.fixture
-def install() -> Iterator[Callable[[type], None]]:
-    """Register a verifier class in this process for the length of one test."""
-    added: list[Any] = []
-
-    def add(verifier: Any) -> None:
-        plugin = SimpleNamespace(
-            crossdraft_register_verifiers=hookimpl(lambda register: register(verifier.name, verifier))
-        )
-        plugins.manager().register(plugin, verifier.name)
-        added.append(plugin)
-
-    yield add
-    for plugin in added:
-        plugins.manager().unregister(plugin)
 
 
 def run(capsys: Any, options: str, *more: str) -> tuple[int, str, str]:
@@ -93,7 +75,7 @@ def test_table(capsys: Any, install: Callable) -> None:
         name = "lossy"
         traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
 
-    install(Lossy)
+    install("verifiers", (Lossy.name, Lossy))
     code, out, _ = run(capsys, "--verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
     assert code == 0  # a verifier that says it is lossy breaks no promise
     lines = out.splitlines()
@@ -104,7 +86,7 @@ def test_table(capsys: Any, install: Callable) -> None:
 
 
 def test_a_broken_promise_is_exit_code_1(capsys: Any, install: Callable) -> None:
-    install(AcceptAll)
+    install("verifiers", (AcceptAll.name, AcceptAll))
     code, out, _ = run(capsys, "--verifier accept-all --draft chain")
     assert code == 1
     assert out.splitlines()[2].endswith("NO")
@@ -123,7 +105,7 @@ def test_a_crash_is_one_failed_row(capsys: Any, install: Callable, kind: str) ->
                 raise RuntimeError("boom")
             return Verdict(draft.count, rng.draw(p[:, 0] * float("nan")))
 
-    install(Crashing)
+    install("verifiers", (Crashing.name, Crashing))
     options = "--verifier crashing --verifier token --draft chain"
     sentence = "RuntimeError: boom" if kind == "raises" else "not numbers"
     code, out, _ = run(capsys, options)
@@ -145,7 +127,7 @@ def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install:
         name = "trees-only"
         traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"iid"})))
 
-    install(TreesOnly)
+    install("verifiers", (TreesOnly.name, TreesOnly))
     code, out, err = run(capsys, f"--verifier token --verifier trees-only --draft chain {form}")
     assert code == 0
     assert "trees-only" not in out
@@ -156,7 +138,7 @@ def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install:
 
 
 def test_a_verifier_that_cannot_be_loaded_does_not_stop_the_others(capsys: Any, install: Callable) -> None:
-    install(SimpleNamespace(name="not-a-class"))
+    install("verifiers", ("not-a-class", SimpleNamespace(name="not-a-class")))
     code, out, err = run(capsys, "--json --draft point-mass --gamma 1")
     assert code == 1  # it was to be certified, and was not
     assert {"token", "block"} <= {row["verifier"] for row in json.loads(out)}

@@ -15,7 +15,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from wrong_rules import Inverted
 
-from crossdraft.framework import plugins
 from crossdraft.framework.cli import certify_model
 from crossdraft.framework.contracts.errors import (
     CrossdraftError,
@@ -24,7 +23,6 @@ from crossdraft.framework.contracts.errors import (
     UnknownNameError,
     UsageError,
 )
-from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.sampling import Sampling
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
@@ -77,13 +75,9 @@ def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
     assert out.splitlines()[-2].split()[:2] == ["token", "chain"] and out.splitlines()[-2].endswith("yes")
 
 
-def test_a_wrong_rule_fails_the_command(capsys: Any, pair: list[str]) -> None:
-    plugin = SimpleNamespace(crossdraft_register_verifiers=hookimpl(lambda register: register("inverted", Inverted)))
-    plugins.manager().register(plugin, "inverted")
-    try:
-        code, out = run(capsys, "--draws 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
-    finally:
-        plugins.manager().unregister(plugin)
+def test_a_wrong_rule_fails_the_command(capsys: Any, install: Any, pair: list[str]) -> None:
+    install("verifiers", ("inverted", Inverted))
+    code, out = run(capsys, "--draws 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
     assert code == 1
     assert out.splitlines()[-2].endswith("NO")
 

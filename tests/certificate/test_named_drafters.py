@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.contracts.hookspecs import hookimpl
 
 
 class Counts(Drafter):
@@ -202,21 +200,6 @@ def test_replayed_rounds_agree_with_merged_ones(toys: dict[str, Toy]) -> None:
 
 
 @pytest.fixture
-def install() -> Iterator[Callable[[type], None]]:
-    """Register a drafter class in this process for the length of one test."""
-    added: list[Any] = []
-
-    def add(drafter: Any) -> None:
-        hook = hookimpl(lambda register: register(drafter.name, drafter))
-        added.append(SimpleNamespace(crossdraft_register_drafters=hook))
-        plugins.manager().register(added[-1], drafter.name)
-
-    yield add
-    for plugin in added:
-        plugins.manager().unregister(plugin)
-
-
-@pytest.fixture
 def small(tmp_path: Path) -> list[str]:
     """The option for T0 alone."""
     built_in = json.loads(Path(rows.__file__).with_name("toys.json").read_text(encoding="utf-8"))
@@ -232,7 +215,7 @@ def run(capsys: Any, *options: str) -> tuple[int, str, str]:
 
 
 def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[str]) -> None:
-    install(Counts)
+    install("drafters", (Counts.name, Counts))
     code, out, err = run(capsys, "--drafter", "counts", "--json", "--gamma", "1", *small)
     table = json.loads(out)
     assert code == 0 and "cannot run together" in err
@@ -243,7 +226,7 @@ def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[s
 
 @pytest.mark.parametrize("drafter", [LiesOnceItLearnt, SharedLie])
 def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
-    install(drafter)
+    install("drafters", (drafter.name, drafter))
     options = ("--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
     code, out, _ = run(capsys, *options)
     assert code == 1 and out.splitlines()[-1].endswith("NO")
@@ -253,7 +236,7 @@ def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str]
 
 @pytest.mark.parametrize("drafter", ["none", "shy"])
 def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: list[str], drafter: str) -> None:
-    install(Shy)
+    install("drafters", (Shy.name, Shy))
     options = ("--drafter", drafter, "--verifier", "token", *small)
     code, out, _ = run(capsys, *options)
     assert code == 1 and out.splitlines()[-1].endswith("nothing was drafted")
@@ -333,8 +316,8 @@ class NeedsHeads(Counts):
     ],
 )
 def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list[str], sentence: str) -> None:
-    install(NeedsLayers)
-    install(NeedsHeads)
+    install("drafters", (NeedsLayers.name, NeedsLayers))
+    install("drafters", (NeedsHeads.name, NeedsHeads))
     code, out, err = run(capsys, "--verifier", "specinfer", "--drafter", *options)
     assert code == 2 and not out and err.count("\n") == 1
     assert re.search(sentence.replace("10^2", r"10\^2").replace("?", r"\?"), err)
