@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle_trees import NEW, PROMPTS
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.framework.decoding import graphs
 from crossdraft.framework.decoding import transformers_lm as lm_module
@@ -44,3 +45,14 @@ def fresh_warnings() -> Iterator[None]:
     graphs._warn_once.cache_clear()
     yield
     graphs._warn_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A tiny model that is asked through transformers' own ``generate``; some tests change its settings."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin, LlamaForCausalLM
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -18,16 +18,6 @@ from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.decoding import custom_generate as door
 
 IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9]])
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=0, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")

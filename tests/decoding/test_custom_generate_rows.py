@@ -6,24 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from listener import Listener
 
 from crossdraft import custom_generate
 from crossdraft.framework.contracts.errors import UsageError
 
 IDS = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 7, 9]])
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=0, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 def ask(model: Any, ids: Any = IDS[1:], **options: Any) -> Any:
@@ -130,18 +119,6 @@ def test_returned_sequences_stand_beside_their_prompts(model: Any) -> None:
 
 
 # -- streams ----------------------------------------------------------------------------------------------
-
-
-class Listener(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not value.is_inference()
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
 
 
 @pytest.mark.parametrize("end", [None, 3], ids=["to the length", "to an end of sequence"])

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from listener import Listener
 from tiny_models import save_model
 from transformers import TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from crossdraft import Chunk, LoadedModel, NumericalError, RoundEvent, generate, load_model, stream
 from crossdraft.framework.contracts.errors import UsageError
@@ -117,18 +116,6 @@ def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
     assert cut.finish == "eos" and cut.tokens == plain.tokens[: plain.tokens.index(end) + 1]
     (on,) = generate(ending, [[5, 6, 7]], temperature=0, max_new_tokens=30, ignore_eos=True)
     assert on.finish == "length" and on.tokens == plain.tokens
-
-
-class Listener(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not value.is_inference()
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
 
 
 def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:

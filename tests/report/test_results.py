@@ -177,24 +177,13 @@ def test_the_command_makes_the_run_again(made: MADE, capsys: Any, tmp_path: Path
 
 
 @pytest.fixture
-def install_recipe(tmp_path: Path) -> Any:
-    from types import SimpleNamespace
-
-    from crossdraft.framework import plugins
-    from crossdraft.framework.contracts.hookspecs import hookimpl
-
-    added = []
-
-    def install(name: str, data: dict[str, Any]) -> None:
+def install_recipe(tmp_path: Path, install: Any) -> Any:
+    def add(name: str, data: dict[str, Any]) -> None:
         path = tmp_path / f"{name.rpartition('/')[2]}.yaml"
         path.write_text(json.dumps(data), encoding="utf-8")
-        plugin = SimpleNamespace(crossdraft_register_recipes=hookimpl(lambda register: register(name, path)))
-        plugins.manager().register(plugin, f"test-{name}")
-        added.append(plugin)
+        install("recipes", (name, path))
 
-    yield install
-    for plugin in added:
-        plugins.manager().unregister(plugin)
+    return add
 
 
 def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""A streamer that remembers what it was told."""
+
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+
+class Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not value.is_inference()
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
