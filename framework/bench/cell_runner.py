@@ -34,6 +34,7 @@ from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
+from .waiting import Waiting
 
 #: Tokens generated per sequence before the clock runs.
 WARM_UP = 4
@@ -153,10 +154,18 @@ class _Rounds:
     """The rounds that the whole batch made since `start`: what they took, and how many slots were in use."""
 
     def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
-        self._decoder, self._limit = decoder, limit
-        self.start()
+        self._decoder, self._limit, self._waiting = decoder, limit, Waiting(decoder.target.device)
+        self._clear()
 
     def start(self) -> None:
+        """Begin a piece; `stop` ends it, whatever happened."""
+        self._clear()
+        self._waiting.start()
+
+    def stop(self) -> None:
+        self._waiting.close()
+
+    def _clear(self) -> None:
         self.full: list[_Round] = []
         self.others: list[_Round] = []
         self._before = dict(self._decoder.stopwatch.seconds)
@@ -167,7 +176,8 @@ class _Rounds:
         seconds = {phase: now[phase] - self._before[phase] for phase in now}
         self._before = now
         longest = max(map(len, self._decoder.sequences.history))
-        found = _Round(f"{event.draft.width} {longest // CONTEXT_STEP}", sum(map(len, event.emitted)), seconds)
+        shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}", sum(map(len, event.emitted))
+        found = _Round(shape, emitted, seconds, self._waiting.since())
         (self.others if None in event.prompts else self.full).append(found)
         self._limit()
 
@@ -175,8 +185,10 @@ class _Rounds:
         """What they come to. Where no slot was ever waited for, no round is of the tail."""
         counted, tail = (self.full, self.others) if self.full else (self.others, [])
         shapes: dict[str, list[float]] = {}
+        waited: dict[str, list[float]] = {}
         for one in counted:
             shapes.setdefault(one.shape, []).append(round(one.decoding, 7))
+            waited.setdefault(one.shape, []).append(round(one.lost, 7))
         return Piece(
             emitted=sum(one.emitted for one in counted),
             seconds={phase: sum(one.seconds[phase] for one in counted) for phase in self._before},
@@ -184,6 +196,7 @@ class _Rounds:
             tail_seconds=sum(s for one in tail for phase, s in one.seconds.items() if phase != PREFILL),
             category=category,
             rounds=shapes,
+            waited={shape: lost for shape, lost in waited.items() if any(lost)},
         )
 
 
@@ -192,6 +205,13 @@ class _Round:
     shape: str
     emitted: int
     seconds: Mapping[str, float]
+    waited: float
+
+    @property
+    def lost(self) -> float:
+        """Seconds of the round that were waited for a processor; a prefill before it has its share of them."""
+        every = sum(self.seconds.values())
+        return self.waited * self.decoding / every if every else 0.0
 
     @property
     def decoding(self) -> float:
@@ -288,12 +308,15 @@ class Cell:
         answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
         memory.start(self.lm.device)
         self._rounds.start()
-        for turn in range(max(len(c.prompt.turns) for c in conversations)):
-            asked = [c for c in conversations if turn < len(c.prompt.turns)]
-            for conversation, response, length in self._decode(asked, turn, answers):
-                text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
-                answers[conversation.prompt.index].append(text)
-                self._record(found, conversation.prompt, turn, response, text, length)
+        try:
+            for turn in range(max(len(c.prompt.turns) for c in conversations)):
+                asked = [c for c in conversations if turn < len(c.prompt.turns)]
+                for conversation, response, length in self._decode(asked, turn, answers):
+                    text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
+                    answers[conversation.prompt.index].append(text)
+                    self._record(found, conversation.prompt, turn, response, text, length)
+        finally:
+            self._rounds.stop()
         categories = {c.prompt.category for c in conversations}
         found.piece = self._rounds.piece(categories.pop() if len(categories) == 1 else "")
         found.passes, found.peak_memory = self._passes - passes, memory.peak(self.lm.device)

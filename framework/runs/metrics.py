@@ -16,6 +16,9 @@ from .intervals import Estimate, estimate
 
 #: Time that is not decoding.
 PREFILL = "prefill"
+#: A round in which threads waited for a processor for more than this share of it was disturbed; so many undisturbed
+#: ones tell the pace of their shape.
+DISTURBED, ENOUGH = 0.05, 4
 #: A round of a shape is said to take what this share of them took at most. Another program can only make a round
 #: slower: the lower quartile is that of a quiet machine as long as it is quiet for a quarter of the time, where a
 #: median would change sides.
@@ -64,6 +67,8 @@ class Piece:
         category: of all its prompts; empty if they have several.
         rounds: seconds of every round of the batch, without the tail's, by shape: ``"<nodes of the widest row> <length
             of the longest, in steps of 256 tokens>"``.
+        waited: of the same rounds, for how many of these seconds threads waited for a processor that another program
+            had, all threads added up; without a shape where that is not known.
     """
 
     emitted: int
@@ -72,6 +77,7 @@ class Piece:
     tail_seconds: float = 0.0
     category: str = ""
     rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    waited: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def decode_seconds(self) -> float:
@@ -261,13 +267,49 @@ def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecor
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def quiet_seconds(pieces: Iterable[Piece]) -> dict[str, float]:
-    """Seconds of a round of each shape while nothing else ran: the lower quartile of all there were."""
-    taken: dict[str, list[float]] = {}
+@dataclass(frozen=True)
+class _Timed:
+    """A round: its shape, its seconds by the clock and without those that were waited, and whether any were."""
+
+    shape: str
+    seconds: float
+    still: float
+    disturbed: bool
+
+
+def _timed(pieces: Sequence[Piece]) -> list[list[_Timed]]:
+    """The rounds of each piece.
+
+    What threads waited one after the other is what a round lost; what they waited at the same time counts twice. So no
+    round is said to have taken less than the fastest one that was not disturbed.
+    """
+    found: list[list[tuple[str, float, float]]] = []
     for piece in pieces:
-        for shape, seconds in piece.rounds.items():
-            taken.setdefault(shape, []).extend(seconds)
-    return {shape: float(np.quantile(seconds, QUIET)) for shape, seconds in taken.items()}
+        rows: list[tuple[str, float, float]] = []
+        for shape, every in piece.rounds.items():
+            waited = piece.waited.get(shape) or [0.0] * len(every)
+            rows += ((shape, seconds, lost) for seconds, lost in zip(every, waited, strict=True))
+        found.append(rows)
+    least = min((s for rows in found for _, s, lost in rows if lost <= DISTURBED * s), default=np.inf)
+    return [
+        [_Timed(shape, s, min(s, max(s - lost, least)), lost > DISTURBED * s) for shape, s, lost in rows]
+        for rows in found
+    ]
+
+
+def quiet_seconds(pieces: Sequence[Piece]) -> dict[str, float]:
+    """Seconds of a round of each shape while nothing else ran.
+
+    The lower quartile of the undisturbed ones, if they are `ENOUGH`, else of all without what they waited.
+    """
+    by_shape: dict[str, list[_Timed]] = {}
+    for one in (one for rows in _timed(pieces) for one in rows):
+        by_shape.setdefault(one.shape, []).append(one)
+    found = {}
+    for shape, every in by_shape.items():
+        quiet = [one.seconds for one in every if not one.disturbed]
+        found[shape] = float(np.quantile(quiet if len(quiet) >= ENOUGH else [one.still for one in every], QUIET))
+    return found
 
 
 def busyness(pieces: Sequence[Piece]) -> float:
@@ -313,15 +355,15 @@ def _wall_ratio(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> float | N
 def _typical(pieces: Sequence[Piece]) -> np.ndarray:
     """``[n, 2]``: tokens of each piece, and its seconds at the pace of its own typical round.
 
-    A round's pace is its time over the quiet time of its shape; a piece's is the lower quartile of its rounds'.
+    A round's pace is its time, without what it waited, over the quiet time of its shape; a piece's is the lower
+    quartile of its rounds'.
     """
     quiet, rows = quiet_seconds(pieces), []
-    for piece in pieces:
-        rounds = [(seconds, quiet[shape]) for shape, every in piece.rounds.items() for seconds in every]
+    for piece, rounds in zip(pieces, _timed(pieces), strict=True):
         if not rounds:
             rows.append((piece.emitted, piece.decode_seconds))
             continue
-        pace = float(np.quantile([seconds / still for seconds, still in rounds if still], QUIET))
-        by_clock, undisturbed = (sum(column) for column in zip(*rounds, strict=True))
+        pace = float(np.quantile([one.still / quiet[one.shape] for one in rounds if quiet[one.shape]], QUIET))
+        by_clock, undisturbed = sum(one.seconds for one in rounds), sum(quiet[one.shape] for one in rounds)
         rows.append((piece.emitted, piece.decode_seconds * pace * undisturbed / by_clock))
     return np.array(rows, dtype=float)

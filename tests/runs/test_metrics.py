@@ -17,6 +17,7 @@ from crossdraft.framework.runs.metrics import (
     compare,
     measure,
     paired_difference,
+    quiet_seconds,
     speed_up,
 )
 
@@ -137,6 +138,22 @@ def test_what_disturbs_a_few_rounds_does_not_change_the_speed_up() -> None:
     compare(metrics, disturbed, base)
     assert metrics.speed_up is not None and metrics.speed_up.value == pytest.approx(2.0)
     assert metrics.speed_up_wall == pytest.approx(80 / 52)
+
+
+def test_what_rounds_waited_for_a_processor_is_taken_off() -> None:
+    """A neighbour that is there all the time, which no share of the rounds escapes."""
+    lost = [0.5, 3.0, 1.0, 2.0, 0.25]
+    busy = Piece(5, {"target": 5 + sum(lost)}, rounds={"0 0": [1 + w for w in lost]}, waited={"0 0": lost})
+    fast = Piece(1, {"target": 0.9}, rounds={"1 0": [0.9]})
+    assert quiet_seconds([busy, fast]) == {"0 0": 1.0, "1 0": 0.9}
+    # What was waited by two threads at a time counts twice; no round is faster than the fastest undisturbed one.
+    twice = Piece(5, {"target": 30.0}, rounds={"0 0": [6.0] * 5}, waited={"0 0": [10.0] * 5})
+    assert quiet_seconds([twice, fast]) == {"0 0": 0.9, "1 0": 0.9}
+    assert quiet_seconds([twice]) == {"0 0": 6.0}, "nothing was undisturbed: nothing is known"
+    # Enough undisturbed rounds of a shape speak for it alone.
+    quiet = Piece(4, {"target": 4.4}, rounds={"0 0": [1.1] * 4})
+    assert quiet_seconds([busy, quiet]) == {"0 0": pytest.approx(1.1)}
+    assert measure(rounds([0]), [busy, fast]).tokens_per_second == pytest.approx(6 / 5.9)
 
 
 def test_rounds_of_each_shape_have_their_own_pace() -> None:
