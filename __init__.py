@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .framework.contracts.rng import RoundRng
     from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
+    from .framework.contracts.suspect import Suspect
     from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
@@ -83,6 +84,7 @@ __all__ = [
     "Settings",
     "Source",
     "StrategyConfig",
+    "Suspect",
     "Text",
     "TextLaw",
     "Trainee",
@@ -152,6 +154,7 @@ _HOME = {
     "Source": ".framework.advise.source",
     "StrategyConfig": ".framework.contracts.drafter",
     "Text": ".framework.contracts.training",
+    "Suspect": ".framework.contracts.suspect",
     "TextLaw": ".framework.contracts.drafter",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",

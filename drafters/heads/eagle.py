@@ -13,8 +13,9 @@ the embeddings, before the layer, and before the head.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,11 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
+from .suspects import embedding_scales, other_embedding, rotary_bases, swapped_inputs
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
+    from ...framework.contracts.suspect import Suspect
 
 
 class EagleHead(FeatureHead):
@@ -107,6 +113,13 @@ class Eagle(FeatureDrafter):
     """
 
     name = "eagle"
+
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+        yield from swapped_inputs(heads, "fc.weight")
+        yield from rotary_bases(heads, target_model)
+        yield from other_embedding(heads)
+        yield from embedding_scales(heads, target_model)
 
     def load(self) -> EagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model

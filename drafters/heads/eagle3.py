@@ -11,6 +11,7 @@ frequent tokens alone; q is 0 elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,11 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
+from .suspects import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint
+    from ...framework.contracts.suspect import Suspect
 
 #: Low, middle, high, as the authors count: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)
@@ -176,6 +179,15 @@ class Eagle3(FeatureDrafter):
     def layers(cls, config: Any) -> tuple[float, ...]:
         return LAYERS if config.layers is None else config.layers
 
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+        depth = target_model.config.get_text_config().num_hidden_layers
+        yield from other_layers(_read(config.layers, depth), depth)
+        yield from eagle3_norms(heads, len(_read(config.layers, depth)))
+        yield from rotary_bases(heads, target_model)
+        yield from draft_vocabulary(heads)
+        yield from other_embedding(heads)
+
     def load(self) -> Eagle3Head:
         target = self.context.target_model
         return read_head(self.context.load_heads(self.config.model), target, self.config.layers)
@@ -233,11 +245,16 @@ def named_layers(checkpoint: Checkpoint) -> list[int] | None:
     return [i + 1 if outputs else i for i in named]
 
 
+def _read(layers: tuple[int, ...] | None, depth: int) -> list[int]:
+    """The hidden states of a target with ``depth`` layers, or `LAYERS`, counted from its embedding."""
+    return [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in layers or LAYERS]
+
+
 def _feature_size(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None) -> int:
     """L x Ht. Raises ModelError where the checkpoint names other hidden states and ``layers`` says nothing."""
     text = target.config.get_text_config()
     depth = text.num_hidden_layers
-    read = [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in layers or LAYERS]
+    read = _read(layers, depth)
     wanted = named_layers(checkpoint)
     if wanted and layers is None and wanted != read:
         raise checkpoint.refused(

@@ -12,7 +12,7 @@ what a sampled chain reports. Trees hold the most probable tokens of each head (
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,8 +27,10 @@ from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES
 from ...framework.contracts.models import Checkpoint
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.contracts.suspect import Suspect
 from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
 from .medusa_weights import read_heads
+from .suspects import shifted_heads
 
 #: A chain is at most this long unless gamma says so.
 MOST_HEADS = 16
@@ -176,6 +178,10 @@ class Medusa(Drafter):
             nodes=MOST_HEADS if config.gamma is None else config.gamma,
             hidden_layers=(-1,),
         )
+
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+        return shifted_heads(heads)
 
     def _lay_out(self, tree: Shape) -> None:
         """Per node of the tree, level by level: parent, level and rank, ``[N]`` each."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,11 @@ from ...framework.contracts.errors import ModelError
 from .eagle_weights import shared, table, write
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
+from .suspects import other_embedding, swapped_inputs
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
+    from ...framework.contracts.suspect import Suspect
 
 #: DeepSeek's names, inside ``model.layers.{L}``, L the number of the target's layers, and Qwen's, inside ``mtp``.
 _DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d{1,4})\.(.+)")
@@ -134,6 +139,12 @@ class Mtp(FeatureDrafter):
     """
 
     name = "mtp"
+
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+        for name in ("fc.weight", "eh_proj.weight"):
+            yield from swapped_inputs(heads, name)
+        yield from other_embedding(heads)
 
     def load(self) -> MtpHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model

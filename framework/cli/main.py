@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "write one page of results from the records of finished runs",
     "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
     "replay": "block efficiency of drafters and verifiers from recorded responses, without decoding",
+    "doctor": "say why a drafter agrees so little with its target: usual mistakes, tried one at a time",
     "train": "train a drafter for a target",
     "cost": "measure what a pass costs, and predict speed-ups from it",
     "advise": "say which drafter, rule and draft length pays at each batch size, and write an engine's settings",

@@ -25,6 +25,7 @@ from .models import Checkpoint, LoadedModel
 from .options import Options
 from .rng import RoundRng
 from .sampling import Sampling
+from .suspect import Suspect
 
 #: ``run(function, tensors, *constants)`` returns ``function(*constants, **tensors)``, see `DraftContext.runner`.
 Runner = Callable[..., tuple[Tensor | None, ...]]
@@ -253,6 +254,16 @@ class Drafter(ABC):
             first t tokens of the response, where every round before was observed; -1 past its end. None = not offered.
         """
         return None
+
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Suspect]:
+        """What is usually wrong with ``heads`` like these, for `crossdraft doctor`, which tries it. Optional.
+
+        Args:
+            heads: what `DraftContext.load_heads` gives for the ``model`` of ``config``.
+            target_model: as in `DraftContext`.
+        """
+        return ()
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         """Slot ``row`` starts a sequence with ``prompt`` (its last token is the first root).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -142,6 +142,15 @@ class Checkpoint:
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 9 or int(digits) >= len(self.tensors):
             raise self.refused(f"{quoted(key)} counts further than the {len(self.tensors)} tensors they hold")
         return int(digits)
+
+    def with_tensors(self, without: tuple[str, ...] = (), **tensors: Tensor) -> Checkpoint:
+        """The same with other tensors, and none whose name is ``without`` or begins so."""
+        kept = {key: t for key, t in self.tensors.items() if not any(map(key.startswith, without))}
+        return replace(self, tensors={**kept, **tensors})
+
+    def with_config(self, **keys: Any) -> Checkpoint:
+        """The same with other keys in its config."""
+        return replace(self, config={**self.config, **keys})
 
     def refused(self, why: str) -> ModelError:
         """The error to raise for a checkpoint that does not fit, with the sentence ``why``."""

@@ -194,13 +194,15 @@ class TargetContext(ModuleContext):
     Attributes:
         loaded: the target.
         sequence: longest sequence of prompt and output, in tokens; a drafting model must reach as far.
-        load: how drafting models are loaded, `load_drafting_model` by default; the bench keeps them.
+        load: how drafting models are loaded, `load_drafting_model` by default; the bench keeps them. ``heads``: how
+            heads are.
         used: every model that the drafter asked for: digest, source, and whether it is heads, by name.
     """
 
     loaded: LoadedModel = field(kw_only=True)
     sequence: int = field(kw_only=True)
     load: Callable[[str, LoadedModel], LoadedModel] = field(kw_only=True, default=load_drafting_model)
+    heads: Callable[[str], Checkpoint] = field(kw_only=True, default=load_checkpoint)
     used: dict[str, dict[str, Any]] = field(kw_only=True, default_factory=dict)
 
     @classmethod
@@ -243,7 +245,7 @@ class TargetContext(ModuleContext):
         return same_tokenizer(self.tokenizer, tokenizer)
 
     def load_heads(self, name: str) -> Checkpoint:
-        found = load_checkpoint(name)
+        found = self.heads(name)
         self.used[name] = {"sha256": found.sha256, "source": found.source, "heads": True}
         return found
 

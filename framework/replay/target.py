@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..contracts.drafter import DraftContext
 from ..contracts.errors import CrossdraftError
-from ..contracts.models import TRANSFORMERS, LoadedModel
+from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.sampling import Sampling
 from ..decoding.build import TargetContext, load_drafting_model
+from ..models.checkpoint import load_checkpoint
 from ..models.configs import read_config
 from ..models.device import pick_device
 from ..models.load import load_model
@@ -28,21 +32,25 @@ class Target:
     def __init__(self, name: str, sampling: Sampling, *, dtype: str = "auto", device: str = "auto"):
         self.name, self.sampling = name, sampling
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._loaded: LoadedModel | None = None
         self._drafting: dict[tuple[str, bool], LoadedModel] = {}
+        self._heads: Callable[[str], Checkpoint] = load_checkpoint
 
-    @property
+    @cached_property
     def loaded(self) -> LoadedModel:
         """With its weights."""
-        if self._loaded is None:
-            self._loaded = load_model(self.name, **self._options)
-        return self._loaded
+        return load_model(self.name, **self._options)
 
     def make(self, rows: int, longest: int, room: int) -> DraftContext:
         """A `MakeContext` over its slots."""
-        return over(self.loaded, self.sampling, load=self._load)(rows, longest, room)
+        return over(self.loaded, self.sampling, load=self._load, heads=self._heads)(rows, longest, room)
 
-    @property
+    def with_heads(self, change: Callable[[Checkpoint], Checkpoint]) -> Target:
+        """The same target, for which heads are changed as they are loaded."""
+        loaded, other = self.loaded, copy(self)
+        other.loaded, other._heads = loaded, lambda name: change(load_checkpoint(name))
+        return other
+
+    @cached_property
     def without(self) -> MakeContext | None:
         """One that knows the target's tokenizer and sizes and has no slots of it; None if these are not told by its
         files."""
@@ -59,7 +67,7 @@ class Target:
         vocab, length = text.get("vocab_size"), text.get("max_position_embeddings")
         if not isinstance(vocab, int):
             return None
-        facts = LoadedModel(None, known.tokenizer, self.name, found.source, "", tuple(known.eos_token_ids), length)
+        facts = LoadedModel(None, known.tokenizer, self.name, found.source, "", known.eos_token_ids, length)
         device = pick_device(self._options["device"])
 
         def make(rows: int, longest: int, room: int) -> DraftContext:

@@ -141,6 +141,7 @@ class Trainer:
         self.trainee.student.eval()
         facts = {"kind": self.recipe.name, "recipe": asdict(self.recipe), "seconds": round(self.seconds)}
         facts |= {"steps": self.step, "tokens": self.tokens, "log": self.log}
+        facts |= {"target": self.target.name, "target_sha256": self.target.sha256}
         with staged(self.out) as directory:
             with torch.no_grad(), _seeded(self.recipe.seed, "export", self.device):
                 self.trainee.export(directory, self.features.batches(held_out, -1))

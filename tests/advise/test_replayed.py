@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crossdraft.framework.cli import advise_replay as module
+from crossdraft.framework.cli import decoded
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.advise_options import add_arguments
 
@@ -42,7 +43,7 @@ def test_from_prompts_to_a_decision(
     warnings = " ".join(found["remarks"]["warnings"])
     assert "tokens are few" in warnings
     # A second call decodes nothing, and says the same.
-    monkeypatch.setattr(module, "_responses", None)
+    monkeypatch.setattr(decoded, "_responses", None)
     again, said = advised(capsys, *options)
     assert again == found and "were decoded before" in said
 

@@ -1,0 +1,199 @@
+"""``crossdraft doctor``: why a drafter agrees so little with its target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..contracts.errors import UsageError, quoted
+from ..contracts.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
+from .decoded import decoded, duration, say
+from .sampling import sampling_from
+
+if TYPE_CHECKING:
+    from ..contracts.models import LoadedModel
+    from ..contracts.sampling import Sampling
+    from ..decoding.build import Configured
+    from ..replay.doctor import Examined, Trial
+    from ..replay.response import Response
+    from ..replay.target import Target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``crossdraft doctor``."""
+    parser.add_argument("--target", required=True, metavar="MODEL", help="the model that is drafted for")
+    parser.add_argument(
+        "--drafter",
+        required=True,
+        metavar="NAME",
+        help="a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'",
+    )
+    parser.add_argument(
+        "--prompts", default="builtin", metavar="SOURCE", help="prompts that the target answers (builtin)"
+    )
+    parser.add_argument("--responses", type=int, default=16, metavar="N", help="to so many of them (16)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of a response (64)")
+    parser.add_argument("--gamma", type=int, default=4, metavar="N", help="draft length (4)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the responses (1)")
+    for name, kind in (("top-k", int), ("top-p", float), ("min-p", float)):
+        parser.add_argument(f"--{name}", type=kind, help="of the responses (off)")
+    parser.add_argument("--dtype", default="auto", help="of the models (auto)")
+    parser.add_argument("--device", default="auto", help="that the models are run on (auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed."""
+    from ..decoding.build import configured
+    from ..replay.doctor import examine, named
+    from ..replay.target import Target
+    from ..runs.recipe import Strategy
+
+    limits: dict[str, Limit] = {
+        "responses": MOST_PROMPTS, "max_new_tokens": MOST_TOKENS, "gamma": MOST_REPLAYED
+    }  # fmt: skip
+    for name, limit in limits.items():
+        value = getattr(args, name)
+        if value < 1 or (reason := limit.refusal(value)):
+            raise UsageError(f"--{name.replace('_', '-')} {value}: {'it must be at least 1' if value < 1 else reason}")
+    sampling = sampling_from(args)
+    strategy = Strategy.parse(args.drafter, "--drafter")
+    drafter = configured("drafters", {"name": strategy.name, **strategy.config})
+    target = Target(args.target, sampling, dtype=args.dtype, device=args.device)
+    trials = list(_trials(args, drafter, target))
+    found: list[Examined] = []
+    start = time.perf_counter()
+    for one in examine(drafter, trials, args.gamma):
+        found.append(one)
+        if len(found) == 1:
+            spent = time.perf_counter() - start
+            say(f"{len(trials) - 1} usual mistakes are tried, one at a time, about {duration(spent)} each")
+    likely, facts = named(found), _facts(drafter, target.loaded)
+    if args.json:
+        print(json.dumps({"facts": facts, "likely": [_json(one) for one in likely], "tried": list(map(_json, found))}))
+    else:
+        _print(found, likely, facts)
+    return 0
+
+
+def _trials(args: argparse.Namespace, drafter: Configured, target: Target) -> Iterator[Trial]:
+    from ..contracts.suspect import Suspect
+    from ..replay.doctor import Trial, greedy_drafts
+    from ..replay.target import Target
+
+    responses = _responses(args, target.sampling)
+    yield Trial(Suspect("", ""), target, responses)
+    for suspect in (*greedy_drafts(drafter, target.sampling), *_of_heads(drafter, target.loaded)):
+        yield Trial(suspect, target, responses)
+    if getattr(target.loaded.tokenizer, "chat_template", None):
+        raw = _responses(args, target.sampling, chat=False)
+        mistake = "the drafter was trained without the chat template that prompts are in"
+        yield Trial(Suspect(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
+    precision = str(target.loaded.model.dtype).removeprefix("torch.")
+    if precision != "float32":
+        exact = Target(args.target, target.sampling, dtype="float32", device=args.device)
+        mistake = f"{precision} is too coarse for the drafter, the target or both"
+        yield Trial(Suspect(mistake, "run them with --dtype float32"), exact, responses)
+
+
+def _of_heads(drafter: Configured, target: LoadedModel) -> Sequence[Any]:
+    """What may be wrong with the heads that the drafter loads, if it loads any."""
+    from ..contracts.models import TRANSFORMERS
+    from ..models.checkpoint import load_checkpoint
+
+    cls, config = drafter
+    if target.backend != TRANSFORMERS or not _has_heads(drafter):
+        return ()
+    return list(cls.suspects(config, load_checkpoint(config.model), target.model))
+
+
+def _has_heads(drafter: Configured) -> bool:
+    """Does it load heads that are made for a target? Those read its hidden states."""
+    from ..contracts.sampling import Sampling
+
+    cls, config = drafter
+    return bool(cls.traits(config, Sampling()).hidden_layers) and isinstance(getattr(config, "model", None), str)
+
+
+def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None = None) -> list[Response]:
+    from ..replay.responses import Reader
+
+    path = decoded(args.target, args.prompts, sampling, limit=args.responses, most=args.max_new_tokens, chat=chat)
+    return list(Reader(target=args.target, sampling=sampling, processed=True).read([str(path)]))
+
+
+def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
+    """What the files say by themselves: the target that heads were trained for."""
+    from ..contracts.limits import CONFIG_BYTES
+    from ..contracts.reading import read_json
+    from ..models.resolve import resolve
+
+    if not _has_heads(drafter):
+        return []
+    path = resolve(drafter[1].model, heads=True).path / "training.json"
+    made = read_json(path, CONFIG_BYTES) if path.is_file() else {}
+    digest = made.get("target_sha256") if isinstance(made, dict) else None
+    if not isinstance(digest, str) or not digest:
+        return ["the heads do not say which checkpoint of the target they were trained for"]
+    if digest == target.sha256:
+        return []
+    return [
+        f"the heads were trained for other weights than those of {target.name}: for {quoted(digest[:12])}, these are "
+        f"{quoted(target.sha256[:12])}; take the target that they were made for"
+    ]
+
+
+def _json(one: Examined) -> dict[str, Any]:
+    row = one.row
+    found: dict[str, Any] = {"mistake": one.suspect.mistake, "cure": one.suspect.cure, "reason": one.reason}
+    if row is not None and row.block_efficiency is not None:
+        found |= {"gamma": row.gamma, "marginal": row.marginal, "block_efficiency": row.block_efficiency.value}
+    if one.gain is not None:
+        found |= {"gain": one.gain.value, "gain_low": one.gain.low, "gain_high": one.gain.high}
+    return found
+
+
+def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequence[str]) -> None:
+    from tabulate import tabulate
+
+    from ..report.layout import estimate_text
+
+    base, lines = found[0], []
+    ordered = sorted(found[1:], key=lambda one: -1.0 if one.gain is None else one.gain.value, reverse=True)
+    for one in (base, *ordered):
+        row = one.row
+        known = row is not None and row.block_efficiency is not None
+        lines.append(
+            {
+                "if": one.suspect.mistake or "as it is",
+                "accepted at 1, 2, ..": " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
+                "BE": f"{row.block_efficiency.value:.2f}" if known else "-",
+                "gain [95 %]": estimate_text(one.gain, "+")
+                if one.gain
+                else ""
+                if one is base
+                else one.reason[:60] or "-",
+            }
+        )
+    print(tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True, maxcolwidths=[60, None, None, 60]))
+    print()
+    if base.reason:
+        print(f"As it is, it does not draft: {base.reason}")
+    elif base.tally is not None and len(base.tally.categories) > 1:
+        parts = ((name, base.tally.row(base.gamma, name)) for name in base.tally.categories)
+        print("By category:", ", ".join(f"{name} {row.marginal[0]:.2f}" for name, row in parts if row.marginal))
+    for fact in facts:
+        print(f"Noted: {fact}.")
+    if not likely:
+        print(
+            f"None of the {len(found) - 1} usual mistakes explains it: no change makes it agree clearly more. What is "
+            "left is the drafter itself: train it longer, on such prompts, or take another."
+        )
+    for number, one in enumerate(likely, 1):
+        first = "Most likely" if number == 1 else f"{number}. Possibly"
+        row = one.row
+        assert row is not None and row.block_efficiency is not None
+        print(f"{first}: {one.suspect.mistake} (BE {row.block_efficiency.value:.2f}). Cure: {one.suspect.cure}.")

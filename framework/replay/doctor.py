@@ -1,0 +1,123 @@
+"""Why does a drafter agree so little with its target? Usual mistakes, each undone and replayed on the same responses.
+
+How often the token at a place is accepted, min(1, Q/P) averaged over responses that the target drew, is an unbiased
+estimate of the overlap sum_v min(P, Q) there. A mistake is named if the drafter agrees clearly more without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..contracts.errors import CrossdraftError, UsageError
+from ..contracts.sampling import Sampling
+from ..contracts.suspect import Suspect
+from ..decoding.build import Configured
+from ..runs.intervals import Estimate
+from .force import Asked, deepened
+from .replay import Candidate, replay, rules_for
+from .response import Response
+from .side_by_side import SideBySide
+from .tally import Row, Tally, difference
+from .target import Target
+
+#: What undoing a mistake has to add to the tokens accepted a round, as a share of them, to explain anything.
+CLEAR = 0.2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A drafter as it may be meant, on a target, along responses."""
+
+    suspect: Suspect
+    target: Target
+    responses: Sequence[Response]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What came of a trial.
+
+    Attributes:
+        tally: of drafts of gamma tokens; None where it cannot draft so, for the ``reason``.
+        gain: block efficiency, more than as it is, with an interval over prompts; None as it is, or without either.
+    """
+
+    suspect: Suspect
+    gamma: int
+    tally: Tally | None = None
+    gain: Estimate | None = None
+    reason: str = ""
+
+    @property
+    def row(self) -> Row | None:
+        return None if self.tally is None else self.tally.row(self.gamma)
+
+
+def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterator[Examined]:
+    """Each of ``trials``, of which the first is the drafter as it is; the others are compared with that, by prompt.
+
+    Args:
+        gamma: draft length; heads that draft fewer tokens draft those.
+
+    Raises:
+        UsageError: a drafter that cannot be replayed, or does not draft chains.
+    """
+    first: Tally | None = None
+    for number, trial in enumerate(trials):
+        try:
+            gamma, tally = _tally(drafter, trial, gamma)
+        except CrossdraftError as error:
+            if number == 0 and isinstance(error, UsageError):
+                raise
+            yield Examined(trial.suspect, gamma, reason=str(error))
+            continue
+        gain = difference(tally, gamma, first, gamma) if first is not None else None
+        first = tally if number == 0 else first
+        yield Examined(trial.suspect, gamma, tally, gain)
+
+
+def named(found: Sequence[Examined]) -> list[Examined]:
+    """The trials that explain something, those that gain most first: by `CLEAR`, and surely, where that is known."""
+    base = found[0].row
+    accepted = base.block_efficiency.value - 1 if base is not None and base.block_efficiency is not None else 0.0
+
+    def gain(one: Examined) -> float:
+        if one.row is None or one.row.block_efficiency is None:
+            return 0.0
+        return one.row.block_efficiency.value - 1 - accepted
+
+    def sure(one: Examined) -> bool:
+        if base is None:  # as it is, it does not draft at all
+            return True
+        return one.gain is not None and (one.gain.low is None or one.gain.low > 0)
+
+    return sorted((one for one in found[1:] if sure(one) and gain(one) > CLEAR * accepted), key=gain, reverse=True)
+
+
+def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Suspect]:
+    """Drafts that are the drafter's most probable tokens, where the target samples."""
+    if sampling.temperature and getattr(drafter[1], "temperature", None) == 0:
+        yield Suspect(
+            f"drafts are greedy (temperature: 0), and the target samples at {sampling.temperature:g}",
+            "leave temperature out of the drafter's options",
+            {"temperature": None},
+        )
+
+
+def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally]:
+    cls, given = drafter
+    sampling = trial.target.sampling
+    config = cls.Config(**{**given.model_dump(exclude_unset=True), **trial.suspect.options})
+    traits = cls.traits(config, sampling)
+    if traits.drawn != "chain":
+        raise UsageError(f"drafter '{cls.name}' drafts no single chains here; give it options with which it does")
+    config = deepened(cls, config, gamma)
+    gamma = min(gamma, cls.traits(config, sampling).depth)
+    change = trial.suspect.change
+    beside = SideBySide(trial.target if change is None else trial.target.with_heads(change))
+    one = beside.add(Asked((cls, config), gamma))
+    rule = next(iter(rules_for(cls.name, (cls, config), (), (1,), sampling)))
+    candidate = Candidate(cls.name, (cls, config), {rule: (1,)}, (gamma,), beside.forced(one))
+    replay(trial.responses, [candidate])
+    return gamma, candidate.tallies[rule, 1]
