@@ -185,23 +185,27 @@ class CellConfig(Options):
 class Recipe(Options):
     """What to compare; see the module's docstring. `crossdraft.load_recipe` reads one from a file."""
 
-    name: str = Field(default="recipe", pattern=r"^[\w.-]+$", max_length=MOST_NAME)
-    description: str = ""
+    name: str = Field(
+        default="recipe", pattern=r"^[\w.-]+$", max_length=MOST_NAME, description="of the run; the file's by default"
+    )
+    description: str = Field(default="", description="what reports say about it")
     question: str = Field(default="", description="the question that the recipe answers")
-    target: Name = Field(min_length=1)
-    prompts: PromptSpec = PromptSpec(name="builtin")
+    target: Name = Field(min_length=1, description="name, directory or Hub id of the model whose law is kept")
+    prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
     limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use the first so many prompts")
-    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
-    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
-    seed: int = Field(default=0, ge=0, le=MOST_SEED)
-    dtype: Name = "auto"
-    device: Name = "auto"
-    attn_implementation: Name | None = None
+    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
+    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="rows that are decoded at once")
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="of all random numbers")
+    dtype: Name = Field(default="auto", description="of target and drafting models")
+    device: Name = Field(default="auto", description="cpu, cuda, cuda:1, ..")
+    attn_implementation: Name | None = Field(default=None, description="of the target; transformers' choice by default")
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
-    sampling: Sampling = Sampling.model_validate({})
-    drafters: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
-    verifiers: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED)
-    matrix: dict[str, list[Any]] = Field(default={})
+    sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
+    drafters: list[Strategy] = Field(
+        min_length=1, max_length=MOST_LISTED, description="names, or mappings of name, label and options"
+    )
+    verifiers: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED, description="likewise")
+    matrix: dict[str, list[Any]] = Field(default={}, description="lists of values; every combination is run")
     exclude: list[dict[str, Any]] = Field(
         default=[], max_length=MOST_EXCLUDED, description="leave out what matches an entry"
     )
