@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
+    from .framework.models.tokenizer import load_tokenizer
     from .framework.runs.prompts import Prompt, load_prompts
     from .framework.training.losses import distil, overlap
 
@@ -104,6 +105,7 @@ __all__ = [
     "load_model",
     "load_prompts",
     "load_recipe",
+    "load_tokenizer",
     "make_verifier",
     "on_device",
     "option",
@@ -171,6 +173,7 @@ _HOME = {
     "load_model": ".framework.models.load",
     "load_prompts": ".framework.runs.prompts",
     "load_recipe": ".framework.bench.matrix",
+    "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",
     "option": ".framework.contracts.training_options",
