@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
-    from .framework.decoding.build import make_verifier
+    from .framework.decoding.build import find_drafter, make_verifier
     from .framework.decoding.custom_generate import custom_generate
     from .framework.decoding.generate import generate, stream
     from .framework.models.device import cache_dir
@@ -98,6 +98,7 @@ __all__ = [
     "custom_generate",
     "distil",
     "file_sha256",
+    "find_drafter",
     "from_directory",
     "from_hub",
     "generate",
@@ -166,6 +167,7 @@ _HOME = {
     "custom_generate": ".framework.decoding.custom_generate",
     "distil": ".framework.training.losses",
     "file_sha256": ".framework.models.digests",
+    "find_drafter": ".framework.decoding.build",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",

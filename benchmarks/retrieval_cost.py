@@ -4,8 +4,9 @@
     python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--rounds 48] [--device auto]
 
 The prompt is made of the built-in prompts; decoding is greedy and goes on past the end of the answer. ``suffix``
-remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are medians
-over rounds: milliseconds of a round and of the drafter's part of it (proposing and observing), and its share in per cent.
+remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are
+medians over rounds: milliseconds of a round and of the drafter's part of it (proposing and observing), and its share in
+per cent.
 """
 
 from __future__ import annotations

@@ -26,15 +26,14 @@ VOCABULARY, STEP, NEW = 49_152, 8_192, 4
 
 
 def texts(seed: int = 0):
-    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from one of the latest thousand phrases."""
+    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases."""
     random = np.random.default_rng(seed)
-    phrases = [random.integers(0, VOCABULARY, 40) for _ in range(1000)]
+    phrases = [random.integers(0, VOCABULARY, 40) for _ in range(100)]
     while True:
         piece = (random.zipf(1.2, STEP) - 1) % VOCABULARY
         for start in random.integers(0, STEP - 40, STEP // 120):
             phrase = phrases[int(random.integers(len(phrases)))]
             piece[start : start + 40] = phrase
-        phrases[int(random.integers(len(phrases)))] = piece[:40].copy()
         yield piece
 
 

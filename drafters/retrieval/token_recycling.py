@@ -1,10 +1,10 @@
 """Token recycling: draft what the target itself ranked highest after each token, the last time that it saw it.
 
 X. Luo, Y. Wang, Q. Zhu, Z. Zhang, X. Zhang, Q. Yang, D. Xu, "Turning Trash into Treasure: Accelerating Inference of
-Large Language Models with Token Recycling", ACL 2025 (arXiv:2408.08696), section 3. An adjacency matrix holds, for every
-token, the target's k most probable next tokens. A static tree is filled from it breadth first: a node's child of rank r
-is entry r of the row of the node's token. After the pass the rows of all tokens that were in the draft, accepted or not,
-are replaced by what the target said there. Candidates are taken without randomness: point masses at any temperature.
+Large Language Models with Token Recycling", ACL 2025 (arXiv:2408.08696), section 3. An adjacency matrix holds, for
+every token, the target's k most probable next tokens. A static tree is filled from it breadth first: a node's child of
+rank r is entry r of the row of the node's token. After the pass the rows of all tokens that were in the draft, accepted
+or not, are replaced by what the target said there. Nothing is drawn: point masses at any temperature.
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ def opened(documents: list[list[int]], tmp_path_factory: Any) -> Datastore:
     return Datastore.open(path)
 
 
-def by_search(
-    documents: list[list[int]], tail: list[int], shortest: int, depth: int
-) -> tuple[int, list[tuple[int, ...]]]:
+#: A path from the root of a trie.
+Line = tuple[int, ...]
+
+
+def by_search(documents: list[list[int]], tail: list[int], shortest: int, depth: int) -> tuple[int, list[Line]]:
     """The longest end of ``tail`` that occurs, and what follows it everywhere, by comparing everywhere."""
     for size in range(len(tail), shortest - 1, -1):
         found = []
@@ -111,9 +113,9 @@ def test_all_occurrences_of_the_longest_context(documents: Any, tail: list[int],
     assert len(path) == depth or not any(c[:-1] == tuple(path) for c in counts)
 
 
-def check_tree(rows: np.ndarray, counts: Counter[tuple[int, ...]], nodes: int) -> None:
+def check_tree(rows: np.ndarray, counts: Counter[Line], nodes: int) -> None:
     tokens, parents = most_frequent(rows, nodes)
-    paths: list[tuple[int, ...]] = []
+    paths: list[Line] = []
     for token, parent in zip(tokens, parents, strict=True):
         assert parent < len(paths)
         paths.append((*(paths[parent] if parent >= 0 else ()), token))

@@ -82,9 +82,8 @@ class Rounds:
 
 def nodes(draft: Draft, row: int = 0) -> list[tuple[int, int]]:
     """Token and parent of every valid node."""
-    return [
-        (int(t), int(p)) for t, p, v in zip(draft.tokens[row], draft.parents[row], draft.valid[row], strict=True) if v
-    ]
+    columns = zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), draft.valid[row].tolist(), strict=True)
+    return [(token, parent) for token, parent, valid in columns if valid]
 
 
 def test_what_was_ranked_highest_is_drafted() -> None:

@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import crossdraft_by_shape
+import crossdraft_combine
 import crossdraft_ngram_cache
 import crossdraft_rest
 import crossdraft_suffix
 import pytest
 import test_crossdraft_by_shape
+import test_crossdraft_combine
 import test_crossdraft_ngram_cache
 import test_crossdraft_rest
 import test_crossdraft_suffix
 from crossdraft_ngram_cache.drafter import NgramCache
 from crossdraft_rest.datastore import build, tokenizer_sha256
 from test_crossdraft_by_shape import test_rules_that_cannot_be_wrapped  # noqa: F401
+from test_crossdraft_combine import (  # noqa: F401
+    test_a_merged_tree_is_one,
+    test_equal_beginnings_are_one,
+    test_options_are_checked_at_once,
+    test_the_model_makes_no_pass_where_a_copy_is_found,
+    test_traits_follow_from_the_parts,
+    test_what_cannot_be_combined_is_refused,
+)
 from test_crossdraft_ngram_cache import (  # noqa: F401
     test_sizes_that_cannot_be,
     test_the_most_frequent_follower_of_the_longest_context,
@@ -68,7 +78,12 @@ from crossdraft.framework.plugins import entries, manager
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
-    "drafters": {"ngram-cache": crossdraft_ngram_cache, "rest": crossdraft_rest, "suffix": crossdraft_suffix},
+    "drafters": {
+        "combine": crossdraft_combine,
+        "ngram-cache": crossdraft_ngram_cache,
+        "rest": crossdraft_rest,
+        "suffix": crossdraft_suffix,
+    },
     "verifiers": {"by-shape": crossdraft_by_shape},
 }
 
@@ -86,6 +101,31 @@ def installed() -> Iterator[None]:
 
 @pytest.mark.slow
 class TestNgramCache(test_crossdraft_ngram_cache.TestNgramCache):
+    pass
+
+
+@pytest.mark.slow
+class TestLookupElseModel(test_crossdraft_combine.TestLookupElseModel):
+    pass
+
+
+@pytest.mark.slow
+class TestModelElseModel(test_crossdraft_combine.TestModelElseModel):
+    pass
+
+
+@pytest.mark.slow
+class TestLookupElseTree(test_crossdraft_combine.TestLookupElseTree):
+    pass
+
+
+@pytest.mark.slow
+class TestMerged(test_crossdraft_combine.TestMerged):
+    pass
+
+
+@pytest.mark.slow
+class TestMergedTrees(test_crossdraft_combine.TestMergedTrees):
     pass
 
 
@@ -124,13 +164,16 @@ def test_certified(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["crossdraft-ngram-cache", "crossdraft-by-shape", "crossdraft-rest", "crossdraft-suffix"]
+    "folder",
+    ["crossdraft-ngram-cache", "crossdraft-by-shape", "crossdraft-combine", "crossdraft-rest", "crossdraft-suffix"],
 )
 def test_its_recipe_is_one(folder: str, tmp_path: Path) -> None:
     target = save_model(tmp_path / "target")
     changes = [f"target={target}"]
     if folder == "crossdraft-by-shape":
         changes += [f"drafters.{i}.model={target}" for i in range(3)]
+    if folder == "crossdraft-combine":
+        changes += [f"drafters.1.model={target}", f"drafters.2.drafters.1.model={target}"]
     found = plan(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
     names = {name for cell in found.cells for name in (cell.drafter.name, cell.verifier.name)}
     assert folder.removeprefix("crossdraft-") in names and not found.skipped
@@ -181,7 +224,6 @@ def test_retrieval_says_what_the_target_says(batch_size: int, target: Any, tmp_p
         {"name": "rest", "datastore": str(tmp_path / "d"), "tree": False},
         {"name": "token-recycling"},
     ):
-        for verifier in (None, "sample-match", "traversal"):
-            found = crossdraft.generate(target, prompts, drafter=drafter, verifier=verifier, **ask)
-            assert [response.tokens for response in found] == alone, (drafter, verifier)
-            assert sum(r.tau for response in found for r in response.rounds) > 10, (drafter, verifier)
+        found = crossdraft.generate(target, prompts, drafter=drafter, **ask)
+        assert [response.tokens for response in found] == alone, drafter
+        assert sum(r.tau for response in found for r in response.rounds) > 10, drafter

@@ -1,4 +1,4 @@
-"""A datastore: the tokens of a corpus and their suffix array, two NumPy files that are mapped, not read, and a manifest.
+"""A datastore: the tokens of a corpus and their suffix array, NumPy files that are mapped, not read, and a manifest.
 
 The suffix array lists all places of the corpus in the order of what follows them. So the places where a context occurs
 stand side by side in it, found by bisection, and what followed the context stands there in order, too.
@@ -60,12 +60,8 @@ def build(
     if not parts:
         raise UsageError("the corpus holds no tokens")
     every = np.concatenate(parts)
-    if (
-        every.dtype.kind != "i"
-        or every.min() < END
-        or every.max() >= MOST_IDS
-        or (every == END).sum() * 2 != len(parts)
-    ):
+    whole = every.dtype.kind == "i" and every.min() == END and every.max() < MOST_IDS
+    if not whole or (every == END).sum() * 2 != len(parts):
         raise UsageError(f"token ids must be whole numbers from 0 to {MOST_IDS - 1}")
     tokens = every.astype(np.int32)
     suffixes = np.asarray(divsufsort(tokens))
@@ -178,7 +174,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"there is no datastore in {path}: {MANIFEST}: {error.strerror}; make one with python -m crossdraft_rest build"
+            f"there is no datastore in {path}: {MANIFEST}: {error.strerror}; make one with python -m crossdraft_rest "
+            "build"
         ) from None
     except (ValueError, RecursionError):
         raise _damaged(path, MANIFEST, "it is not JSON") from None

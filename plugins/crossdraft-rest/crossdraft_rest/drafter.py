@@ -1,8 +1,8 @@
 """The drafter ``rest``: retrieval-based speculative decoding from a datastore of texts.
 
-Z. He, Z. Zhong, T. Cai, J. D. Lee, D. He, "REST: Retrieval-Based Speculative Decoding", NAACL 2024, sections 3.1 and 3.2:
-the longest end of the text, of ``longest`` tokens at most, that occurs in the datastore is looked up; the continuations of
-its occurrences make a trie, and the most frequent of its nodes are the draft tree. No model and no law: point masses.
+Z. He, Z. Zhong, T. Cai, J. D. Lee, D. He, "REST: Retrieval-Based Speculative Decoding", NAACL 2024, sections 3.1 and
+3.2: the longest end of the text, of ``longest`` tokens at most, that the datastore holds is looked up. What followed
+its occurrences makes a trie, and the most frequent of its nodes are the draft tree. No model and no law: point masses.
 """
 
 from __future__ import annotations

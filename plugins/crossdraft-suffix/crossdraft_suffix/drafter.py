@@ -3,9 +3,9 @@
 G. Oliaro, Z. Jia, D. Campos, A. Qiao, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
 NeurIPS 2025 (arXiv:2411.04975), section 3: contexts are found again in the prompt and output of the request itself and
 in the outputs of earlier requests. A match of m tokens gives a draft of at most ``factor`` * m tokens, grown along the
-most frequent continuations; of all matches that one is taken whose draft is expected to be accepted furthest, by the sum
-of its tokens' estimated probabilities. These are estimates that lengths are chosen by, not the law of a draw: what is
-drafted is a point mass.
+most frequent continuations; of all matches that one is taken whose draft is expected to be accepted furthest, by the
+sum of its tokens' estimated probabilities. These are estimates that lengths are chosen by, not the law of a draw: what
+is drafted is a point mass.
 
 Where the paper counts in suffix trees over all occurrences, this counts the latest ones of each context (see
 `History`), so that a look-up takes as long after ten million tokens as after ten thousand.
@@ -65,10 +65,10 @@ class Suffix(Drafter):
             default=1_000_000,
             ge=0,
             le=MOST_REMEMBERED,
-            description="tokens of earlier outputs that are remembered, the latest ones; 0 = the request's own text alone",
+            description="tokens of earlier outputs that are remembered, the latest ones; 0 = the own text alone",
         )
         occurrences: int = Field(
-            default=64, ge=1, le=MOST_OCCURRENCES, description="latest occurrences of a context that are counted"
+            default=32, ge=1, le=MOST_OCCURRENCES, description="latest occurrences of a context that are counted"
         )
         tree: bool = Field(default=False, description="draft a tree of several continuations, not the best one alone")
 

@@ -3,8 +3,8 @@
 Every place of the text is linked to the place before it where the same tokens stood in front, for contexts of 1, 2, 4
 and 8 tokens: hash chains, as compressors of the LZ77 family keep them. A look-up follows a chain for a fixed number of
 steps, so it sees the latest occurrences of a context, all of them if there are no more, and measures how far each one
-matches. A new token is linked in constant time. The oldest tokens are overwritten by the newest ones once the text is as
-long as it may be; chains end where they would lead there.
+matches. A new token is linked in constant time. The oldest tokens are overwritten by the newest ones once the text is
+as long as it may be; chains end where they would lead there.
 
 A suffix tree with counts answers the same question over all occurrences. Its nodes cost a hundred bytes and more for
 each token; this takes 36 to 52, in NumPy arrays, and forgets without any work.
@@ -13,6 +13,7 @@ each token; this takes 36 to 52, in NumPy arrays, and forgets without any work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +26,21 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 _STEPS = tuple(np.uint64(step) for step in (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
 #: Places are 32-bit integers.
 _LAST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The places of one context, and of those with the same hash.
+
+    Attributes:
+        number: of its size among the sizes of contexts.
+        bucket: its head.
+        most: the longest match that it speaks of: chains of longer contexts begin there.
+    """
+
+    number: int
+    bucket: int
+    most: int
 
 
 class History:
@@ -47,6 +63,7 @@ class History:
         # Pages that were never written to take no memory, so a large capacity costs what is used of it.
         self._tokens = np.zeros(self.capacity, dtype=np.int32)
         self._back = np.zeros(len(self._sizes) * self.capacity, dtype=np.int32)
+        self._links = memoryview(self._back)  # indexed one by one it is several times faster
         self._head = np.zeros(len(self._sizes) << self._bits, dtype=np.int32)
         self._tail = np.zeros(0, dtype=np.int32)
         #: Tokens that were ever added: the place of the next one.
@@ -100,42 +117,49 @@ class History:
     def _bucket(self, hashes: np.ndarray, i: int) -> np.ndarray:
         return (hashes * _MIX >> np.uint64(64 - self._bits)).astype(np.int64) + (i << self._bits)
 
-    def matches(self, tail: Sequence[int], factor: float) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Where the end of a text, ``tail``, occurred here before: chain by chain, that of the longest contexts first.
+    def chains(self, tail: Sequence[int]) -> list[Chain]:
+        """The chains of the contexts that ``tail``, the end of a text, ends with, that of the longest first."""
+        hashes = _hashes(np.asarray(tail[-SIZES[-1] :], dtype=np.int32), len(self._sizes))
+        found, most = [], min(len(tail), self.depth)
+        known = [(i, int(self._bucket(one[-1:], i)[0])) for i, one in enumerate(hashes) if len(one)]
+        for i, bucket in reversed(known):
+            found.append(Chain(i, bucket, most))
+            most = self._sizes[i] - 1
+        return found
 
-        Each chain speaks of matches from the length of its contexts up to where the chain before it began.
+    def matches(self, chain: Chain, tail: Sequence[int], longest: int) -> tuple[list[int], np.ndarray]:
+        """Where the contexts of a chain of ``tail`` occurred, the latest first.
 
         Args:
-            factor: tokens of a continuation for each token of the longest match that a chain speaks of.
+            longest: most tokens of a continuation.
 
-        Yields:
-            for its occurrences, the latest first: how many tokens match (cut at the longest that it speaks of), and
-            what followed, int32 ``[n, tokens]``, `END` where nothing does. Chains without an occurrence are left out.
+        Returns:
+            for each occurrence, how many tokens match, at most ``chain.most``; and int32 ``[n, longest]``: what
+            followed, `END` where nothing does.
         """
-        recent = np.asarray(tail[-self.depth :], dtype=np.int32)
-        known = [hashes[-1:] for hashes in _hashes(recent[-SIZES[-1] :], len(self._sizes)) if len(hashes)]
-        oldest, most = max(0, self.total - self.capacity), len(recent)
-        for i in range(len(known) - 1, -1, -1):
-            places = self._chain(int(self._bucket(known[i], i)[0]), i)
-            if len(places):
-                before = places[:, None] - np.arange(1, most + 1)
-                same = (self._tokens[before % self.capacity] == recent[: -most - 1 : -1]) & (before >= oldest)
-                lengths = np.logical_and.accumulate(same, axis=1).sum(1)
-                real = lengths >= self._sizes[i]  # others have the same hash, no more
-                if real.any():
-                    after = places[real, None] + np.arange(int(factor * most))
-                    follows = np.where(after < self.total, self._tokens[after % self.capacity], END)
-                    yield lengths[real].tolist(), follows
-            most = self._sizes[i] - 1
+        places = self._places(chain)
+        recent = np.asarray(tail[: -chain.most - 1 : -1], dtype=np.int32)
+        before = places[:, None] - np.arange(1, chain.most + 1)
+        same = (self._tokens[self._slots(before)] == recent) & (before >= max(0, self.total - self.capacity))
+        lengths = np.logical_and.accumulate(same, axis=1).sum(1)
+        real = lengths >= self._sizes[chain.number]  # others have the same hash, no more
+        after = places[real, None] + np.arange(longest)
+        # Behind the end stands what is older than anything here, or nothing yet: both are no continuation.
+        follows = self._tokens[self._slots(np.minimum(after, self.total - 1))]
+        return lengths[real].tolist(), np.where(after < self.total, follows, END)
 
-    def _chain(self, bucket: int, i: int) -> np.ndarray:
-        """The latest places of a bucket, the latest first."""
+    def _slots(self, places: np.ndarray) -> np.ndarray:
+        """Where the tokens of places are kept; places before the first are anywhere."""
+        return np.maximum(places, 0) if self.total <= self.capacity else places % self.capacity
+
+    def _places(self, chain: Chain) -> np.ndarray:
+        """The latest places of a chain, the latest first."""
         found: list[int] = []
-        start, back = i * self.capacity, self._back
-        place, oldest = int(self._head[bucket]), max(1, self.total - self.capacity)
+        start, capacity, links = chain.number * self.capacity, self.capacity, self._links
+        place, oldest = int(self._head[chain.bucket]), max(1, self.total - capacity)
         while place >= oldest and len(found) < self.occurrences:
             found.append(place)
-            place = int(back[start + place % self.capacity])
+            place = links[start + place % capacity]
         return np.array(found, dtype=np.int64)
 
 

@@ -47,10 +47,11 @@ def speculate(
     """
     best = Speculation()
     for history in histories:
-        for lengths, follows in history.matches(tail, factor):
+        for chain in history.chains(tail):
             # No probability is more than 1, so a budget that is no more than the best score cannot win.
-            if int(factor * max(lengths)) <= best.score:
-                continue
+            if (longest := int(factor * chain.most)) <= best.score:
+                break
+            lengths, follows = history.matches(chain, tail, longest)
             rows = follows.tolist()
             for length in sorted(set(lengths), reverse=True):
                 if (budget := int(factor * length)) <= best.score:
