@@ -5,7 +5,7 @@
 
 A text of frequent and rare tokens, in which phrases come again, is remembered. At each size, rounds are played: the
 last 24 tokens are looked up and drafted from, as in a round, then 4 more are added. Printed are medians and 95th
-percentiles in microseconds, and bytes a token: of the arrays, and by which the process grew.
+percentiles in microseconds, and the bytes a token by which the process grew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,10 @@ from crossdraft_suffix.speculation import speculate
 VOCABULARY, STEP, NEW = 49_152, 8_192, 4
 
 
-def texts(seed: int = 0):
-    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases."""
+def texts(seed: int) -> Iterator[np.ndarray]:
+    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases, always the same."""
+    phrases = np.random.default_rng(0).integers(0, VOCABULARY, (100, 40))
     random = np.random.default_rng(seed)
-    phrases = [random.integers(0, VOCABULARY, 40) for _ in range(100)]
     while True:
         piece = (random.zipf(1.2, STEP) - 1) % VOCABULARY
         for start in random.integers(0, STEP - 40, STEP // 120):
@@ -45,38 +46,51 @@ def resident() -> int:
         return 0
 
 
-def played(memory: History, text: np.ndarray, options: Suffix.Config) -> tuple[list[float], list[float], int]:
-    """Seconds of each look-up and of each update of some rounds, and how many tokens were drafted."""
-    asked, learnt, drafted = [], [], 0
-    for place in range(options.depth, len(text) - NEW, NEW):
-        tail = text[place - options.depth : place].tolist()
+@dataclass
+class Memory:
+    """A memory of some size, and the seconds of its rounds."""
+
+    tokens: int
+    history: History
+    bytes: float
+    asked: list[float] = field(default_factory=list)
+    learnt: list[float] = field(default_factory=list)
+    drafted: int = 0
+
+    def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
+        """One round."""
         start = time.perf_counter()
-        found = speculate([memory], tail, options.factor, options.min_prob, options.tree)
+        found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
         middle = time.perf_counter()
-        memory.extend(text[place : place + NEW].tolist())
-        asked.append(middle - start)
-        learnt.append(time.perf_counter() - middle)
-        drafted += len(found.tokens)
-    return asked, learnt, drafted
+        self.history.extend(new)
+        self.asked.append(middle - start)
+        self.learnt.append(time.perf_counter() - middle)
+        self.drafted += len(found.tokens)
+
+    def row(self) -> dict[str, float]:
+        found = {"tokens": self.tokens, "drafted a round": self.drafted / len(self.asked)}
+        for name, seconds in (("look-up", self.asked), ("update", self.learnt)):
+            found[f"{name} median us"] = 1e6 * float(np.median(seconds))
+            found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
+        return found | {"process bytes a token": self.bytes}
 
 
 def measure(sizes: Sequence[int], rounds: int, options: Suffix.Config) -> list[dict[str, float]]:
-    """A row for each size."""
-    before, rows, source = resident(), [], texts()
-    memory = History(max(sizes) + rounds * NEW * len(sizes), options.depth, options.occurrences)
+    """A row for each size. Their rounds take turns, so that all are measured on the same machine."""
+    memories, source = [], texts(2)
     for size in sorted(sizes):
-        while memory.total < size:
-            memory.extend(next(source)[: size - memory.total])
-        text = np.concatenate([next(source) for _ in range(1 + rounds * NEW // STEP)])[: rounds * NEW + options.depth]
-        asked, learnt, drafted = played(memory, text, options)
-        row = {"tokens": size, "drafted a round": drafted / len(asked)}
-        for name, seconds in (("look-up", asked), ("update", learnt)):
-            row[f"{name} median us"] = 1e6 * float(np.median(seconds))
-            row[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
-        row["process bytes a token"] = (resident() - before) / memory.total
-        rows.append(row)
-    rows[-1]["array bytes a token"] = memory.nbytes / memory.capacity
-    return rows
+        before = resident()
+        history = History(size + rounds * NEW, options.depth, options.occurrences)
+        pieces = texts(1)
+        while history.total < size:
+            history.extend(next(pieces)[: size - history.total])
+        memories.append(Memory(size, history, (resident() - before) / size))
+    text = np.concatenate([next(source) for _ in range(1 + (rounds * NEW + options.depth) // STEP)])
+    for place in range(options.depth, options.depth + rounds * NEW, NEW):
+        tail, new = text[place - options.depth : place].tolist(), text[place : place + NEW].tolist()
+        for memory in memories:
+            memory.play(tail, new, options)
+    return [memory.row() for memory in memories]
 
 
 def plot(rows: Sequence[dict[str, float]], path: Path) -> None:

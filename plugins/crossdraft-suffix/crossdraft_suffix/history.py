@@ -21,9 +21,11 @@ import numpy as np
 END = -1
 #: Lengths of the contexts that chains are kept for. A match of any length is found by the longest that is no longer.
 SIZES = (1, 2, 4, 8)
-#: Odd numbers whose products mix all bits of the hashes of 64 bits (Knuth's multiplicative hashing).
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_STEPS = tuple(np.uint64(step) for step in (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
+#: A context's hash is a polynomial in its tokens modulo 2^64, the last token first, with this base; its bucket are the
+#: highest bits of the hash times another odd number (Knuth's multiplicative hashing).
+_BASE, _MIX, _ALL = 0xC2B2AE3D27D4EB4F, 0x9E3779B97F4A7C15, 2**64 - 1
+#: So many tokens or fewer are linked one by one: NumPy begins to be faster behind.
+_FEW = 24
 #: Places are 32-bit integers.
 _LAST = 2**31 - 1
 
@@ -63,9 +65,10 @@ class History:
         # Pages that were never written to take no memory, so a large capacity costs what is used of it.
         self._tokens = np.zeros(self.capacity, dtype=np.int32)
         self._back = np.zeros(len(self._sizes) * self.capacity, dtype=np.int32)
-        self._links = memoryview(self._back)  # indexed one by one it is several times faster
         self._head = np.zeros(len(self._sizes) << self._bits, dtype=np.int32)
-        self._tail = np.zeros(0, dtype=np.int32)
+        # Indexed one by one, a view of the memory is several times faster than the array.
+        self._links, self._heads = memoryview(self._back), memoryview(self._head)
+        self._tail: list[int] = []
         #: Tokens that were ever added: the place of the next one.
         self.total = 0
 
@@ -80,28 +83,39 @@ class History:
 
     def extend(self, new: Sequence[int] | np.ndarray) -> None:
         """Add tokens at the end."""
-        tokens = np.asarray(new, dtype=np.int32)
-        for start in range(0, len(tokens), self.capacity):
-            self._add(tokens[start : start + self.capacity])
+        for start in range(0, len(new), self.capacity):
+            piece = new[start : start + self.capacity]
+            if self.total + len(piece) > _LAST:
+                self.clear()
+            (self._add_few if len(piece) <= _FEW else self._add)([int(token) for token in piece])
 
-    def _add(self, new: np.ndarray) -> None:
-        n = len(new)
-        if self.total + n > _LAST:
-            self.clear()
+    def _add_few(self, new: list[int]) -> None:
+        capacity, bits, tail = self.capacity, self._bits, self._tail
+        for token in new:
+            slot = self.total % capacity
+            # A place is linked under the tokens in front of it, of which its own is none.
+            for i, bucket in enumerate(_buckets(tail, len(self._sizes), bits)):
+                self._links[i * capacity + slot] = self._heads[bucket]
+                self._heads[bucket] = self.total
+            self._tokens[slot] = token
+            tail = self._tail = [*tail, token][-SIZES[-1] :]
+            self.total += 1
+
+    def _add(self, new: list[int]) -> None:
+        """The same of many tokens, all at once."""
+        n, joined = len(new), np.array([*self._tail, *new], dtype=np.int64)
         places = np.arange(self.total, self.total + n)
         self._tokens[places % self.capacity] = new
-        joined = np.concatenate([self._tail, new])
-        # A place is linked under the tokens in front of it, of which its own is none.
         buckets, linked, chains = [], [], []
         for i, hashes in enumerate(_hashes(joined[:-1], len(self._sizes))):
             known = min(len(hashes), n)
             if known:
-                buckets.append(self._bucket(hashes[-known:], i))
+                bucket = hashes[-known:] * np.uint64(_MIX) >> np.uint64(64 - self._bits)
+                buckets.append(bucket.astype(np.int64) + (i << self._bits))
                 linked.append(places[-known:])
                 chains.append(places[-known:] % self.capacity + i * self.capacity)
-        if buckets:
-            self._link(np.concatenate(buckets), np.concatenate(linked), np.concatenate(chains))
-        self._tail = joined[-SIZES[-1] :]
+        self._link(np.concatenate(buckets), np.concatenate(linked), np.concatenate(chains))
+        self._tail = joined[-SIZES[-1] :].tolist()
         self.total += n
 
     def _link(self, bucket: np.ndarray, place: np.ndarray, chain: np.ndarray) -> None:
@@ -114,15 +128,10 @@ class History:
         last = new[1:]
         self._head[bucket[last]] = place[last]
 
-    def _bucket(self, hashes: np.ndarray, i: int) -> np.ndarray:
-        return (hashes * _MIX >> np.uint64(64 - self._bits)).astype(np.int64) + (i << self._bits)
-
     def chains(self, tail: Sequence[int]) -> list[Chain]:
         """The chains of the contexts that ``tail``, the end of a text, ends with, that of the longest first."""
-        hashes = _hashes(np.asarray(tail[-SIZES[-1] :], dtype=np.int32), len(self._sizes))
         found, most = [], min(len(tail), self.depth)
-        known = [(i, int(self._bucket(one[-1:], i)[0])) for i, one in enumerate(hashes) if len(one)]
-        for i, bucket in reversed(known):
+        for i, bucket in reversed(list(enumerate(_buckets(tail, len(self._sizes), self._bits)))):
             found.append(Chain(i, bucket, most))
             most = self._sizes[i] - 1
         return found
@@ -141,7 +150,7 @@ class History:
         recent = np.asarray(tail[: -chain.most - 1 : -1], dtype=np.int32)
         before = places[:, None] - np.arange(1, chain.most + 1)
         same = (self._tokens[self._slots(before)] == recent) & (before >= max(0, self.total - self.capacity))
-        lengths = np.logical_and.accumulate(same, axis=1).sum(1)
+        lengths = np.where(same.all(1), chain.most, same.argmin(1))  # up to the first that differs
         real = lengths >= self._sizes[chain.number]  # others have the same hash, no more
         after = places[real, None] + np.arange(longest)
         # Behind the end stands what is older than anything here, or nothing yet: both are no continuation.
@@ -156,17 +165,29 @@ class History:
         """The latest places of a chain, the latest first."""
         found: list[int] = []
         start, capacity, links = chain.number * self.capacity, self.capacity, self._links
-        place, oldest = int(self._head[chain.bucket]), max(1, self.total - capacity)
+        place, oldest = self._heads[chain.bucket], max(1, self.total - capacity)
         while place >= oldest and len(found) < self.occurrences:
             found.append(place)
             place = links[start + place % capacity]
         return np.array(found, dtype=np.int64)
 
 
+def _buckets(tail: Sequence[int], sizes: int, bits: int) -> list[int]:
+    """The buckets of the last 1, 2, 4, .. tokens of ``tail``, as far as it has as many."""
+    found, value, power = [], 0, 1
+    for n, token in enumerate(reversed(tail[-SIZES[sizes - 1] :]), 1):
+        value = (value + (token + 2) * power) & _ALL
+        power = power * _BASE & _ALL
+        if n == SIZES[len(found)]:
+            found.append(((value * _MIX & _ALL) >> (64 - bits)) + (len(found) << bits))
+    return found
+
+
 def _hashes(tokens: np.ndarray, sizes: int) -> Iterator[np.ndarray]:
     """For contexts of 1, 2, 4, .. tokens: uint64, the hash of each one that ends in ``tokens``, in order."""
-    hashes = (tokens.astype(np.int64) + 2).astype(np.uint64) * _MIX
+    hashes = (tokens + 2).astype(np.uint64)
     yield hashes
-    for size, step in zip(SIZES[: sizes - 1], _STEPS, strict=False):
-        hashes = hashes[size:] * step + hashes[:-size] if len(hashes) > size else hashes[:0]
+    for size in SIZES[: sizes - 1]:
+        step = np.uint64(pow(_BASE, size, _ALL + 1))
+        hashes = hashes[size:] + step * hashes[:-size] if len(hashes) > size else hashes[:0]
         yield hashes
