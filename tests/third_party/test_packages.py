@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,3 +228,26 @@ def test_retrieval_says_what_the_target_says(batch_size: int, target: Any, tmp_p
         found = crossdraft.generate(target, prompts, drafter=drafter, **ask)
         assert [response.tokens for response in found] == alone, drafter
         assert sum(r.tau for response in found for r in response.rounds) > 10, drafter
+
+
+def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "said.jsonl").write_text(
+        '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n'
+        '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n',
+        encoding="utf-8",
+    )
+    build([[5, 6, 7, 8, 9, 9, 2]], tmp_path / "d")
+    rest = f"{{name: rest, datastore: {tmp_path / 'd'}, shortest: 1, tree: false}}"
+
+    def replayed(drafter: str) -> tuple[int, Any]:
+        code = cli.main(["replay", str(tmp_path / "said.jsonl"), "--drafter", drafter, "--gamma", "2", "--json"])
+        return code, capsys.readouterr()
+
+    own, memory, datastore = (
+        json.loads(replayed(drafter)[1].out)["rows"][0]["block_efficiency_all_rounds"]
+        for drafter in ("{name: suffix, factor: 2, memory: 0}", "{name: suffix, factor: 2}", rest)
+    )
+    assert own < memory < datastore, "the second answer is the first one's, and both are in the datastore"
+    for tree in ("{name: suffix, tree: true}", "token-recycling"):
+        code, out = replayed(tree)
+        assert code == 2 and "drafts trees ('deterministic'), of which no identity is known" in out.err
