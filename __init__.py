@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
-    from .framework.decoding.build import make_verifier
+    from .framework.decoding.build import find_drafter, make_verifier
     from .framework.decoding.custom_generate import custom_generate
     from .framework.decoding.generate import generate, stream
     from .framework.models.device import cache_dir
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
+    from .framework.models.tokenizer import load_tokenizer
     from .framework.runs.prompts import Prompt, load_prompts
     from .framework.training.losses import distil, overlap
 
@@ -99,6 +100,7 @@ __all__ = [
     "custom_generate",
     "distil",
     "file_sha256",
+    "find_drafter",
     "from_directory",
     "from_hub",
     "generate",
@@ -106,6 +108,7 @@ __all__ = [
     "load_model",
     "load_prompts",
     "load_recipe",
+    "load_tokenizer",
     "make_verifier",
     "on_device",
     "option",
@@ -167,6 +170,7 @@ _HOME = {
     "custom_generate": ".framework.decoding.custom_generate",
     "distil": ".framework.training.losses",
     "file_sha256": ".framework.models.digests",
+    "find_drafter": ".framework.decoding.build",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",
@@ -174,6 +178,7 @@ _HOME = {
     "load_model": ".framework.models.load",
     "load_prompts": ".framework.runs.prompts",
     "load_recipe": ".framework.bench.matrix",
+    "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.decoding.build",
     "on_device": ".framework.contracts.draft",
     "option": ".framework.contracts.training_options",

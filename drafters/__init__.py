@@ -12,6 +12,11 @@ def crossdraft_register_drafters(register):
         summary="copies what followed an earlier n-gram",
     )
     register(
+        "token-recycling",
+        f"{__name__}.retrieval.token_recycling:TokenRecycling",
+        summary="a tree of what the target itself ranked highest after each token",
+    )
+    register(
         "medusa",
         f"{__name__}.heads.medusa:Medusa",
         summary="heads on the target's last hidden state draft a chain or a tree",

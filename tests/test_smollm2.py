@@ -7,6 +7,7 @@ Slow (about 20 minutes on two cores) and needs SmolLM2 and the plug-in pack:
 
 import pytest
 import torch
+from crossdraft_suffix.drafter import Suffix
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.generate import pair_decoder
@@ -24,8 +25,12 @@ DRAFTERS = {
     "dynamic-threshold": {"name": "dynamic-threshold", "model": "smollm2-small-lm", "gamma": 6},
     "medusa": {"name": "medusa", "model": "smollm2-medusa"},
     "eagle3": {"name": "eagle3", "model": "smollm2-eagle3", "gamma": 5},
+    "token-recycling": {"name": "token-recycling"},
+    "suffix": (Suffix, Suffix.Config(factor=2)),
+    "suffix-tree": (Suffix, Suffix.Config(factor=2, tree=True)),
 }
-PAIRS = [(d, v) for d in DRAFTERS for v in ("greedy", "token", "block")]
+TREES = {"token-recycling", "suffix-tree"}
+PAIRS = [(d, v) for d in DRAFTERS for v in (("greedy", "sample-match") if d in TREES else ("greedy", "token", "block"))]
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Drafters that copy what was said before; no model."""
+"""Drafters that copy what was said, or nearly said, before; no model."""

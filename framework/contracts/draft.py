@@ -90,12 +90,33 @@ class Draft:
         )
 
     @classmethod
-    def copied(cls, rows: Sequence[Sequence[int]], device: torch.device | str) -> Draft:
-        """Chains of point masses from lists of token ids on the host: one list a row, of any length."""
-        width = max(map(len, rows), default=0)
+    def copied(
+        cls,
+        rows: Sequence[Sequence[int]],
+        device: torch.device | str,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:
+        """Point masses from lists of token ids on the host, one list a row, of any length: chains, or trees.
+
+        ``parents``: the index of each token's parent in its row, -1 = the root; parents come before children.
+        """
+        device, width = torch.device(device), max(map(len, rows), default=0)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows]
-        tokens = on_device(padded, torch.device(device)).view(len(rows), width)
-        return cls.chain(tokens, [len(row) for row in rows])
+        if parents is None:
+            tokens = on_device(padded, device).view(len(rows), width)
+            return cls.chain(tokens, [len(row) for row in rows])
+        if not width:
+            return cls.empty(len(rows), device)
+        links = [[*row, *[-1] * (width - len(row))] for row in parents]
+        there = [[i < len(row) for i in range(width)] for row in rows]
+        tokens, above, valid = on_device([padded, links, there], device)
+        levels = 0
+        for row in parents:
+            depth: list[int] = []
+            for parent in row:
+                depth.append(depth[parent] + 1 if parent >= 0 else 1)
+            levels = max(levels, *depth) if depth else levels
+        return cls(tokens, above, valid.bool(), drawn="deterministic", levels=levels)
 
     @classmethod
     def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:

@@ -113,6 +113,14 @@ def _check_instance(one: str, strategy: Drafter | Verifier, config: Any) -> None
         )
 
 
+def find_drafter(strategy: StrategyLike) -> Configured:
+    """The class and the config of a drafter by name, or by a mapping with ``name`` and its options.
+
+    For drafters that combine others: they make them with their own context.
+    """
+    return configured("drafters", strategy)
+
+
 def make_verifier(strategy: StrategyLike) -> Verifier:
     """A verifier by name, or by a mapping with ``name`` and its options; for rules that wrap another one, too."""
     return _made(configured("verifiers", strategy))

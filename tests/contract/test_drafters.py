@@ -14,6 +14,19 @@ class TestPromptLookup(DrafterContract):
     options = {"gamma": 3}
 
 
+class TestTokenRecycling(DrafterContract):
+    drafter = "token-recycling"
+    options = {"nodes": 6, "width": 3}
+    remembers = True
+
+
+@pytest.mark.slow
+class TestTokenRecyclingChain(DrafterContract):
+    drafter = "token-recycling"
+    options = {"width": 1}
+    remembers = True
+
+
 class TestSmallLM(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3}

@@ -195,6 +195,15 @@ def test_lists_become_chains() -> None:
         assert Draft.copied(nothing, "cpu").tokens.shape == (len(nothing), 0)
 
 
+def test_lists_with_parents_become_trees() -> None:
+    draft = Draft.copied([[4, 5, 6, 7], [], [8]], "cpu", [[-1, 0, 0, 2], [], [-1]])
+    assert draft.drawn == "deterministic" and draft.point_mass and draft.levels == 3
+    assert draft.tokens.tolist() == [[4, 5, 6, 7], [0] * 4, [8, 0, 0, 0]]
+    assert draft.parents.tolist() == [[-1, 0, 0, 2], [-1] * 4, [-1] * 4]
+    assert draft.count.tolist() == [4, 0, 1] and draft.depth[0].tolist() == [1, 2, 2, 3]
+    assert Draft.copied([[], []], "cpu", [[], []]).tokens.shape == (2, 0)
+
+
 def test_a_verifier_may_have_an_attribute_of_any_name(target: LoadedModel) -> None:
     class Named(type(make_verifier("token"))):
         rule = "what a rule calls its own"

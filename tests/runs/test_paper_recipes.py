@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import crossdraft_ngram_cache
+import crossdraft_suffix
 import pytest
 import yaml
 
@@ -18,6 +20,7 @@ from crossdraft.framework.contracts.hookspecs import hookimpl
 FOLDER = Path(crossdraft.recipes.__file__).parent
 #: Cells, baselines included, and groups.
 PAPER = {
+    "model-free": (24, 4),  # 2 temperatures x 2 batch sizes x (1 + 5 drafters)
     "paper/block-table1-gamma": (21, 3),  # 3 seeds x (1 + 3 gammas x 2 rules)
     "paper/block-table2": (9, 3),  # 3 temperatures x (1 + 2 rules)
     "paper/block-table4": (4, 1),  # 1 + 3 rules
@@ -33,7 +36,10 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
-    """The names of the SmolLM2 pack, which need not be installed: a model is only a name until it is loaded."""
+    """The names of the SmolLM2 pack, which need not be installed: a model is only a name until it is loaded. And the
+    drafters of two packages of this repository."""
+    packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix}
+    missing = [package for name, package in packages.items() if name not in plugins.entries("drafters")]
     pack = {"smollm2-135m-instruct", "smollm2-small-lm", "smollm2-medusa", "smollm2-eagle3"}
     names = pack - plugins.entries("models").keys()
 
@@ -42,9 +48,11 @@ def smollm2() -> Any:
             register(name, "nothing:nothing")
 
     plugin = SimpleNamespace(crossdraft_register_models=hookimpl(register_models))
-    plugins.manager().register(plugin, "test-smollm2")
+    for one in (plugin, *missing):
+        plugins.manager().register(one)
     yield
-    plugins.manager().unregister(plugin)
+    for one in (plugin, *missing):
+        plugins.manager().unregister(one)
 
 
 def test_every_file_is_registered_under_its_path() -> None:

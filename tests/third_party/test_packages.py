@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import crossdraft_by_shape
+import crossdraft_combine
 import crossdraft_ngram_cache
+import crossdraft_rest
+import crossdraft_suffix
 import pytest
 import test_crossdraft_by_shape
+import test_crossdraft_combine
 import test_crossdraft_ngram_cache
+import test_crossdraft_rest
+import test_crossdraft_suffix
 from crossdraft_ngram_cache.drafter import NgramCache
+from crossdraft_rest.datastore import build, tokenizer_sha256
 from test_crossdraft_by_shape import test_rules_that_cannot_be_wrapped  # noqa: F401
+from test_crossdraft_combine import (  # noqa: F401
+    test_a_merged_tree_is_one,
+    test_equal_beginnings_are_one,
+    test_options_are_checked_at_once,
+    test_the_model_makes_no_pass_where_a_copy_is_found,
+    test_traits_follow_from_the_parts,
+    test_what_cannot_be_combined_is_refused,
+)
 from test_crossdraft_ngram_cache import (  # noqa: F401
     test_sizes_that_cannot_be,
     test_the_most_frequent_follower_of_the_longest_context,
     test_the_oldest_context_is_forgotten_first,
     test_thresholds_keep_guesses_back,
 )
-from tiny_models import save_model
+from test_crossdraft_rest import (  # noqa: F401
+    bits,
+    store,
+    test_a_bad_corpus_is_named,
+    test_a_corpus_becomes_a_datastore,
+    test_a_damaged_datastore_is_refused,
+    test_a_directory_is_read_by_datasets,
+    test_a_draft_is_no_deeper_than_there_is_room,
+    test_all_occurrences_of_the_longest_context,
+    test_another_tokenizer_is_refused,
+    test_ids_need_no_tokenizer,
+    test_large_ids,
+    test_more_hits_than_are_counted_are_taken_evenly,
+    test_nothing_follows_where_nothing_is_known,
+    test_what_cannot_be_built,
+)
+from test_crossdraft_rest import test_options_that_cannot_be as test_contexts_that_cannot_be  # noqa: F401
+from test_crossdraft_suffix import (  # noqa: F401
+    test_a_draft_is_as_long_as_its_match_allows,
+    test_a_text_is_forgotten_before_places_run_out,
+    test_a_tree_takes_the_most_probable_nodes,
+    test_all_occurrences_are_found,
+    test_memory_is_as_large_as_it_says,
+    test_options_that_cannot_be,
+    test_outputs_are_remembered_and_prompts_are_not,
+    test_recorded_texts_are_drafted_as_in_rounds,
+    test_the_best_match_by_counting_everywhere,
+    test_the_latest_occurrences_are_counted,
+    test_the_longest_match_is_not_always_the_best,
+    test_the_most_frequent_continuation,
+    test_the_own_text_comes_first,
+    test_trees_are_trees,
+    test_what_is_overwritten_is_not_found,
+)
+from tiny_models import make_tokenizer, save_model
 
 import crossdraft
 from crossdraft.framework.bench.matrix import load_recipe, plan
@@ -28,7 +78,15 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.plugins import entries, manager
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"drafters": {"ngram-cache": crossdraft_ngram_cache}, "verifiers": {"by-shape": crossdraft_by_shape}}
+PACKAGES = {
+    "drafters": {
+        "combine": crossdraft_combine,
+        "ngram-cache": crossdraft_ngram_cache,
+        "rest": crossdraft_rest,
+        "suffix": crossdraft_suffix,
+    },
+    "verifiers": {"by-shape": crossdraft_by_shape},
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,24 +106,75 @@ class TestNgramCache(test_crossdraft_ngram_cache.TestNgramCache):
 
 
 @pytest.mark.slow
+class TestLookupElseModel(test_crossdraft_combine.TestLookupElseModel):
+    pass
+
+
+@pytest.mark.slow
+class TestModelElseModel(test_crossdraft_combine.TestModelElseModel):
+    pass
+
+
+@pytest.mark.slow
+class TestLookupElseTree(test_crossdraft_combine.TestLookupElseTree):
+    pass
+
+
+@pytest.mark.slow
+class TestMerged(test_crossdraft_combine.TestMerged):
+    pass
+
+
+@pytest.mark.slow
+class TestMergedTrees(test_crossdraft_combine.TestMergedTrees):
+    pass
+
+
+@pytest.mark.slow
+class TestSuffix(test_crossdraft_suffix.TestSuffix):
+    pass
+
+
+@pytest.mark.slow
+class TestSuffixTree(test_crossdraft_suffix.TestSuffixTree):
+    pass
+
+
+@pytest.mark.slow
+class TestRest(test_crossdraft_rest.TestRest):
+    pass
+
+
+@pytest.mark.slow
+class TestRestChain(test_crossdraft_rest.TestRestChain):
+    pass
+
+
+@pytest.mark.slow
 class TestByShape(test_crossdraft_by_shape.TestByShape):
     pass
 
 
 def test_certified(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
-    assert cli.main(["certify", "--drafter", "{name: ngram-cache, gamma: 2}", "--verifier", "token"]) == 0
+    for drafter in ("ngram-cache, gamma: 2", "suffix, gamma: 2"):
+        assert cli.main(["certify", "--drafter", f"{{name: {drafter}}}", "--verifier", "token"]) == 0
     shapes = ["chain", "tree-top-2-1"]  # the others are slow ones
     assert cli.main(["certify", "--verifier", "by-shape", *(word for s in shapes for word in ("--draft", s))]) == 0
-    assert capsys.readouterr().out.count(" yes") >= 1 + len(shapes)
+    assert capsys.readouterr().out.count(" yes") >= 2 + len(shapes)
 
 
-@pytest.mark.parametrize("folder", ["crossdraft-ngram-cache", "crossdraft-by-shape"])
+@pytest.mark.parametrize(
+    "folder",
+    ["crossdraft-ngram-cache", "crossdraft-by-shape", "crossdraft-combine", "crossdraft-rest", "crossdraft-suffix"],
+)
 def test_its_recipe_is_one(folder: str, tmp_path: Path) -> None:
     target = save_model(tmp_path / "target")
     changes = [f"target={target}"]
     if folder == "crossdraft-by-shape":
         changes += [f"drafters.{i}.model={target}" for i in range(3)]
+    if folder == "crossdraft-combine":
+        changes += [f"drafters.1.model={target}", f"drafters.2.drafters.1.model={target}"]
     found = plan(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
     names = {name for cell in found.cells for name in (cell.drafter.name, cell.verifier.name)}
     assert folder.removeprefix("crossdraft-") in names and not found.skipped
@@ -99,3 +208,46 @@ def test_by_shape_says_what_the_rule_of_the_shape_says(target: Any) -> None:
             for verifier in ("by-shape", rule)
         ]
         assert tokens[0] == tokens[1], drafter
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_retrieval_says_what_the_target_says(batch_size: int, target: Any, tmp_path: Path) -> None:
+    """At temperature 0, with texts of its own in the datastore, so that something is accepted."""
+    prompts = [[5, 9, 3], [7], [6, 2, 6, 2, 6], [11, 12, 13, 11, 12]]
+    ask = {"max_new_tokens": 24, "temperature": 0, "batch_size": batch_size, "ignore_eos": True}
+    alone = [response.tokens for response in crossdraft.generate(target, prompts, drafter="none", **ask)]
+    documents = [[*prompt, *tokens] for prompt, tokens in zip(prompts, alone, strict=True)]
+    build(documents, tmp_path / "d", tokenizer=tokenizer_sha256(make_tokenizer()))
+    for drafter in (
+        {"name": "suffix", "factor": 4},
+        {"name": "suffix", "factor": 4, "tree": True},
+        {"name": "rest", "datastore": str(tmp_path / "d")},
+        {"name": "rest", "datastore": str(tmp_path / "d"), "tree": False},
+        {"name": "token-recycling"},
+    ):
+        found = crossdraft.generate(target, prompts, drafter=drafter, **ask)
+        assert [response.tokens for response in found] == alone, drafter
+        assert sum(r.tau for response in found for r in response.rounds) > 10, drafter
+
+
+def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "said.jsonl").write_text(
+        '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n'
+        '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n',
+        encoding="utf-8",
+    )
+    build([[5, 6, 7, 8, 9, 9, 2]], tmp_path / "d")
+    rest = f"{{name: rest, datastore: {tmp_path / 'd'}, shortest: 1, tree: false}}"
+
+    def replayed(drafter: str) -> tuple[int, Any]:
+        code = cli.main(["replay", str(tmp_path / "said.jsonl"), "--drafter", drafter, "--gamma", "2", "--json"])
+        return code, capsys.readouterr()
+
+    own, memory, datastore = (
+        json.loads(replayed(drafter)[1].out)["rows"][0]["block_efficiency_all_rounds"]
+        for drafter in ("{name: suffix, factor: 2, memory: 0}", "{name: suffix, factor: 2}", rest)
+    )
+    assert own < memory < datastore, "the second answer is the first one's, and both are in the datastore"
+    for tree in ("{name: suffix, tree: true}", "token-recycling"):
+        code, out = replayed(tree)
+        assert code == 2 and "drafts trees ('deterministic'), of which no identity is known" in out.err

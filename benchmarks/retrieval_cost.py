@@ -1,0 +1,104 @@
+"""Which share of a round drafters without a model take, for one request with a long prompt.
+
+    pip install -e plugins/crossdraft-suffix -e plugins/crossdraft-rest
+    python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--rounds 48] [--device auto]
+
+The prompt is made of the built-in prompts; decoding is greedy and goes on past the end of the answer. ``suffix``
+remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are
+medians over rounds: milliseconds of a round and of the drafter's part of it (proposing and observing), and its share in
+per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from crossdraft_rest.datastore import build, tokenizer_sha256
+from tabulate import tabulate
+
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.decoding.stopwatch import Stopwatch
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.runs.prompts import load_prompts
+
+#: First rounds, in which buffers are made and every draft is validated.
+WARM_UP = 10
+#: Most tokens of a round, more than any of these drafts may have.
+LONGEST = 20
+PHASES = ("draft", "target", "verify", "rest")
+
+
+def long_prompt(tokenizer: Any, length: int) -> list[int]:
+    """So many tokens of the built-in prompts, again and again."""
+    ids: list[int] = []
+    for prompt in cycle(load_prompts("builtin")):
+        ids += tokenizer(" ".join(prompt.turns) + "\n", add_special_tokens=False)["input_ids"]
+        if len(ids) >= length:
+            return ids[:length]
+    raise AssertionError
+
+
+def rounds_of(target: Any, drafter: dict[str, Any], prompt: list[int], rounds: int) -> list[dict[str, float]]:
+    """Seconds of each phase of each round."""
+    clock = Stopwatch(target.model.device)
+    found, last = [], dict(clock.seconds)
+
+    def note(_: Any) -> None:
+        now = dict(clock.seconds)
+        found.append({phase: now[phase] - last[phase] for phase in PHASES})
+        last.update(now)
+
+    options = {"sampling": Sampling(temperature=0), "batch_size": 1, "max_new_tokens": LONGEST * rounds}
+    length = len(prompt) + LONGEST * rounds
+    decoder = pair_decoder(target, drafter, None, length, stopwatch=clock, on_round=note, **options)
+    if (memory := getattr(decoder.drafter, "_memory", None)) is not None:
+        memory.extend(np.random.default_rng(0).integers(0, decoder.target.vocab_size, memory.capacity))
+    decoder.begin(0, prompt, eos=())
+    last.update(clock.seconds)
+    while len(found) < rounds:
+        decoder.round()
+    decoder.abandon()
+    return found[WARM_UP:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--datastore", type=int, default=1_000_000, help="tokens of the datastore of 'rest'")
+    parser.add_argument("--drafter", action="append", help="measure these alone")
+    args = parser.parse_args()
+    target = load_model(args.target, device=args.device)
+    prompt, table = long_prompt(target.tokenizer, args.prompt), []
+    with tempfile.TemporaryDirectory() as directory:
+        store, random = Path(directory) / "store", np.random.default_rng(1)
+        build([(random.zipf(1.2, args.datastore) - 1) % 1000], store, tokenizer=tokenizer_sha256(target.tokenizer))
+        drafters: dict[str, dict[str, Any]] = {
+            "none": {"name": "none"},
+            "prompt-lookup": {"name": "prompt-lookup"},
+            "suffix": {"name": "suffix"},
+            "suffix (tree)": {"name": "suffix", "tree": True},
+            "rest": {"name": "rest", "datastore": str(store)},
+            "token-recycling": {"name": "token-recycling"},
+        }
+        for title in args.drafter or drafters:
+            rounds = rounds_of(target, drafters[title], prompt, args.rounds)
+            whole = [1e3 * sum(one.values()) for one in rounds]
+            mine = [1e3 * one["draft"] for one in rounds]
+            share = [100 * a / b for a, b in zip(mine, whole, strict=True)]
+            table.append([title, *(statistics.median(values) for values in (whole, mine, share))])
+            print(tabulate(table[-1:], tablefmt="plain", floatfmt=".3f"), flush=True)
+    print(tabulate(table, headers=["drafter", "round ms", "draft ms", "share %"], floatfmt=".3f"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""How long the drafter ``suffix`` takes to look up and to learn, as its memory grows to ten million tokens.
+
+    pip install -e plugins/crossdraft-suffix
+    python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000] [--plot growth.png] [--json growth.json]
+
+A text of frequent and rare tokens, in which phrases come again, is remembered. At each size, rounds are played: the
+last 24 tokens are looked up and drafted from, as in a round, then 4 more are added. Printed are medians and 95th
+percentiles in microseconds, and the bytes a token by which the process grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from crossdraft_suffix.drafter import Suffix
+from crossdraft_suffix.history import History
+from crossdraft_suffix.speculation import speculate
+
+VOCABULARY, STEP, NEW = 49_152, 8_192, 4
+
+
+def texts(seed: int) -> Iterator[np.ndarray]:
+    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases, always the same."""
+    phrases = np.random.default_rng(0).integers(0, VOCABULARY, (100, 40))
+    random = np.random.default_rng(seed)
+    while True:
+        piece = (random.zipf(1.2, STEP) - 1) % VOCABULARY
+        for start in random.integers(0, STEP - 40, STEP // 120):
+            phrase = phrases[int(random.integers(len(phrases)))]
+            piece[start : start + 40] = phrase
+        yield piece
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@dataclass
+class Memory:
+    """A memory of some size, and the seconds of its rounds."""
+
+    tokens: int
+    history: History
+    bytes: float
+    asked: list[float] = field(default_factory=list)
+    learnt: list[float] = field(default_factory=list)
+    drafted: int = 0
+
+    def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
+        """One round."""
+        start = time.perf_counter()
+        found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
+        middle = time.perf_counter()
+        self.history.extend(new)
+        self.asked.append(middle - start)
+        self.learnt.append(time.perf_counter() - middle)
+        self.drafted += len(found.tokens)
+
+    def row(self) -> dict[str, float]:
+        found = {"tokens": self.tokens, "drafted a round": self.drafted / len(self.asked)}
+        for name, seconds in (("look-up", self.asked), ("update", self.learnt)):
+            found[f"{name} median us"] = 1e6 * float(np.median(seconds))
+            found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
+        return found | {"process bytes a token": self.bytes}
+
+
+def measure(sizes: Sequence[int], rounds: int, options: Suffix.Config) -> list[dict[str, float]]:
+    """A row for each size. Their rounds take turns, so that all are measured on the same machine."""
+    memories, source = [], texts(2)
+    for size in sorted(sizes):
+        before = resident()
+        history = History(size + rounds * NEW, options.depth, options.occurrences)
+        pieces = texts(1)
+        while history.total < size:
+            history.extend(next(pieces)[: size - history.total])
+        memories.append(Memory(size, history, (resident() - before) / size))
+    text = np.concatenate([next(source) for _ in range(1 + (rounds * NEW + options.depth) // STEP)])
+    for place in range(options.depth, options.depth + rounds * NEW, NEW):
+        tail, new = text[place - options.depth : place].tolist(), text[place : place + NEW].tolist()
+        for memory in memories:
+            memory.play(tail, new, options)
+    return [memory.row() for memory in memories]
+
+
+def plot(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Medians over sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    for name in ("look-up", "update"):
+        sizes = [row["tokens"] for row in rows]
+        axes.plot(sizes, [row[f"{name} median us"] for row in rows], marker="o", label=f"{name}, median")
+        axes.plot(sizes, [row[f"{name} p95 us"] for row in rows], marker=".", ls=":", label=f"{name}, 95th percentile")
+    axes.set(xscale="log", ylim=(0, None), xlabel="tokens remembered", ylabel="microseconds")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--tree", action="store_true", help="draft trees")
+    parser.add_argument("--plot", type=Path, help="write a picture there")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    args = parser.parse_args()
+    rows = measure(args.sizes, args.rounds, Suffix.Config(tree=args.tree))
+    for row in rows:
+        print(", ".join(f"{name} {value:,.1f}" for name, value in row.items()), flush=True)
+    if args.plot:
+        plot(rows, args.plot)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The contract of a drafter, what is merged, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crossdraft_combine.drafter import Combine
+from crossdraft_combine.merging import merged
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from crossdraft import Sampling, UsageError
+from crossdraft.testing import DrafterContract
+
+LOOKUP = {"name": "prompt-lookup", "gamma": 3}
+MODEL = {"name": "small-lm", "model": "toy", "gamma": 2}
+
+
+class TestLookupElseModel(DrafterContract):
+    drafter = Combine
+    options = {"drafters": [LOOKUP, MODEL]}  # noqa: RUF012
+    asks_device = True
+
+
+class TestModelElseModel(DrafterContract):
+    """Two that draw: each has numbers of its own. The first stops before it is unsure, and then has nothing."""
+
+    drafter = Combine
+    options = {  # noqa: RUF012
+        "drafters": [{**MODEL, "policy": {"name": "confidence", "stop": "before", "threshold": 0.5}}, MODEL]
+    }
+    asks_device = True
+
+
+class TestLookupElseTree(DrafterContract):
+    drafter = Combine
+    options = {"drafters": [{**LOOKUP, "min_ngram": 2}, {"name": "token-recycling", "nodes": 5}]}  # noqa: RUF012
+    asks_device = True
+    remembers = True
+
+
+class TestMerged(DrafterContract):
+    drafter = Combine
+    options = {"mode": "merge", "nodes": 4, "drafters": [LOOKUP, {**MODEL, "temperature": 0}]}  # noqa: RUF012
+    asks_device = True
+
+
+class TestMergedTrees(DrafterContract):
+    drafter = Combine
+    options = {  # noqa: RUF012
+        "mode": "merge",
+        "nodes": 5,
+        "drafters": [
+            {"name": "token-recycling", "nodes": 4},
+            {"name": "small-lm-tree", "model": "toy", "branching": [2, 1], "siblings": "top-k"},
+        ],
+    }
+    asks_device = True
+    remembers = True
+
+
+# -- merging ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_beginnings_are_one() -> None:
+    found = merged([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 9)
+    assert (found.tokens, found.parents) == ([5, 6, 8, 7, 9], [-1, 0, 0, 1, -1])
+    assert found.places == [[0, 1, 3], [0, 2, 4]]
+    assert merged([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 2).places == [[0, 1, -1], [0, -1, -1]]
+    assert merged([[(-1, -1), (6, 0)], [(5, -1)]], 3).places == [[-1, -1], [0]]
+    assert merged([[], []], 3).tokens == []
+
+
+@st.composite
+def trees(draw: Any) -> list[tuple[int, int]]:
+    n = draw(st.integers(0, 8))
+    nodes: list[tuple[int, int]] = []
+    for i in range(n):
+        node = (draw(st.integers(-1, 2)), draw(st.integers(-1, i - 1)))
+        if node[0] < 0 or node not in nodes:
+            nodes.append(node)
+    return [(token, min(parent, i - 1)) for i, (token, parent) in enumerate(nodes)]
+
+
+def path(tree: list[tuple[int, int]], node: int) -> tuple[int, ...] | None:
+    """The tokens down to a node; None where one of them is none."""
+    token, parent = tree[node]
+    above: tuple[int, ...] | None = path(tree, parent) if parent >= 0 else ()
+    return None if above is None or token < 0 else (*above, token)
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
+def test_a_merged_tree_is_one(given: list[list[tuple[int, int]]], most: int) -> None:
+    found = merged(given, most)
+    tree = list(zip(found.tokens, found.parents, strict=True))
+    assert len(tree) <= most and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
+    every = set()
+    for one, places in zip(given, found.places, strict=True):
+        for node, place in enumerate(places):
+            wanted = path(one, node)
+            every.add(wanted)
+            assert place < 0 or path(tree, place) == wanted, "a node is where its path leads"
+            assert place >= 0 or wanted is None or len(tree) == most, "what is left out had no room"
+    assert {path(tree, i) for i in range(len(tree))} <= every
+
+
+# -- what it takes ---------------------------------------------------------------------------------------------
+
+
+def traits(temperature: float, *drafters: Any, **options: Any) -> Any:
+    return Combine.traits(Combine.Config(drafters=drafters, **options), Sampling(temperature=temperature))
+
+
+def test_traits_follow_from_the_parts() -> None:
+    chain = traits(1, LOOKUP, MODEL)
+    assert (chain.drawn, chain.point_mass, chain.nodes, chain.depth) == ("chain", False, 3, 3)
+    assert traits(0, LOOKUP, MODEL).point_mass
+    tree = traits(1, LOOKUP, {"name": "token-recycling", "nodes": 9})
+    assert (tree.drawn, tree.point_mass, tree.nodes, tree.adapts) == ("deterministic", True, 9, True)
+    both = traits(0, LOOKUP, MODEL, mode="merge", nodes=2)
+    assert (both.drawn, both.nodes, both.depth) == ("deterministic", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "options", "sentence"),
+    [
+        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot take 'small-lm': it draws its tokens here"),
+        ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot take 'medusa': it follows the target's hidden states"),
+        ([LOOKUP, "none"], {}, "cannot take 'none': it never drafts"),
+        ([LOOKUP, {"name": "small-lm-iid", "model": "m"}], {}, "cannot take 'small-lm-iid': it drafts 'iid'"),
+        (["token-recycling", MODEL], {}, "cannot take a tree beside a chain that is drawn"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(drafters: Any, options: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        traits(1, *drafters, **options)
+
+
+def test_options_are_checked_at_once() -> None:
+    for drafters, sentence in (
+        ([LOOKUP], "at least 2"),
+        ([LOOKUP, "nobody"], "there is no drafter named 'nobody'"),
+        ([LOOKUP, {"name": "prompt-lookup", "gama": 2}], "key 'gama'"),
+    ):
+        with pytest.raises(ValidationError, match=sentence):
+            Combine.Config(drafters=drafters)
+
+
+def test_the_model_makes_no_pass_where_a_copy_is_found() -> None:
+    from crossdraft.framework.decoding.build import build_decoder
+    from crossdraft.testing import Toys
+
+    passes = []
+    for shortest in (1, 9):
+        config = Combine.Config(drafters=({**LOOKUP, "min_ngram": shortest, "max_ngram": 9}, MODEL))
+        context = Toys().context(1, Sampling(temperature=0))
+        (rule,) = [rule for rule in TestMerged().rules(Sampling(temperature=0)) if rule.name == "sample-match"]
+        decoder = build_decoder(context, (Combine, config), (rule, rule.Config()), max_new_tokens=12)
+        (response,) = decoder.run([[2, 1, 2, 1, 2]])
+        passes.append((decoder.drafter.passes, [r.tau for r in response.rounds]))
+    assert passes[0][0] < passes[1][0], passes
+    assert torch.tensor(passes[0][1]).sum() > 0

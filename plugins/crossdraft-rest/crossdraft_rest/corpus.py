@@ -1,0 +1,106 @@
+"""The texts of a corpus: a text file, JSON Lines, or whatever the library ``datasets`` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from crossdraft import UsageError
+
+#: Characters of a text file that are one document, about: it is cut at the end of a line.
+_PIECE = 2**16
+
+
+def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[tuple[str, str]]:
+    """Where each text stands, for people, and the text.
+
+    Args:
+        corpus: a text file, a JSON Lines file (``.jsonl``, ``.json``), or a directory or ``hf:org/name`` for the
+            library ``datasets``.
+        column: of a row; it holds a text, a list of texts, or a list of messages with ``content``.
+        split: of a data set.
+
+    Raises:
+        UsageError: no such corpus, or a row without a text; names file and line.
+    """
+    for where, row in rows(corpus, split):
+        if isinstance(row, str):
+            yield where, row
+            continue
+        value = row.get(column)
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            text = part.get("content") if isinstance(part, dict) else part
+            if not isinstance(text, str):
+                had = ", ".join(map(str, list(row)[:8])) or "nothing"
+                raise UsageError(f"{where}: no text in column {column!r}; it has {had}: name another with --column")
+            yield where, text
+
+
+def ids(corpus: str, split: str = "train") -> Iterator[Sequence[int]]:
+    """The lists ``tokens`` of the rows of a corpus. Raises UsageError, naming file and line."""
+    for where, row in rows(corpus, split):
+        tokens = row.get("tokens") if isinstance(row, dict) else None
+        if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
+            raise UsageError(f"{where}: 'tokens' must be a list of token ids")
+        yield tokens
+
+
+def rows(corpus: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Where each row stands, and the row: a mapping, or a text of a text file."""
+    path = Path(corpus).expanduser()
+    if not corpus.startswith("hf:") and path.is_file():
+        yield from _json_lines(path) if path.suffix in (".jsonl", ".json", ".ndjson") else _pieces(path)
+        return
+    if not corpus.startswith("hf:") and not path.is_dir():
+        raise UsageError(f"there is no corpus {corpus}: give a file, a directory, or hf:org/name")
+    from datasets import load_dataset
+
+    try:
+        for i, row in enumerate(load_dataset(corpus.removeprefix("hf:"), split=split, streaming=True)):
+            yield f"{corpus}, row {i}", row
+    except UsageError:
+        raise
+    except Exception as error:  # whatever the library raises of a data set that is not there or not whole
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"cannot read the corpus {corpus}: {type(error).__name__}: {reason}") from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise UsageError(f"{path}:{number}: not a JSON object")
+        yield f"{path}:{number}", row
+
+
+def _pieces(path: Path) -> Iterator[tuple[str, str]]:
+    piece, size, first = [], 0, 1
+    for number, line in enumerate(_lines(path), 1):
+        piece.append(line)
+        size += len(line)
+        if size >= _PIECE:
+            yield f"{path}:{first}", "".join(piece)
+            piece, size, first = [], 0, number + 1
+    if piece:
+        yield f"{path}:{first}", "".join(piece)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                yield line
+    except UnicodeDecodeError:
+        raise UsageError(f"cannot read {path}: it is not UTF-8 text (after line {number})") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None

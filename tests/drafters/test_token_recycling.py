@@ -1,0 +1,133 @@
+"""Token recycling: the tree, the candidates, and what a round teaches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from crossdraft.drafters.retrieval.token_recycling import PUBLISHED, TokenRecycling, best
+from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from crossdraft.framework.contracts.drafter import DraftContext
+from crossdraft.framework.contracts.sampling import Sampling
+
+V = 200
+
+
+def test_the_published_tree_and_its_beginnings() -> None:
+    assert len(PUBLISHED) == 80
+    assert Counter(map(len, PUBLISHED)) == {1: 8, 2: 21, 3: 25, 4: 15, 5: 8, 6: 3}
+    assert {(7, 0), (5, 0, 0), (3, 0, 0, 0), (1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1)} <= set(PUBLISHED)
+    for width in (1, 3, 8):
+        for nodes in (1, 5, 32, 80):
+            traits = TokenRecycling.traits(TokenRecycling.Config(nodes=nodes, width=width), Sampling())
+            assert traits.nodes == min(nodes, sum(max(path) < width for path in PUBLISHED)) and traits.adapts
+            assert traits.drawn == ("chain" if width == 1 or nodes == 1 else "deterministic")
+    for options in ({"nodes": 81}, {"width": 9}, {"nodes": 0}):
+        with pytest.raises(ValidationError):
+            TokenRecycling.Config(**options)
+
+
+@given(st.integers(1, 700), st.integers(1, 8), st.integers(0, 10**6), st.booleans())
+def test_the_best_of_many(v: int, k: int, seed: int, sparse: bool) -> None:
+    logits = torch.randn(3, v, generator=torch.Generator().manual_seed(seed))
+    if sparse:
+        logits[logits < 1] = -torch.inf
+    found = best(logits, k)
+    assert found.shape == (3, k)
+    for row, ids in zip(logits, found, strict=True):
+        order = row.sort(descending=True).indices[:k]
+        wanted = [int(i) for i in order if row[i] > -torch.inf]
+        assert ids.tolist() == wanted + [-1] * (k - len(wanted))
+
+
+class Rounds:
+    """A drafter, and a target that ranks ``follows[token]`` highest after a token, in that order."""
+
+    def __init__(self, prompts: list[list[int]], **options: Any):
+        b = len(prompts)
+        context = DraftContext(Sampling(), b, 64, V, torch.device("cpu"))
+        self.drafter = TokenRecycling(TokenRecycling.Config(**options), context)
+        self.sequences = Sequences([[] for _ in prompts], torch.zeros(b, 64, dtype=torch.long), [6] * b, list(range(b)))
+        for row, prompt in enumerate(prompts):
+            self.sequences.append(row, prompt)
+            self.drafter.begin(row, prompt)
+
+    def propose(self) -> Draft:
+        rng: Any = None
+        return self.drafter.propose(self.sequences, rng)
+
+    def observe(self, draft: Draft, said: list[list[list[int]]], committed: list[int]) -> None:
+        """``said[b][i]``: the best tokens after the root (0) and after node i - 1, the best first."""
+        logits = torch.zeros(len(said), draft.width + 1, V) - 9
+        for b, row in enumerate(said):
+            for i, tokens in enumerate(row):
+                for rank, token in enumerate(tokens):
+                    logits[b, i, token] = 9.0 - rank
+        for row, token in enumerate(committed):
+            self.sequences.append(row, [token])
+        verdict = Verdict(torch.zeros(len(said), dtype=torch.long), torch.tensor(committed))
+        scores = Scores(logits.softmax(-1), torch.ones(len(said), dtype=torch.bool), logits)
+        self.drafter.observe(self.sequences, draft, verdict, [0] * len(said), scores)
+
+    def after(self, token: int) -> list[int]:
+        assert self.drafter._after is not None
+        return self.drafter._after[token].tolist()
+
+
+def nodes(draft: Draft, row: int = 0) -> list[tuple[int, int]]:
+    """Token and parent of every valid node."""
+    columns = zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), draft.valid[row].tolist(), strict=True)
+    return [(token, parent) for token, parent, valid in columns if valid]
+
+
+def test_what_was_ranked_highest_is_drafted() -> None:
+    rounds = Rounds([[3, 5]], nodes=6, width=2)
+    assert not rounds.propose().valid.any(), "nothing is known yet"
+    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
+    assert rounds.after(5) == [7, 8] and rounds.after(7) == [-1, -1]
+    rounds.observe(rounds.propose(), [[[5, 9]]], [5])
+    draft = rounds.propose()
+    # Ranks 0, 1, 0.0, 0.1, 1.0 and 0.0.0: after 5 come 7 and 8, after 7 come 5 and 9, of 8 nothing is known.
+    assert nodes(draft) == [(7, -1), (8, -1), (5, 0), (9, 0), (7, 2)]
+    assert draft.q is None and draft.drawn == "deterministic" and draft.levels == 3
+    rounds.sequences.limit[0] = 1
+    assert nodes(rounds.propose()) == [(7, -1), (8, -1)] and rounds.propose().width == 2
+
+
+def test_rejected_nodes_teach_as_well_and_the_nearest_to_the_root_counts() -> None:
+    rounds = Rounds([[3, 5]], nodes=6, width=2)
+    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
+    rounds.observe(rounds.propose(), [[[5, 9]]], [5])
+    draft = rounds.propose()  # root 5, nodes 7, 8, 5, 9, (1.0, unknown), 7
+    said = [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
+    rounds.observe(draft, [said], [6])
+    assert rounds.after(5) == [10, 11], "the root, not the node two levels below it"
+    assert rounds.after(7) == [12, 13] and rounds.after(8) == [14, 15] and rounds.after(9) == [18, 19]
+    assert rounds.after(0) == [-1, -1], "what fills invalid nodes teaches nothing"
+    assert rounds.after(6) == [-1, -1]
+
+
+def test_slots_learn_from_each_other_and_free_ones_teach_nothing() -> None:
+    rounds = Rounds([[5], [6], [4]], nodes=2, width=2)
+    draft = rounds.propose()
+    rounds.sequences.history[2] = []  # its numbers were wrong
+    rounds.observe(draft, [[[7, 8]], [[9, 10]], [[11, 12]]], [6, 5])
+    found = rounds.propose()
+    assert nodes(found, 0) == [(9, -1), (10, -1)] and nodes(found, 1) == [(7, -1), (8, -1)]
+    assert rounds.after(4) == [-1, -1]
+    rounds.drafter.reset()
+    assert not rounds.propose().valid.any()
+
+
+def test_a_memory_that_is_held_stays_for_the_same_vocabulary() -> None:
+    rounds = Rounds([[5]], nodes=2, width=2)
+    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
+    for size, known in ((V, [7, 8]), (V + 1, [-1, -1])):
+        rounds.drafter.attach(DraftContext(Sampling(), 2, 64, size, torch.device("cpu")))
+        assert rounds.after(5) == known
