@@ -24,8 +24,14 @@ DRAFTERS = {
     "dynamic-threshold": {"name": "dynamic-threshold", "model": "smollm2-small-lm", "gamma": 6},
     "medusa": {"name": "medusa", "model": "smollm2-medusa"},
     "eagle3": {"name": "eagle3", "model": "smollm2-eagle3", "gamma": 5},
+    "early-exit": {"name": "early-exit", "exit_layer": 24, "gamma": 3},
+    "layer-skip": {"name": "layer-skip", "skip_attention": [10, 14, 18], "skip_mlp": [11, 18], "gamma": 3},
+    "jacobi": {"name": "jacobi", "gamma": 4},
+    "lookahead": {"name": "lookahead", "window": 4, "ngram": 3, "guesses": 3},
+    "learnt-threshold": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 6, "policy": "learnt-threshold"},
 }
-PAIRS = [(d, v) for d in DRAFTERS for v in ("greedy", "token", "block")]
+#: A tree of point masses is judged by other rules.
+PAIRS = [(d, v) for d in DRAFTERS for v in ("greedy", "token", "block") if d != "lookahead" or v == "greedy"]
 
 
 @pytest.fixture(scope="module")
