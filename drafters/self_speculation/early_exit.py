@@ -26,7 +26,7 @@ from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from .depth import depth_of
+from .own_layers import depth_of, target_of
 
 
 class EarlyExit(ChainDrafter):
@@ -44,7 +44,6 @@ class EarlyExit(ChainDrafter):
 
     def slots(self) -> LM:
         context = self.context
-        assert context.target is not None
         depth = depth_of(context.target_model)
         exit_layer = self.config.exit_layer or max(1, (depth or 4) // 4)
         if depth is not None and exit_layer >= depth:
@@ -52,7 +51,7 @@ class EarlyExit(ChainDrafter):
                 f"drafter '{self.name}': exit_layer {exit_layer} leaves none of the {depth} layers of "
                 f"'{context.target_name}' to verify with; name one below {depth}"
             )
-        return context.target.fork(range(exit_layer))
+        return target_of(context, self.name).fork(range(exit_layer))
 
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         draft = super().propose(sequences, rng)

@@ -27,7 +27,7 @@ from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from .depth import depth_of
+from .own_layers import depth_of, target_of
 
 Layer = Annotated[int, Field(ge=0, lt=MOST_LEVELS)]
 #: What `crossdraft train layer-skip` writes under ``kind``.
@@ -66,8 +66,9 @@ class LayerSkip(ChainDrafter):
         layers = [layer for layer in range(depth or MOST_LEVELS) if layer not in whole]
         if not layers:
             raise ModelError(f"drafter '{self.name}' leaves out every layer of '{context.target_name}'; keep some")
-        assert context.target is not None
-        return context.target.fork(layers, no_attention=set(attention) - set(whole), no_mlp=set(mlp) - set(whole))
+        return target_of(context, self.name).fork(
+            layers, no_attention=set(attention) - set(whole), no_mlp=set(mlp) - set(whole)
+        )
 
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         draft = super().propose(sequences, rng)

@@ -16,8 +16,8 @@ from ...framework.contracts.errors import UsageError
 from ...framework.contracts.lm import LM
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Search, SearchConfig
-from .depth import depth_of
 from .layer_skip import KIND
+from .own_layers import depth_of
 
 
 @dataclass(frozen=True, kw_only=True)
