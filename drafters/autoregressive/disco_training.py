@@ -70,10 +70,9 @@ class DiscoTrainee(Trainee):
         self.drafter = {"name": "small-lm", "model": recipe.model, "gamma": recipe.gamma}
         # At temperature 0 a drafter believes in the softmax of its logits.
         self._target, self._draft = (Sampling(temperature=t) for t in (recipe.temperature, recipe.temperature or 1.0))
-        self.student = nn.Sequential(nn.Linear(recipe.top + 3, recipe.width), nn.ReLU(), nn.Linear(recipe.width, 1)).to(
-            self.head.device
-        )
-        self._first, self._second = self.student[0], self.student[2]
+        self._first = nn.Linear(recipe.top + 3, recipe.width)
+        self._second = nn.Linear(recipe.width, 1)
+        self.student = nn.Sequential(self._first, nn.ReLU(), self._second).to(self.head.device)
 
     def drafting_with(self, out: Path) -> dict[str, Any]:
         return {**self.drafter, "policy": {"name": KIND, "checkpoint": str(out)}}
