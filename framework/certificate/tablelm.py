@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class TableLM:
 
     context_length: int | None = None
     hidden_layers: tuple[float, ...] = ()
-    fed = None  # another table is no part of this one
+    fed: Tensor | None = None  # another table is no part of this one
 
     def __init__(self, table: Tensor, batch_size: int, fork: Tensor | None = None, start: int | None = None):
         self.batch_size, self.vocab_size = batch_size, table.shape[-1]
@@ -66,7 +67,7 @@ class TableLM:
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: TableLM | None = None) -> tuple[Tensor, None]:
+    def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None) -> tuple[Tensor, None]:
         self.passes += 1
         if self._logits.dim() == 1:
             return self._logits.expand(*tokens.shape, -1), None

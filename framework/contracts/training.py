@@ -221,6 +221,7 @@ class Search(ABC):
     """
 
     drafter: dict[str, Any]
+    start_name = ""
     measured, measured_by = "acceptance", "mean sum of min(p, q), given the text before it"
 
     def __init__(self, target: LoadedModel, recipe: Any):

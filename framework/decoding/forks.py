@@ -77,9 +77,9 @@ class _Rest(_Part):
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
         *others, inputs, layers = args
-        self._seam.given = inputs["given"]
+        self._seam.given, others = inputs["given"], [*others, {}, layers]
         try:
-            return super()._forward(*others, {}, layers, **kwargs)
+            return super()._forward(*others, **kwargs)
         finally:
             self._seam.given = None
 

@@ -98,8 +98,8 @@ class RaggedLM:
     def grow(
         self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        ours = begun is not None and begun in self._forks
-        if ours and parents is None and not self._grown and not self.hidden_layers:
+        plain = parents is None and not self._grown and not self.hidden_layers
+        if plain and begun is not None and begun in self._forks:
             self._grown = tokens.shape[1]
             self.passes += 1
             return begun.finished(tokens), None
