@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     )
     from .framework.contracts.hookspecs import Register, hookimpl
     from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
-    from .framework.contracts.lm import LM
+    from .framework.contracts.lm import LM, Fork
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
     from .framework.contracts.rng import RoundRng
     from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.suspect import Suspect
-    from .framework.contracts.training import Batch, Text, Trainee, TrainingConfig
+    from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.decoding.build import find_drafter, make_verifier
@@ -66,6 +66,7 @@ __all__ = [
     "Drafter",
     "Drawn",
     "Engine",
+    "Fork",
     "Limit",
     "LoadedModel",
     "ModelError",
@@ -81,6 +82,8 @@ __all__ = [
     "Sampling",
     "Schedule",
     "Scores",
+    "Search",
+    "SearchConfig",
     "Sequences",
     "Settings",
     "Source",
@@ -136,6 +139,7 @@ _HOME = {
     "Drafter": ".framework.contracts.drafter",
     "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
+    "Fork": ".framework.contracts.lm",
     "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
@@ -152,6 +156,8 @@ _HOME = {
     "Sampling": ".framework.contracts.sampling",
     "Schedule": ".framework.advise.engine",
     "Scores": ".framework.contracts.draft",
+    "Search": ".framework.contracts.training",
+    "SearchConfig": ".framework.contracts.training",
     "Sequences": ".framework.contracts.draft",
     "Settings": ".framework.advise.engine",
     "Source": ".framework.advise.source",

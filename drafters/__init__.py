@@ -25,6 +25,24 @@ def crossdraft_register_drafters(register):
     register("eagle3", f"{__name__}.heads.eagle3:Eagle3", summary="a head on features of three of the target's layers")
     register("mtp", f"{__name__}.heads.mtp:Mtp", summary="the target's own module of multi-token prediction")
     register(
+        "early-exit",
+        f"{__name__}.self_speculation.early_exit:EarlyExit",
+        summary="the target's first layers draft, and verification goes on from there",
+    )
+    register(
+        "layer-skip",
+        f"{__name__}.self_speculation.layer_skip:LayerSkip",
+        summary="the target drafts without some of its attention and feed-forward sublayers",
+    )
+    register(
+        "lookahead",
+        f"{__name__}.self_speculation.lookahead:Lookahead",
+        summary="n-grams that the target makes up in its own passes",
+    )
+    register(
+        "jacobi", f"{__name__}.self_speculation.jacobi:Jacobi", summary="the target's own guesses of its last pass"
+    )
+    register(
         "small-lm", f"{__name__}.small_lm.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length"
     )
     register(
@@ -53,9 +71,19 @@ def crossdraft_register_drafters(register):
 @hookimpl
 def crossdraft_register_trainers(register):
     register(
+        "disco",
+        f"{__name__}.autoregressive.disco_training:DiscoTraining",
+        summary="train the classifier that says when to stop drafting",
+    )
+    register(
         "small-lm",
         f"{__name__}.small_lm.training:SmallLMTraining",
         summary="distil a small LM from a few of the target's own layers",
+    )
+    register(
+        "layer-skip",
+        f"{__name__}.self_speculation.layer_skip_training:LayerSkipSearch",
+        summary="search for the sublayers that the target leaves out when it drafts for itself",
     )
     register(
         "medusa",

@@ -284,7 +284,9 @@ def _check_class(kind: str, name: str, found: Any) -> None:
     if kind == "drafters":
         from .contracts.drafter import Drafter as base
     elif kind == "trainers":
-        from .contracts.training import TrainingConfig as base
+        from .contracts.training import SearchConfig, TrainingConfig
+
+        base = SearchConfig if isinstance(found, type) and issubclass(found, SearchConfig) else TrainingConfig
     elif kind == "backends":
         from .contracts.models import Backend as base
     else:

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crossdraft.framework.contracts.errors import ModelError
-from crossdraft.framework.decoding import transformers_lm
+from crossdraft.framework.decoding import ragged_lm
 from crossdraft.framework.decoding.architectures import BY_TRIAL, EXACT
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
@@ -93,11 +93,11 @@ class _RecordedLM(ReplayingLM):
     """Passes as CUDA graphs replay them: they attend over more slots than they need."""
 
     def grow(self, *arguments: Any, **inputs: Any) -> Any:
-        before, transformers_lm.BUCKET = transformers_lm.BUCKET, 16
+        before, ragged_lm.BUCKET = ragged_lm.BUCKET, 16
         try:
             return super().grow(*arguments, **inputs)
         finally:
-            transformers_lm.BUCKET = before
+            ragged_lm.BUCKET = before
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:

@@ -28,8 +28,14 @@ DRAFTERS = {
     "token-recycling": {"name": "token-recycling"},
     "suffix": (Suffix, Suffix.Config(factor=2)),
     "suffix-tree": (Suffix, Suffix.Config(factor=2, tree=True)),
+    "early-exit": {"name": "early-exit", "exit_layer": 24, "gamma": 3},
+    "layer-skip": {"name": "layer-skip", "skip_attention": [10, 14, 18], "skip_mlp": [11, 18], "gamma": 3},
+    "jacobi": {"name": "jacobi", "gamma": 4},
+    "lookahead": {"name": "lookahead", "window": 4, "ngram": 3, "guesses": 3},
+    "learnt-threshold": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 6, "policy": "learnt-threshold"},
 }
-TREES = {"token-recycling", "suffix-tree"}
+#: Trees of point masses are judged by other rules.
+TREES = {"token-recycling", "suffix-tree", "lookahead"}
 PAIRS = [(d, v) for d in DRAFTERS for v in (("greedy", "sample-match") if d in TREES else ("greedy", "token", "block"))]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
-from .policies import LengthPolicy
+from .length_policy import LengthPolicy
 
 
 def law_after(policy: LengthPolicy, sequences: Sequences, final_law: bool, sampled: bool) -> bool:

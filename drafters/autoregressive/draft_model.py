@@ -16,7 +16,7 @@ from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from .chains import grow_chain
-from .policies import LengthPolicy
+from .length_policy import LengthPolicy
 
 
 class DraftModel:
@@ -72,7 +72,7 @@ class DraftModel:
         Drawn from the law that ``sampling`` makes of this model's logits; at temperature 0 the argmax, a point mass.
         """
         policy = LengthPolicy(gamma, sequences.batch_size)
-        wanted = policy.wanted(sequences.limit)
+        wanted = policy.wanted(sequences.limit, sequences.occupied)
         if not max(wanted):
             return Draft.empty(sequences.batch_size, sequences.device)
         return grow_chain(self.root(sequences), self.grow, wanted, policy, sampling, rng)

@@ -16,6 +16,10 @@ kept still follows its Q and losslessness stands.
 Generation: a new direction toward low-latency text generation", 2023): two tokens more after a round in which
 everything drafted was accepted, else one fewer, at least one. The length is settled before the first token is drawn,
 by rounds that are over: given the committed tokens and the length, a round is a static one, so losslessness stands.
+
+``learnt-threshold``: ``confidence`` with a threshold that follows from which drafted tokens were accepted
+(`learnt_threshold`). ``disco``: after each token a trained classifier is asked (`disco`). ``batch-size``: a length
+for each number of sequences that are decoded side by side (`batch_size`).
 """
 
 from __future__ import annotations
@@ -27,48 +31,15 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from ...framework.contracts.drafter import StrategyConfig
+from .batch_size import BatchSize
+from .disco import Disco
+from .learnt_threshold import LearntThreshold
+from .length_policy import LengthPolicy
 
 #: Tokens more after a draft that was accepted whole, and fewer after another.
 MORE, FEWER = 2, 1
 #: Tokens of a sequence's first draft under the heuristic, where there is no other wish.
 START = 5
-
-
-class LengthPolicy:
-    """How long drafts are; one for a drafter, with a state for each slot where it needs any. This one is ``static``.
-
-    Args:
-        gamma: most tokens of a draft.
-        batch_size: B.
-
-    Attributes:
-        fixed: is the length settled by gamma and the row's limit alone? Then the drafts are replayable.
-        asks: does `goes_on` ever say no? Then the device is asked once for each drafted token.
-        keeps_last: is the token after which a row stops part of the draft?
-        adapts: does the length depend on how earlier rounds went?
-    """
-
-    fixed, asks, keeps_last, adapts = True, False, True, False
-
-    def __init__(self, gamma: int, batch_size: int):
-        self.gamma, self.batch_size = gamma, batch_size
-
-    def begin(self, row: int) -> None:
-        """Slot ``row`` starts a new sequence."""
-
-    def wanted(self, limit: Sequence[int]) -> list[int]:
-        """Most tokens that each row drafts this round, given ``sequences.limit``."""
-        return [min(self.gamma, most) for most in limit]
-
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
-        """``[B]`` bool: draft another one after ``token [B]``, which was drawn from ``q [B, V]``?
-
-        ``logits [B, V]`` are what ``q`` was made from; at temperature 0 ``q`` is their softmax.
-        """
-        raise NotImplementedError("a policy that never asks")
-
-    def observe(self, accepted: Sequence[int], wanted: Sequence[int]) -> None:
-        """The round is over: per slot tau, and what `wanted` had said."""
 
 
 class ConfidenceLength(LengthPolicy):
@@ -99,7 +70,7 @@ class HeuristicLength(LengthPolicy):
     def begin(self, row: int) -> None:
         self._length[row] = self._start
 
-    def wanted(self, limit: Sequence[int]) -> list[int]:
+    def wanted(self, limit: Sequence[int], rows: int) -> list[int]:
         return [min(pair) for pair in zip(limit, self._length, strict=True)]
 
     def observe(self, accepted: Sequence[int], wanted: Sequence[int]) -> None:
@@ -156,5 +127,11 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+#: Their names, for people.
+POLICIES = "static, heuristic, confidence, learnt-threshold, disco or batch-size"
 #: The key ``policy`` of a drafter's config: a name, or a mapping with ``name`` and the policy's own keys.
-Policy = Annotated[Static | Confidence | Heuristic, Field(discriminator="name"), BeforeValidator(_named)]
+Policy = Annotated[
+    Static | Confidence | Heuristic | LearntThreshold | Disco | BatchSize,
+    Field(discriminator="name"),
+    BeforeValidator(_named),
+]

@@ -27,7 +27,7 @@ from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.chains import grow_chain
-from ..autoregressive.policies import Policy, Static
+from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (
     DRAWN,
     Choices,
@@ -52,7 +52,7 @@ class HeadConfig(StrategyConfig):
     gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="a chain's draft length")
     policy: Policy = Field(
         default=Static(),
-        description="a chain's length policy: static, heuristic or confidence, e.g. {name: confidence}",
+        description=f"a chain's length policy: {POLICIES}, e.g. {{name: confidence}}",
     )
     branching: tuple[int, ...] = Field((2, 2, 1), description="static tree: children of every node of level 1, 2, ..")
     choices: Choices | None = Field(
@@ -132,6 +132,7 @@ class FeatureDrafter(Drafter):
         room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
         self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
         self.policy = own.policy.start(own.gamma, context.batch_size)
+        self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None
         self.siblings: Siblings = own.chosen(context.sampling)
         self._wanted = [0] * context.batch_size
@@ -172,6 +173,13 @@ class FeatureDrafter(Drafter):
             branching=config.branching if config.choices is None else None,
         )
 
+    @classmethod
+    def remembers(cls, config: Any) -> bool:
+        return config.tree is None and config.policy.start(config.gamma, 1).remembers
+
+    def reset(self) -> None:
+        self.policy.reset()
+
     @property
     def passes(self) -> int:
         return self.lm.passes
@@ -199,7 +207,7 @@ class FeatureDrafter(Drafter):
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         has_pair = [len(history) > 1 for history in sequences.history]
         limit = [most if some else 0 for most, some in zip(sequences.limit, has_pair, strict=True)]
-        self._wanted = self.policy.wanted(limit)
+        self._wanted = self.policy.wanted(limit, sequences.occupied)
         levels = self._levels(max(limit))
         if levels == 0:
             return Draft.empty(sequences.batch_size, sequences.device)

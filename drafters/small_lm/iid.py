@@ -56,7 +56,7 @@ class SmallLMIid(Drafter):
     def passes(self) -> int:
         return self.model.passes
 
-    def text_law(self) -> TextLaw:
+    def text_law(self) -> TextLaw | None:
         return self.chain.text_law()
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:

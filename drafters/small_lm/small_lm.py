@@ -7,20 +7,16 @@ shares the target's tokenizer will do. How long a chain is, the length policy sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
+from ...framework.contracts.drafter import StrategyConfig, TextLaw
 from ...framework.contracts.limits import MOST_LEVELS
-from ...framework.contracts.rng import RoundRng
-from ...framework.contracts.sampling import Sampling
-from ..autoregressive.chains import grow_chain, law_after
-from ..autoregressive.draft_model import DraftModel
-from ..autoregressive.policies import LengthPolicy, Policy, Static
+from ...framework.contracts.lm import LM
+from ..autoregressive.chain_drafter import ChainDrafter
+from ..autoregressive.length_policy import LengthPolicy
+from ..autoregressive.policies import POLICIES, Policy, Static
 
 
 class ModelConfig(StrategyConfig):
@@ -40,19 +36,13 @@ class ChainConfig(ModelConfig):
         return Static().start(self.gamma, batch_size)
 
 
-class SmallLM(Drafter):
-    """Autoregressive drafting with a forward pass of a cheaper model for each token.
-
-    At temperature 0 it takes the argmax and reports a point mass, otherwise it samples and reports the law it
-    sampled from, warped like the target's.
-    """
+class SmallLM(ChainDrafter):
+    """Autoregressive drafting with a forward pass of a cheaper model for each token."""
 
     name = "small-lm"
 
     class Config(ChainConfig):
-        policy: Policy = Field(
-            default=Static(), description="length policy: static, heuristic or confidence, e.g. {name: confidence}"
-        )
+        policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
 
         @model_validator(mode="after")
         def _policy_fits(self) -> Any:
@@ -64,51 +54,11 @@ class SmallLM(Drafter):
 
     config: ChainConfig
 
-    def __init__(self, config: StrategyConfig, context: DraftContext):
-        super().__init__(config, context)
-        self.model = DraftModel(context.load_lm(self.config.model))
-        self.sampling = context.sampling.at(self.config.temperature)
-        self.policy = self.config.lengths(context.batch_size)
-        self._wanted = [0] * context.batch_size
+    def slots(self) -> LM:
+        return self.context.load_lm(self.config.model)
 
-    @classmethod
-    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        point_mass = sampling.at(config.temperature).temperature == 0
-        policy = config.lengths(1)
-        return DraftTraits(
-            drawn="chain",
-            point_mass=point_mass,
-            nodes=config.gamma,
-            replayable=policy.fixed,
-            adapts=policy.adapts,
-        )
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
-    def text_law(self) -> TextLaw:
+    def text_law(self) -> TextLaw | None:
+        if not self.policy.anywhere:
+            return None
         goes_on = self.policy.goes_on if self.policy.asks else None
         return TextLaw(self.model.lm, self.sampling, goes_on, self.policy.keeps_last)
-
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
-        self.policy.begin(row)
-
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.model.retire(row)
-
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
-        self._wanted = self.policy.wanted(sequences.limit)
-        one_more = law_after(self.policy, sequences, self.context.final_law, self.sampling.temperature > 0)
-        if not max(self._wanted) and not one_more:
-            return Draft.empty(sequences.batch_size, sequences.device)
-        root = self.model.root(sequences)
-        return grow_chain(root, self.model.grow, self._wanted, self.policy, self.sampling, rng, one_more=one_more)
-
-    def observe(
-        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
-    ) -> None:
-        # The last drafted token is fed only for `final_law`; otherwise it is caught up once it was accepted.
-        self.model.keep(verdict, accepted)
-        self.policy.observe(accepted, self._wanted)

@@ -11,7 +11,6 @@ from math import isfinite
 from random import Random
 from typing import Any
 
-from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
@@ -268,7 +267,7 @@ class Cell:
     @property
     def remembers(self) -> bool:
         """Does what the drafter drafts depend on sequences before? One that does defines `Drafter.reset`."""
-        return type(self.decoder.drafter).reset is not Drafter.reset
+        return self.decoder.drafter.remembers(self.decoder.drafter.config)
 
     @property
     def _passes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .. import plugins
 from ..contracts.errors import CrossdraftError
 from ..models.device import pick_device, pick_dtype
-from ..models.digests import settings_sha256, weights_sha256
+from ..models.digests import file_sha256, settings_sha256, weights_sha256
 from ..models.resolve import resolve
 from ..runs.recipe import CellConfig
 from ..runs.sources import code_sha256, source_of
@@ -65,8 +66,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{key} ({old} → {value})")
     for name, model in before.get("models", {}).items():
         try:
-            weights = weights_sha256(resolve(name, heads=model.get("heads", False)).path)
-            same = weights == model.get("sha256"), _settings(name, model) == model.get("settings")
+            same = _weights(name, model) == model.get("sha256"), _settings(name, model) == model.get("settings")
         except (CrossdraftError, OSError):
             found.append(f"the model {name}, which is not there any more")  # measuring will say why
             continue
@@ -77,8 +77,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _weights(name: str, model: Mapping[str, Any]) -> str:
+    if "file" in model:  # of `DraftContext.load_settings`: it has nothing else
+        return file_sha256(Path(model["file"]))
+    return weights_sha256(resolve(name, heads=model.get("heads", False)).path)
+
+
 def _settings(name: str, model: Mapping[str, Any]) -> str:
-    return settings_sha256(resolve(name, heads=model.get("heads", False)).path)
+    return "" if "file" in model else settings_sha256(resolve(name, heads=model.get("heads", False)).path)
 
 
 def _strategy(kind: str, old: Any, new: Mapping[str, str]) -> str:

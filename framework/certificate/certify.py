@@ -267,7 +267,7 @@ class _Pair:
         while scripts:
             batch, rng = scripts.take(size)
             decoder = self._decoder(rng, len(batch))
-            size = BATCH if type(decoder.drafter).reset is Drafter.reset else 1
+            size = 1 if decoder.drafter.remembers(decoder.drafter.config) else BATCH
             for row in range(len(batch)):
                 decoder.begin(row, prompt)
             ends = [[len(prompt)] * len(batch)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..contracts.errors import UsageError
 
 if TYPE_CHECKING:
-    from ..contracts.drafter import Drafter, DraftTraits
+    from ..contracts.drafter import DraftTraits
 
 #: log2 of the decision paths of a round with drafts of so many tokens.
 Cost = Callable[[int], float]
@@ -79,17 +79,18 @@ def draft_lengths(cost: Cost, longest: int, rounds: int, most: float) -> list[in
 
 
 def replayed(
-    drafter: type[Drafter],
+    remembers: bool,
     traits: DraftTraits,
     vocab_size: int,
     longest: int,
     rounds: int,
     most: float = DEFAULT_REPLAYED,
 ) -> list[int] | None:
-    """:func:`draft_lengths` where one drafter lives through all rounds of a path, fewer if each needs its own."""
-    from ..contracts.drafter import Drafter  # with PyTorch, which the command's --help does without
+    """:func:`draft_lengths` where one drafter lives through all rounds of a path, fewer if each needs its own.
 
-    if drafter.reset is not Drafter.reset:  # its memory outlives a sequence: a batch of paths would share it
+    ``remembers``: the drafter's memory outlives a sequence (`Drafter.remembers`), so a batch of paths would share it.
+    """
+    if remembers:
         most = min(most, DEFAULT_ALONE)
     return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, rounds, most)
 

@@ -189,7 +189,7 @@ def _lengths(
     longest = min(wanted, traits.depth)
     found: list[int] | None = [longest] * rounds
     if gamma is None and not kind.markov:
-        found = effort.replayed(drafter, traits, toy.vocab_size, longest, rounds)
+        found = effort.replayed(drafter.remembers(config), traits, toy.vocab_size, longest, rounds)
     elif gamma is None and multiply:
         found = effort.draft_lengths(cost, longest, rounds, effort.DEFAULT_PATHS)
     elif gamma is None:

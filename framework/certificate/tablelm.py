@@ -6,8 +6,9 @@ own. Rows are float64, which is what makes certificates exact to 1e-12.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class TableLM:
 
     context_length: int | None = None
     hidden_layers: tuple[float, ...] = ()
+    fed: Tensor | None = None  # another table is no part of this one
 
     def __init__(self, table: Tensor, batch_size: int, fork: Tensor | None = None, start: int | None = None):
         self.batch_size, self.vocab_size = batch_size, table.shape[-1]
@@ -65,7 +67,7 @@ class TableLM:
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, None]:
+    def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None) -> tuple[Tensor, None]:
         self.passes += 1
         if self._logits.dim() == 1:
             return self._logits.expand(*tokens.shape, -1), None
@@ -91,7 +93,9 @@ class TableLM:
     def retire(self, row: int) -> None:
         self.lengths[row] = 0
 
-    def fork(self, layers: Sequence[int]) -> TableLM:
+    def fork(
+        self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()
+    ) -> TableLM:
         if self._fork is None:
             raise ModelError("a table of probabilities has no layers, so none of them can be run alone")
         return TableLM(self._fork, self.batch_size, start=self._start)

@@ -64,6 +64,7 @@ def _here(args: argparse.Namespace) -> dict[str, Any]:
         found = _by_batch_size(chains, gamma, target, drafter, args.batch_size or batch_sizes, contexts[-1])
         text.append(f"context {contexts[-1]}")
         report = _joined(report, found | {"text": [*found["text"], *remarks, *_free(args)]})
+        report = _joined(report, _schedules(args, target, drafter, args.batch_size or batch_sizes, contexts[-1]))
     return report
 
 
@@ -221,6 +222,8 @@ def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
     batch_sizes = args.batch_size or list(ELSEWHERE)
     pairs, gamma, remarks = (_measured_pairs if args.run else _chains)(args, context)
     report = _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
+    if not args.run:
+        report = _joined(report, _schedules(args, target, drafter, batch_sizes, context))
 
     shape, (memory, compute) = target.shape, options["efficiency"]
     head = (
@@ -249,6 +252,22 @@ def _chains(args: argparse.Namespace, context: float) -> tuple[dict[str, CellSta
     gamma = args.gamma or 4
     chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in args.acceptance or ACCEPTANCE}
     return chains, gamma, [f"a: probability that a drafted token is accepted, in chains of {gamma}"]
+
+
+def _schedules(
+    args: argparse.Namespace, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
+) -> dict[str, Any]:
+    """The best draft length at each batch size, by acceptance, as the length policy ``batch-size`` takes it."""
+    from ..cost.prediction import schedule
+
+    gamma = args.gamma or 4
+    found = {
+        f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
+        for a in args.acceptance or ACCEPTANCE
+    }
+    lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in found.items()]
+    text = "\n".join([f"draft lengths up to {gamma} that pay best, from so many sequences on:", *lines])
+    return {"json": {"schedule": found}, "text": [text]}
 
 
 def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:

@@ -49,6 +49,12 @@ class RunOptions(Options):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Options):
+    """How steps are made, where something is trained and not searched."""
+
     precision: str = option("no", "autocast of the training steps", choices=("no", "bf16"))
     cache_gib: float = option(4.0, "memory for the target's features, in GiB", at_least=0, at_most=1_000_000)
 
@@ -98,6 +104,8 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
     training = p.add_argument_group("training")
     _add_options(training, recipe)
     _add_options(training, RunOptions)
+    if not _searches(recipe):
+        _add_options(training, StepOptions)
     _add_options(p.add_argument_group("model card"), CardOptions)
 
 
@@ -106,6 +114,12 @@ def _add_options(group: Any, options: type[Options]) -> None:
         said = f" (default: {default})" if default and "default" not in settings["help"] else ""
         # None: not given. What stands for it is the default of the options' own class.
         group.add_argument(flag(name), default=None, **{**settings, "help": settings["help"] + said})
+
+
+def _searches(recipe: type[Options]) -> bool:
+    from ..contracts.training import SearchConfig
+
+    return issubclass(recipe, SearchConfig)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -158,13 +172,18 @@ def _train(
     from ..training import text_files
     from ..training import texts as t
     from ..training.card import measure, write_card
+    from ..training.search import Searcher
     from ..training.trainer import Trainer
     from ..training.writer import Writer
 
     consent = args.target in args.trust_remote_code
     target = load_model(args.target, dtype=run.dtype, device=run.device, trust_remote_code=consent)
     # Before the texts: an option that does not fit should not wait for them.
-    trainer = Trainer(target, recipe, out, precision=run.precision, cache_gib=run.cache_gib)
+    if _searches(args.recipe):
+        trainer: Any = Searcher(target, recipe, out)
+    else:
+        steps = _given(args, StepOptions)
+        trainer = Trainer(target, recipe, out, precision=steps.precision, cache_gib=steps.cache_gib)
     finished = []
     for file in files:
         finished += text_files.read_finished(file, target, texts.max_prompt, texts.max_response, texts.texts_limit)
@@ -199,7 +218,7 @@ def _train(
     if asked is not None:
         measured = measure(
             target,
-            {**trainer.trainee.drafter, "model": str(out)},
+            trainer.trainee.drafting_with(out),
             asked,
             source=card.measure,
             temperature=texts.temperatures[0],
@@ -217,7 +236,8 @@ def _train(
         measured=measured,
         argv=sys.argv[1:],
     )
-    print(f"held-out acceptance {trainer.best:.3f} per drafted token; {args.kind} written to {out}")
+    measure_of = trainer.trainee.measured
+    print(f"held-out {measure_of} {trainer.best:.3f} per drafted token; {args.kind} written to {out}")
     return 0
 
 

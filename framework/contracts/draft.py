@@ -49,6 +49,8 @@ class Draft:
             candidate or a probe; probes do not count towards ``sequences.limit``.
         finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: that sequence ends with a
             sentence that names the drafter; ``None`` = the drafter does not say.
+        begun: of a chain, the fork of the target (`LM.fork`) that was fed the root and then this draft's first tokens:
+            the target takes up what that computed in its first layers, see `LM.grow`. ``None`` = there is none.
 
     Siblings never carry the same token. The loop checks all of this, see `Decoder`.
 
@@ -67,6 +69,7 @@ class Draft:
     levels: int | None = None
     probes: int = 0
     finite: Tensor | None = None
+    begun: Any = None
 
     @classmethod
     def chain(
@@ -300,12 +303,15 @@ class Scores:
             at temperature 0, where p is one-hot.
         hidden: ``[B, N+1, L, H]`` hidden states of the layers the drafter asked for, else ``None``.
         finite: ``[B]`` bool, False where a logit was NaN.
+        taken_up: ``[B]`` bool, False where the fork of `Draft.begun` was fed other tokens than the draft holds;
+            ``None`` = nothing was taken up.
     """
 
     p: Tensor
     finite: Tensor
     logits: Tensor
     hidden: Tensor | None = None
+    taken_up: Tensor | None = None
 
 
 @dataclass
@@ -347,6 +353,11 @@ class Sequences:
     @property
     def batch_size(self) -> int:
         return len(self.history)
+
+    @property
+    def occupied(self) -> int:
+        """Slots that hold a sequence."""
+        return sum(map(bool, self.history))
 
     @property
     def device(self) -> torch.device:

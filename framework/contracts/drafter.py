@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
 from .errors import ModelError, quoted
-from .limits import MOST_NODES
+from .limits import CONFIG_BYTES, MOST_NODES
 from .lm import LM
 from .models import Checkpoint, LoadedModel
 from .options import Options
+from .reading import kind_of, path_of, read_json
 from .rng import RoundRng
 from .sampling import Sampling
 from .suspect import Suspect
@@ -114,6 +116,12 @@ class TextLaw:
     keeps_last: bool = True
 
 
+def settings_file(name: str) -> Path:
+    """The file of `DraftContext.load_settings`."""
+    path = path_of(name)
+    return path / "settings.json" if kind_of(path) == "directory" else path
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
@@ -176,6 +184,15 @@ class DraftContext:
     def load_heads(self, name: str) -> Checkpoint:
         """The tensors and the config of heads made for the target. Raises ModelError if there are none, or damaged."""
         raise self._refused("load heads")
+
+    def load_settings(self, name: str) -> dict[str, Any]:
+        """What was found out for a drafter beforehand: the object in the JSON file ``name``, or in its
+        ``settings.json``.
+
+        Raises:
+            UsageError: no such file, or none that holds a JSON object.
+        """
+        return read_json(settings_file(name), CONFIG_BYTES, what="the settings")
 
     def slots(self, module: nn.Module, *, room: int = 0) -> LM:
         """B slots of a module of the drafter's own, which is called as transformers calls a causal LM.
@@ -290,6 +307,14 @@ class Drafter(ABC):
 
         A drafter whose memory outlives a sequence has to define it; what belongs to a slot is begun anew anyway.
         """
+
+    @classmethod
+    def remembers(cls, config: Any) -> bool:
+        """Does what a drafter with this ``config`` drafts depend on other sequences, before or beside the one at hand?
+
+        By default: does its class define `reset`?
+        """
+        return cls.reset is not Drafter.reset
 
     def text_law(self) -> TextLaw | None:
         """The law of every drafted token, if it follows from the tokens before it alone; ``None`` if it does not.

@@ -9,7 +9,7 @@ token of a sequence is never in the model yet: it is the root that the next ``gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -38,7 +38,9 @@ class LM(Protocol):
         """
         ...
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def grow(
+        self, tokens: Tensor, parents: Tensor | None = None, begun: Fork | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Add speculative nodes and score them in one forward pass.
 
         Args:
@@ -46,6 +48,9 @@ class LM(Protocol):
             parents: ``[B, W]`` int64, index of each node's parent among the speculative nodes grown since
                 the last ``keep`` (-1 = the last committed token); ``None`` = a chain that continues from the
                 last speculative node. One tree may be grown in several calls.
+            begun: a fork of this model that was fed the first of these nodes, in this order, since the last ``keep``:
+                what it computed in the model's own first layers is taken up, and not computed again. Handed over only
+                if its ``fed`` is not None.
 
         Returns:
             ``logits [B, W, V]`` of the token after each node, and their hidden states ``[B, W, L, H]`` or None.
@@ -63,14 +68,31 @@ class LM(Protocol):
         """Forget slot ``row``, NaN in its keys and values too: what comes next must not attend over it."""
         ...
 
-    def fork(self, layers: Sequence[int]) -> LM:
+    def fork(self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()) -> Fork:
         """The same slots of a model that runs only these ``layers``, in this order, and then the model's own head.
 
         For drafters that are part of their target: weights are shared, and so are keys and values. A fork attends over
         what the model itself computed for committed tokens in those layers; it never changes them, and forgets its own
         nodes when the model keeps its. ``begin`` and ``keep`` of a fork compute nothing.
 
+        Args:
+            no_attention, no_mlp: of those layers, the ones that run without their attention, or without their
+                feed-forward network: what is left out adds nothing to the residual stream.
+
         Raises:
-            ModelError: a layer that there is not, or a model that cannot run some of its layers.
+            ModelError: a layer that there is not, or a model that cannot run some of its layers, or parts of them.
+        """
+        ...
+
+
+class Fork(LM, Protocol):
+    """What `LM.fork` returns."""
+
+    @property
+    def fed(self) -> Tensor | None:
+        """``[B, n]`` int64, the tokens that it was fed since the model last kept, for `Draft.begun`.
+
+        ``None`` = none, or nothing that the model could take up: the fork's first layers are not the model's own, it
+        grew a tree, or the model says something else when it is run in two parts.
         """
         ...

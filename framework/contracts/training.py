@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UsageError
+from .lm import LM
 from .models import LoadedModel
 from .training_options import Options, option
 
@@ -119,10 +120,13 @@ class Trainee(ABC):
         hidden_layers: hidden states of the target that it reads, as in `DraftTraits.hidden_layers` but resolved:
             0 = embeddings, i = output of layer i, -1 = after the final norm.
         drafter: config of a drafter that uses the result, without ``model``.
+        measured, measured_by: what `acceptance` says, for people, and how.
     """
 
     student: nn.Module
     hidden_layers: tuple[int, ...] = (-1,)
+    measured: str = "acceptance"
+    measured_by: str = "mean sum of min(p, q), temperature 1, given the text before it"
     drafter: dict[str, Any]
 
     def __init__(self, target: LoadedModel, recipe: Any):
@@ -161,6 +165,10 @@ class Trainee(ABC):
         """What the optimiser changes, by name."""
         return {name: weight for name, weight in self.student.named_parameters() if weight.requires_grad}
 
+    def drafting_with(self, out: Path) -> dict[str, Any]:
+        """Config of the drafter that uses what is in ``out``."""
+        return {**self.drafter, "model": str(out)}
+
     @abstractmethod
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The loss, and an estimate of sum_x min(p, q) for the first drafted token (a mean; for the progress bar)."""
@@ -179,6 +187,80 @@ class Trainee(ABC):
     @abstractmethod
     def describe(self) -> tuple[str, str, str]:
         """For the model card: its title, a paragraph, and what was minimised; without line breaks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(Options, ABC):
+    """How to search for settings of a drafter, which are tried rather than trained. A subclass is one kind of search.
+
+    The search is Bayesian: settings are proposed by a model of how good those before them were (optuna's TPE).
+    """
+
+    #: The registered name.
+    name: ClassVar[str]
+    #: A search begins with `Search.first`.
+    start_from: ClassVar[str] = ""
+
+    trials: int = option(200, "settings that are tried", at_least=1, at_most=1_000_000)
+    minutes: float = option(0.0, "minutes after which to stop; 0: all trials", at_least=0, at_most=1_000_000)
+    sample: int = option(512, "response tokens that every trial is judged by", at_least=1, at_most=1_000_000)
+    gamma: int = option(8, "longest draft that is reckoned with", at_least=1, at_most=1024)
+    temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
+    seed: int = option(0, "of the texts and of what is proposed", at_least=0, at_most=2**32 - 1)
+
+    @abstractmethod
+    def search(self, target: LoadedModel) -> Search:
+        """What is searched. Raises UsageError for a target that it does not fit."""
+
+
+class Search(ABC):
+    """The settings there are, and the fork of the target that drafts with them.
+
+    Attributes:
+        drafter: config of a drafter that uses the result, without ``checkpoint``.
+    """
+
+    drafter: dict[str, Any]
+    start_name = ""
+    measured, measured_by = "acceptance", "mean sum of min(p, q), given the text before it"
+
+    def __init__(self, target: LoadedModel, recipe: Any):
+        self.target, self.recipe = target, recipe
+
+    @property
+    def target_name(self) -> str:
+        """Of the target, for people, see `Trainee.target_name`."""
+        return public(self.target.name)
+
+    @abstractmethod
+    def first(self) -> Sequence[Mapping[str, Any]]:
+        """What is tried first: values of the parameters that `suggest` asks for, by name."""
+
+    @abstractmethod
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """Settings, as JSON holds them, asked of an ``optuna.trial.Trial``."""
+
+    @abstractmethod
+    def fork(self, lm: LM, settings: Mapping[str, Any]) -> LM | None:
+        """The fork of the target's slots that drafts with ``settings``; None where there is no such drafter."""
+
+    @abstractmethod
+    def describe(self) -> tuple[str, str, str]:
+        """For the card, as `Trainee.describe`."""
+
+    def worth(self, acceptance: float, cost: float) -> tuple[float, int]:
+        """The speed-up to be maximised, and the draft length at which it is reached.
+
+        (1 - a^(gamma+1)) / ((1 - a) (gamma c + 1)), the best of all gamma up to the recipe's: a the acceptance of a
+        token given those before it, c what a draft step costs of a pass of the target (Y. Leviathan, M. Kalman, Y.
+        Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023, theorem 3.8).
+        """
+        lengths = range(1, self.recipe.gamma + 1)
+        return max((sum(acceptance**i for i in range(n + 1)) / (n * cost + 1), n) for n in lengths)
+
+    def drafting_with(self, out: Path) -> dict[str, Any]:
+        """Config of the drafter that uses what is in ``out``."""
+        return {**self.drafter, "checkpoint": str(out)}
 
 
 def bfloat16_copy(module: nn.Module) -> nn.Module:

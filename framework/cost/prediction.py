@@ -147,6 +147,25 @@ def _round(cell: CellStatistics, target: Curve, drafter: Curve | None) -> Predic
     return Prediction(scoring, drafting, cell.other_seconds, cell.occupied * cell.tokens_per_round / total)
 
 
+def schedule(
+    acceptance: float, gamma: int, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
+) -> list[tuple[int, int]]:
+    """The draft length that pays best at each batch size: pairs of a batch size and the length from there on.
+
+    The lengths are those up to ``gamma``, of chains as `CellStatistics.chain` has them; 0 where no length reaches a
+    speed-up of 1. What the length policy ``batch-size`` takes as ``lengths``.
+    """
+    found: list[tuple[int, int]] = []
+    for b in sorted(batch_sizes):
+        speed_ups = {0: 1.0}
+        for n in range(1, gamma + 1):
+            speed_ups[n] = predict(CellStatistics.chain(b, n, acceptance, context), target, drafter).speed_up
+        best = max(speed_ups, key=lambda n: (speed_ups[n], -n))
+        if not found or found[-1][1] != best:
+            found.append((b if found else 1, best))
+    return found
+
+
 def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int | None:
     """The least batch size from which on every speed-up is below 1; None if the last one is not."""
     below = None

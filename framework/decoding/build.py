@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ..contracts.drafter import DraftContext, Drafter, Runner
+from ..contracts.drafter import DraftContext, Drafter, Runner, settings_file
 from ..contracts.errors import CrossdraftError, ModelError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
@@ -22,6 +22,7 @@ from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, incompatible
 from ..models.checkpoint import load_checkpoint
+from ..models.digests import file_sha256
 from ..models.load import load_model, same_tokenizer
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
@@ -255,6 +256,11 @@ class TargetContext(ModuleContext):
     def load_heads(self, name: str) -> Checkpoint:
         found = self.heads(name)
         self.used[name] = {"sha256": found.sha256, "source": found.source, "heads": True}
+        return found
+
+    def load_settings(self, name: str) -> dict[str, Any]:
+        found, file = super().load_settings(name), settings_file(name).resolve()
+        self.used[name] = {"sha256": file_sha256(file), "source": f"file {file}", "file": str(file)}
         return found
 
 

@@ -37,6 +37,9 @@ def check_draft(
     if not 0 <= draft.probes <= n:
         raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
+    if draft.begun is not None and not draft.is_chain:
+        what = f"begun a draft '{draft.drawn}'{' with probes' if draft.probes else ''}"
+        raise broken(who, f"has {what}", "draft.begun is for chains, whose nodes a fork is fed in their own order")
     if draft.q is not None:
         m = _check_tensor(who, "draft.q", draft.q, "B M V", (b, None, vocab_size), tuple(TOLERANCE), like).shape[1]
         if draft.law is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 import torch
 
@@ -343,11 +344,17 @@ class Decoder:
             parents = None
         else:  # node 0 of the grown tree is the root
             parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], 1)
-        logits, hidden = self.target.grow(tokens, parents)
-        p, finite = self.sampling.checked_law(logits)
         # Rows that are padded past their own draft compute something there that nobody reads.
         inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
-        return Scores(p, (finite | ~inside).all(1), logits, hidden)
+        begun: dict[str, Any] = {}
+        taken_up = None
+        if draft.begun is not None and (fed := draft.begun.fed) is not None:
+            width = min(fed.shape[1], tokens.shape[1])
+            begun = {"begun": draft.begun}
+            taken_up = ((fed[:, :width] == tokens[:, :width]) | ~inside[:, :width]).all(1)
+        logits, hidden = self.target.grow(tokens, parents, **begun)
+        p, finite = self.sampling.checked_law(logits)
+        return Scores(p, (finite | ~inside).all(1), logits, hidden, taken_up)
 
     def _free(self, row: int) -> None:
         self.sequences.history[row] = []

@@ -25,6 +25,7 @@ class Row(NamedTuple):
         tau: accepted tokens.
         nodes, depth: of what was drafted.
         target_finite, drafter_finite: whether their logits were free of NaN and infinity, as far as they say.
+        taken_up: whether what the target took up from `Draft.begun` was this draft.
         q: the sum of all its q, which is NaN or infinite where one of them is.
         survival: the sum of `Verdict.survival`.
         tokens: those on the accepted path and the one that follows; behind them whatever there was.
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     depth: int
     target_finite: bool
     drafter_finite: bool
+    taken_up: bool
     q: float
     survival: float
     tokens: list[int]
@@ -63,21 +65,22 @@ def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, l
     depth = drafted.count if chain else torch.where(draft.valid, draft.depth, 0).amax(1)
     fine = torch.ones_like(scores.finite)
     drafter_finite = fine if draft.finite is None else draft.finite
+    taken_up = fine if scores.taken_up is None else scores.taken_up
     q = fine if draft.q is None else draft.q.sum((1, 2))
     survival = fine if verdict.survival is None else verdict.survival.sum(1)
     # float64 holds every token id exactly.
-    meta = [verdict.length, drafted.count, depth, scores.finite, drafter_finite, q, survival]
+    meta = [verdict.length, drafted.count, depth, scores.finite, drafter_finite, taken_up, q, survival]
     parts = [torch.stack(meta, 1).double(), emitted.double()]
     if logprobs:
         parts.append(_logprobs(emitted, verdict, scores))
     width, host = emitted.shape[1], torch.cat(parts, 1).tolist()
     return [
         Row(
-            *(int(tau), int(nodes), int(depth), bool(target), bool(drafter), q, survival),
+            *(int(tau), int(nodes), int(depth), bool(target), bool(drafter), bool(taken_up), q, survival),
             [int(token) for token in rest[:width]],
             rest[width:],
         )
-        for tau, nodes, depth, target, drafter, q, survival, *rest in host
+        for tau, nodes, depth, target, drafter, taken_up, q, survival, *rest in host
     ]
 
 
@@ -124,6 +127,11 @@ def check_rows(
         row, limit = rows[index], limits[index]
         most = min(row.depth, len(row.tokens) - 1)
         strange = [token for token in row.tokens[: row.tau + 1] if not 0 <= token < vocab_size]
+        if not row.taken_up:
+            advice = "draft.begun is a fork that was fed the root and then the draft's own tokens, in their order"
+            raise ContractError(
+                f"{drafter} drafted other tokens than it fed to a fork in slot {index} ({place}); {advice}"
+            )
         if row.depth > limit:
             advice = "propose() must not exceed the limit of each row"
             raise ContractError(f"{drafter} {too_deep(row.depth, limit)} in slot {index} ({place}); {advice}")

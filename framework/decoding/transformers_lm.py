@@ -1,42 +1,16 @@
-"""Any transformers causal language model behind the :class:`~crossdraft.framework.contracts.lm.LM` protocol.
-
-It grows token trees over a ragged cache with explicit 4-D masks and position ids: a query sees its row's
-committed tokens and, among the speculative nodes, itself and its ancestors; its position is its depth. The
-masks are additive floats, the one form that every attention implementation reads the same way.
-
-What is launched on the device for a pass is one function of tensors, `TransformersLM._score`. On a CPU it is called
-with the reach that the pass needs; on CUDA with the next multiple of `BUCKET`, so that few shapes come again and
-again and graphs can replay them (``graphs.py``). What lies beyond a row's own nodes is masked either way.
-"""
+"""Any transformers causal language model behind the :class:`~crossdraft.framework.contracts.lm.LM` protocol."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..contracts.draft import on_device
-from ..contracts.errors import ModelError
-from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, sliding_window, text_config, trial
-from .attention import grouped_attention
-from .cpu import speed_up_small_batches
-from .graphs import Outputs, runner_for
-from .kvcache import Placement, RaggedCache
-from .layers import with_layers
-
-#: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
-PREFILL_CHUNK = 1024
-#: Graphs attend over a multiple of so many slots, or over all of them. Also a mask whose rows PyTorch's kernels take as
-#: they are: rows that are no multiple of 8 or 16 numbers they copy first.
-BUCKET = 256
-#: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
-MOST_GRAPHED = 4096
+from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
+from .forks import LayerFork
+from .ragged_lm import RaggedLM
 
 
-class TransformersLM:
+class TransformersLM(RaggedLM):
     """B slots of a transformers causal LM; see :class:`~crossdraft.framework.contracts.lm.LM` for the protocol.
 
     Args:
@@ -47,8 +21,6 @@ class TransformersLM:
 
     Raises:
         ModelError: a model that would be run wrongly, see `refuse_unsupported` and `trial`.
-
-    ``begin`` and ``grow`` hand further inputs by name to the model, for drafting heads that read more than tokens.
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int):
@@ -59,268 +31,9 @@ class TransformersLM:
             apart._prepare(model, 2, TRIAL_LENGTH)
             trial(apart)
 
-    def _prepare(self, model: Any, batch_size: int, max_length: int) -> None:
-        self.model = model.eval()
-        speed_up_small_batches(model)
-        self.batch_size, self.max_length = batch_size, max_length
-        config = text_config(model)
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
-        self.device: torch.device = model.device
-        self.lengths = [0] * batch_size
-        self.passes = 0
-        self.hidden_layers: tuple[float, ...] = ()
-        self.cache = RaggedCache(batch_size, max_length)
-        self._run = runner_for(model)
-        self._forks: list[LayerFork] = []
-        self._grown = 0  # speculative nodes of every row
-        self._tree: Tensor | None = None  # [B, grown, grown] bool, node i descends from (or is) node j
-        self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._window = sliding_window(config)
-        if self._layer_types and "sliding_attention" not in self._layer_types:
-            self._window = None
-        if getattr(config, "use_sliding_window", True) is False:
-            self._window = None
-        self._chunk: int | None = None
-        if "chunked_attention" in self._layer_types:
-            self._chunk = config.attention_chunk_size
-        self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    # -- protocol ---------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
-        """Each prompt is prefilled by itself, so its keys and values do not depend on its neighbours.
-
-        ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
-        """
-        self.lengths[row], self._grown, self._tree = 0, 0, None  # an interrupted round may have left nodes
-        hidden = []
-        body = on_device([list(prompt[:-1])], self.device)
-        for start in range(0, body.shape[1], PREFILL_CHUNK):
-            piece = body[:, start : start + PREFILL_CHUNK]
-            reach = start + piece.shape[1]
-            slots = torch.arange(start, reach, device=self.device)[None]
-            allowed = torch.arange(reach, device=self.device) <= slots[..., None]
-            here = {name: value[None, start:reach] for name, value in inputs.items()}
-            place = Placement(slots, reach, start, row)
-            _, states = self._forward(piece, place, slots, allowed, slots, here, self.hidden_layers, want_logits=False)
-            if states is not None:
-                hidden.append(states)
-        self.lengths[row] = body.shape[1]
-        return torch.cat(hidden, 1)[0] if hidden else None
-
-    @torch.inference_mode()
-    def grow(self, tokens: Tensor, parents: Tensor | None = None, **inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        first, total = self._grown, self._grown + tokens.shape[1]
-        longest = max(self.lengths)
-        reach = longest + total
-        if reach > self.max_length:
-            raise ModelError(
-                f"a sequence of {longest} tokens and {total} drafted ones exceed max_length {self.max_length}"
-            )
-        tensors = {"tokens": tokens, "starts": on_device([n + first for n in self.lengths], self.device), **inputs}
-        if parents is not None or self._tree is not None:
-            if self._tree is None:
-                chain = torch.ones(first, first, dtype=torch.bool, device=self.device).tril()
-                self._tree = chain.expand(self.batch_size, -1, -1)
-            if parents is None:
-                parents = torch.arange(first - 1, total - 1, device=self.device).expand_as(tokens)
-            tensors |= {"parents": parents, "tree": self._tree}
-        self._grown = total
-        self.passes += 1
-        if self._run.records and tokens.numel() <= MOST_GRAPHED:
-            reach = min(-(-reach // BUCKET) * BUCKET, self.max_length)
-            logits, hidden, self._tree = self._run(self._score, tensors, reach, None, self.hidden_layers)
-        else:
-            start = longest + first if min(self.lengths) == longest else None
-            logits, hidden, self._tree = self._score(reach, start, self.hidden_layers, **tensors)
-        assert logits is not None
-        return logits, hidden
-
-    @torch.inference_mode()
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        if path is not None and path.shape[1] and self._grown:
-            tensors = {"path": path, "committed": on_device(self.lengths, self.device)}
-            self._run(self._compact, tensors)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._grown, self._tree = 0, None
-        for fork in self._forks:
-            fork.follow()
-
-    def retire(self, row: int) -> None:
-        self.lengths[row] = 0
-        self.cache.clear(row)
-        for fork in self._forks:
-            fork.follow()
-
-    def fork(self, layers: Sequence[int]) -> LayerFork:
-        self._forks.append(LayerFork(self, layers))
-        return self._forks[-1]
-
-    # -- internals --------------------------------------------------------------------------------------
-
-    def _score(
-        self,
-        reach: int,
-        start: int | None,
-        layers: tuple[float, ...],
-        tokens: Tensor,
-        starts: Tensor,
-        parents: Tensor | None = None,
-        tree: Tensor | None = None,
-        **inputs: Tensor,
-    ) -> Outputs:
-        """Feed ``tokens [B, W]``, row b's into the slots from ``starts[b]`` on; all that is done on the device for it.
-
-        A function of its arguments, weights and cache alone, because graphs replay it: it may not read ``lengths``.
-
-        Args:
-            reach: slots attended over.
-            start: the first slot where it is the same in all rows; ``None`` = where ``starts [B]`` says.
-            layers: whose hidden states are wanted.
-            parents: ``[B, W]``, see `LM.grow`; ``None`` = chains.
-            tree: ``[B, grown, grown]`` bool, node i grown before descends from (or is) node j.
-
-        Returns:
-            logits ``[B, W, V]``, hidden states ``[B, W, L, H]`` or None, the tree with the new nodes or None.
-        """
-        column = torch.arange(reach, device=self.device)
-        slots = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        if tree is None:
-            allowed, key_positions, positions = column <= slots[..., None], None, slots
-        else:
-            assert parents is not None
-            first, tree = tree.shape[1], extend_tree(tree, parents)
-            committed = starts[:, None] - first
-            depth = tree.sum(-1)  # [B, total], 1 for the first speculative node
-            relative = column - committed  # [B, reach], which speculative node a slot holds
-            node = relative.clamp(0, tree.shape[1] - 1)
-            seen = tree[:, first:].gather(2, node[:, None].expand(-1, tokens.shape[1], -1))
-            speculative = (relative >= 0) & (relative < tree.shape[1])
-            allowed = torch.where(speculative[:, None], seen, (relative < 0)[:, None])
-            positions = committed + depth[:, first:] - 1
-            key_positions = torch.where(speculative, committed + depth.gather(1, node) - 1, column)
-        place = Placement(slots, reach, start)
-        return *self._forward(tokens, place, positions, allowed, key_positions, inputs, layers), tree
-
-    def _compact(self, path: Tensor, committed: Tensor) -> Outputs:
-        """Move nodes ``path [B, D]`` (-1 = none) behind the ``committed [B]`` slots of their row."""
-        target = committed[:, None] + torch.arange(path.shape[1], device=self.device)
-        self.cache.move(torch.where(path >= 0, committed[:, None] + path, target), target)
-        return ()
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        placement: Placement,
-        positions: Tensor,
-        allowed: Tensor,
-        key_positions: Tensor | None,
-        inputs: Mapping[str, Tensor],
-        layers: tuple[float, ...],
-        want_logits: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """One pass: ``tokens [R, W]`` at ``positions [R, W]``, ``allowed [R, W, reach]`` bool."""
-        self.cache.placement = placement
-        position_ids = positions.expand_as(tokens)
-        if self.context_length is not None:
-            # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
-            position_ids = position_ids.clamp(max=self.context_length - 1)
-        extra: dict[str, Any] = dict(inputs)
-        if layers:
-            # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
-            extra["output_hidden_states"] = True
-        if self._keep_logits and not want_logits:
-            extra["logits_to_keep"] = 1  # 0 would mean all of them
-        with grouped_attention():
-            out = self.model(
-                input_ids=tokens,
-                attention_mask=self._masks(allowed, positions, key_positions),
-                position_ids=position_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                **extra,
-            )
-        hidden = None
-        if layers:
-            states = out.hidden_states
-            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in layers]
-            hidden = torch.stack([states[i] for i in wanted], 2)
-        return (out.logits if want_logits else None), hidden
-
-    def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """Additive masks ``[R, 1, W, reach]``; a dict by layer type for models that mix full and other layers."""
-        masks = {"full_attention": self._additive(allowed)}
-        if self._window is None and self._chunk is None:
-            return masks["full_attention"]
-        if key_positions is None or key_positions.shape[-1] != allowed.shape[-1]:
-            key_positions = torch.arange(allowed.shape[-1], device=allowed.device)[None]
-        at, keys = positions[..., None], key_positions[:, None]
-        if self._window is not None:
-            masks["sliding_attention"] = self._additive(allowed & (at - keys < self._window))
-        if self._chunk is not None:
-            masks["chunked_attention"] = self._additive(allowed & (at // self._chunk == keys // self._chunk))
-        return masks if self._layer_types else masks["sliding_attention"]
-
-    def _additive(self, allowed: Tensor) -> Tensor:
-        dtype = self.model.dtype
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
-
-
-def extend_tree(tree: Tensor, parents: Tensor) -> Tensor:
-    """Add W nodes to a tree: ``[B, n, n]`` bool and their ``parents [B, W]`` -> ``[B, n + W, n + W]`` bool.
-
-    Entry ``[b, i, j]`` says that node i descends from (or is) node j; parents come before children, -1 = the root's.
-    """
-    n, width = tree.shape[1], parents.shape[1]
-    grown = torch.zeros(len(tree), n + width, n + width, device=tree.device)
-    grown[:, :n, :n] = tree
-    grown[:, n:].scatter_(2, parents.clamp(min=0)[..., None], (parents >= 0).float()[..., None])
-    grown.diagonal(dim1=1, dim2=2).fill_(1)
-    # A square doubles the generations that are known; from a new node it is at most W to an old one, which knows all.
-    for _ in range(width.bit_length()):
-        grown = (grown @ grown > 0).float()
-    return grown > 0
-
-
-class LayerFork(TransformersLM):
-    """Some layers of a model over the slots of the whole one, see `LM.fork`.
-
-    Early exit: M. Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", ACL 2024;
-    layers left out: J. Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
-    Decoding", ACL 2024. A layer stands in the cache under its own number, so what the whole model computed for
-    committed tokens is there to be attended over. Nodes of the fork lie behind them until the whole model writes its
-    own there.
-    """
-
-    def __init__(self, whole: TransformersLM, layers: Sequence[int]):
-        self.__dict__.update(whole.__dict__)
-        self._whole, self._forks = whole, []
-        self.model = with_layers(whole.model, layers)
-        self.hidden_layers = ()
-        self.passes = 0
-        self._run = runner_for(self.model)
-        self.follow()
-
-    def follow(self) -> None:
-        """Hold what the whole model holds, and nothing speculative."""
-        self.lengths = list(self._whole.lengths)
-        self._grown, self._tree = 0, None
-
-    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> None:
-        """The whole model has begun already."""
-        self.follow()
-
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        """Nothing but counting; once the whole model has kept, there is nothing left to keep."""
-        if self._grown:
-            self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-            self._grown, self._tree = 0, None
-
-    def retire(self, row: int) -> None:
-        self.follow()
-
-    def fork(self, layers: Sequence[int]) -> LayerFork:
-        raise ModelError("a fork of a model has no forks of its own; ask the target for another one")
+    def fork(
+        self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()
+    ) -> LayerFork:
+        fork = LayerFork(self, layers, no_attention, no_mlp)
+        self._forks.add(fork)
+        return fork

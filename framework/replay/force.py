@@ -127,7 +127,7 @@ def together(
 
 def _learns(asked: Asked) -> bool:
     """Whether what it drafts may hang on earlier sequences."""
-    return asked.drafter[0].reset is not Drafter.reset
+    return asked.drafter[0].remembers(asked.drafter[1])
 
 
 def drafted(

@@ -69,7 +69,7 @@ def forced(cls: type[Drafter], config: Any, texts: Iterable[Text], depth: int, s
     with plugins.guarded("drafters", cls.name, "drafts_along()"):
         drafts = cls.drafts_along(config, pairs, depth)
     if drafts is None:
-        if cls.reset is not Drafter.reset:
+        if cls.remembers(config):
             raise UsageError(
                 f"drafter '{cls.name}' remembers what earlier sequences said and offers no drafts_along, so it cannot "
                 "be replayed; measure it with crossdraft run"

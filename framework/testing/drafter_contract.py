@@ -164,7 +164,8 @@ class DrafterContract:
             for rule in self.rules(Sampling(temperature=temperature))[:2]:
                 for toy in self.setting.toys:
                     traits = self.drafting.traits(self.config, Sampling(temperature=temperature))
-                    lengths = effort.replayed(self.drafting, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
+                    learns = self.drafting.remembers(self.config)
+                    lengths = effort.replayed(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
                     options = {"rounds": len(lengths), "gamma": lengths, "temperature": temperature}
                     found = certify(toy, lambda context, _: self.make(context), rule, **options)
                     assert found.tv <= TOLERANCE, (

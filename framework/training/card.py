@@ -17,6 +17,7 @@ from ..models.digests import weights_sha256
 from ..models.resolve import resolve
 from ..runs.prompts import Prompt
 from .files import replace_text
+from .search import Searcher
 from .trainer import Trainer
 
 
@@ -52,7 +53,8 @@ def measure(
         emitted = sum(r.emitted for response in mine for r in response.rounds)
         found[category] = (emitted / max(sum(len(response.rounds) for response in mine), 1), len(mine))
     rule = "greedy" if temperature == 0 else "block"
-    options = "".join(f", {key} {value}" for key, value in drafter.items() if key not in ("name", "model"))
+    named = {key: value["name"] if isinstance(value, Mapping) else value for key, value in drafter.items()}
+    options = "".join(f", {key} {value}" for key, value in named.items() if key not in ("name", "model", "checkpoint"))
     how = (
         f"drafter {drafter['name']}{options} with its defaults, {rule} verification, temperature {temperature:g}, "
         f"{tokens} new tokens for the first turn of each of the first {len(prompts)} prompts of `{Path(source).name}`, "
@@ -63,7 +65,7 @@ def measure(
 
 def write_card(
     path: Path,
-    trainer: Trainer,
+    trainer: Trainer | Searcher,
     train: Sequence[Text],
     held_out: Sequence[Text],
     *,
@@ -104,16 +106,16 @@ def write_card(
         f"itself (Magpie){given}.{others}",
         f"Objective: {objective}",
         f"Training: {trainer.step} steps, {trainer.seconds / 60:.1f} minutes, {trainer.tokens} response tokens seen, "
-        f"device {trainer.device}, precision {trainer.accelerator.mixed_precision}",
-        f"Acceptance of a drafted token on {len(held_out)} held-out conversations (mean sum of min(p, q), temperature "
-        f"1, given the text before it{by_place}): {', '.join(f'**{a:.3f}**' for a in log[-1]['positions'])}",
+        f"device {trainer.device}, precision {trainer.precision}",
+        f"{trainee.measured.capitalize()} of a drafted token on {len(held_out)} held-out conversations "
+        f"({trainee.measured_by}{by_place}): {', '.join(f'**{a:.3f}**' for a in log[-1]['positions'])}",
     ]
     parts = [f"# {title}", _wrapped(about), "\n".join(_wrapped(fact, "- ") for fact in facts)]
     if measured is not None:
         rows = [[name, f"{be:.2f}", count] for name, (be, count) in measured.by_category.items()]
         parts.append(_wrapped(f"Block efficiency (tokens emitted per target call after prefill): {measured.how}."))
         parts.append(_table(["category", "BE", "prompts"], rows))
-    header = ["held-out acceptance"] if places == 1 else [f"token {i + 1}" for i in range(places)]
+    header = [f"held-out {trainee.measured}"] if places == 1 else [f"token {i + 1}" for i in range(places)]
     rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
     parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
     parts.append(f"Made with: `crossdraft {shlex.join(map(public, argv))}`")

@@ -80,6 +80,10 @@ class Trainer:
         self._made_with: dict[str, Any] = {}
 
     @property
+    def precision(self) -> str:
+        return self.accelerator.mixed_precision
+
+    @property
     def checkpoint(self) -> Path:
         return self.out / "checkpoint.pt"
 
@@ -207,7 +211,7 @@ class Trainer:
         spent = {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens}
         self.log.append({**spent, "held_out_acceptance": self.best, "positions": means})
         tqdm.write(
-            f"step {self.step}, {self.seconds / 60:.1f} min, {self.tokens} tokens: held-out acceptance "
+            f"step {self.step}, {self.seconds / 60:.1f} min, {self.tokens} tokens: held-out {self.trainee.measured} "
             + " ".join(f"{mean:.4f}" for mean in means)
         )
 

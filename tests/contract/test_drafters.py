@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossdraft.testing import DrafterContract
+from crossdraft.testing import DrafterContract, TinyModel
 
 
 class TestNone(DrafterContract):
@@ -95,3 +95,45 @@ class TestTopKTree(DrafterContract):
 class TestDynamicTree(DrafterContract):
     drafter = "small-lm-dynamic-tree"
     options = {"model": "toy", "depth": 3, "top_k": 2, "nodes": 5}
+
+
+class TestEarlyExit(DrafterContract):
+    drafter = "early-exit"
+    options = {"exit_layer": 2, "gamma": 3}
+    setting = TinyModel()
+
+
+class TestEarlyExitOnTables(DrafterContract):
+    drafter = "early-exit"
+    options = {"gamma": 3}
+
+
+class TestLayerSkip(DrafterContract):
+    drafter = "layer-skip"
+    options = {"skip_attention": (1, 2), "skip_mlp": (2, 3), "gamma": 3}
+    setting = TinyModel()
+
+
+@pytest.mark.slow
+class TestLearntThresholdPolicy(DrafterContract):
+    drafter = "small-lm"
+    options = {"model": "toy", "gamma": 3, "policy": {"name": "learnt-threshold", "threshold": 0.35}}
+    asks_device = True
+    remembers = True
+
+
+@pytest.mark.slow
+class TestBatchSizePolicy(DrafterContract):
+    drafter = "small-lm"
+    options = {"model": "toy", "gamma": 3, "policy": {"name": "batch-size", "lengths": [[1, 3], [2, 2], [3, 1]]}}
+    remembers = True  # a sequence's drafts depend on how many there are beside it
+
+
+class TestJacobi(DrafterContract):
+    drafter = "jacobi"
+    options = {"gamma": 3}
+
+
+class TestLookahead(DrafterContract):
+    drafter = "lookahead"
+    options = {"window": 3, "ngram": 3, "guesses": 2, "from_prompt": True}

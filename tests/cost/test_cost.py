@@ -70,6 +70,7 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
     assert "a = 0.7 stops paying at B = 2048" in out
     assert "weights and cache exceed the memory of a device, 80 GB, from B = 2048 on" in out
     assert "without --drafter, drafting counts as free" in out
+    assert "a = 0.7: policy: {name: batch-size, lengths: [[1, 4], [64, 3], [2048, 1]]}" in out
 
     assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

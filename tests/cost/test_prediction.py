@@ -4,7 +4,7 @@ import pytest
 from cost_curves import curve, seconds
 
 from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
+from crossdraft.framework.cost.prediction import CellStatistics, predict, schedule, stops_paying
 
 
 def test_predicted_round_by_hand() -> None:
@@ -68,6 +68,14 @@ def test_a_shorter_draft() -> None:
         full.cut(5)
     with pytest.raises(UsageError, match="are trees; only chains can be cut"):
         CellStatistics(1, 1, 2.0, {12: 1.0}, 100, acceptance=(0.6, 0.4)).cut(1)
+
+
+def test_the_lengths_that_pay_best_by_hand() -> None:
+    """T(B, W) = 10 + 2 B W + B, free drafts, acceptance 1/2: at B = 1 two tokens, 1.75 x 13 / 17, then one."""
+    found = schedule(0.5, 4, curve(), None, [8, 1, 2, 100], 100)
+    assert found == [(1, 2), (2, 1), (100, 0)]
+    assert schedule(0.5, 1, curve(), None, [8, 100], 100) == [(1, 1), (100, 0)], "what is least holds below it, too"
+    assert schedule(0.5, 4, curve(), curve(), [1], 100) == [(1, 0)], "a drafter as slow as its target"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from oracle_trees import NEW, PROMPTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.framework.decoding import graphs
-from crossdraft.framework.decoding import transformers_lm as lm_module
+from crossdraft.framework.decoding import ragged_lm as lm_module
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding import build, graphs
-from crossdraft.framework.decoding import transformers_lm as lm_module
+from crossdraft.framework.decoding import ragged_lm as lm_module
 from crossdraft.framework.decoding.graphs import Graphs
-from crossdraft.framework.decoding.transformers_lm import TransformersLM, extend_tree
+from crossdraft.framework.decoding.ragged_lm import extend_tree
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 

@@ -160,18 +160,19 @@ def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     return checked
 
 
-QUICK = [("small-lm", 0.0), ("eagle3", 1.0), ("medusa", 1.0)]
+QUICK = [("small-lm", 0.0), ("eagle3", 1.0), ("medusa", 1.0), ("early-exit", 1.0)]
 SLOW = [
     *((name, 0.0) for name in ("eagle", "eagle3", "mtp", "medusa", "early-exit", "linear-head", "prompt-lookup")),
-    *((name, 1.0) for name in ("small-lm", "eagle", "mtp", "early-exit", "linear-head", "prompt-lookup")),
+    *((name, 1.0) for name in ("small-lm", "eagle", "mtp", "linear-head", "prompt-lookup")),
 ]
 
 
 def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling, **more: Any) -> tuple[Any, Any]:
     """A drafter of three tokens, and what makes its context."""
-    third = {"early-exit": strategies.EarlyExit, "linear-head": strategies.LinearHead}
-    if name in third:
-        drafter = third[name], third[name].Config(gamma=3)
+    if name == "linear-head":
+        drafter = strategies.LinearHead, strategies.LinearHead.Config(gamma=3)
+    elif name == "early-exit":
+        drafter = configured(name, gamma=3, exit_layer=1)
     elif name in ("small-lm", "prompt-lookup"):
         drafter = configured(name, gamma=3, **({"model": "small"} if name == "small-lm" else {}))
     else:

@@ -101,6 +101,13 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (configured("small-lm", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
         (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier rounds went"),
         (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
+        (
+            configured("small-lm", model="x", policy="learnt-threshold"),
+            "how it drafts depends on how earlier rounds went",
+        ),
+        (configured("early-exit", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
+        (configured("jacobi"), "how it drafts depends on how earlier rounds went"),
+        (configured("lookahead"), "how it drafts depends on how earlier rounds went"),
     ],
 )
 def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:

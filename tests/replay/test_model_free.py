@@ -161,6 +161,10 @@ def test_who_needs_no_model() -> None:
     assert not needs_no_model(small, small.Config(model="x", temperature=0), SAMPLING)  # a point mass, of a model
     none = plugins.get("drafters", "none")
     assert not needs_no_model(none, none.Config(), SAMPLING)
+    for name in ("jacobi", "early-exit", "layer-skip"):  # one adapts, the others run layers of a target
+        own = plugins.get("drafters", name)
+        config = own.Config(**({"skip_mlp": [1]} if name == "layer-skip" else {}))
+        assert not needs_no_model(own, config, Sampling(temperature=0)), name
 
 
 def test_who_cannot_be_replayed_is_told_so() -> None:

@@ -40,7 +40,7 @@ from crossdraft import (
 
 @hookimpl
 def crossdraft_register_drafters(register: Any) -> None:
-    register("early-exit", EarlyExit)
+    register("first-layers", FirstLayers)
     register("window", Window)
     register("other-words", OtherWords)
     register("frequent", Frequent)
@@ -58,10 +58,10 @@ def crossdraft_register_backends(register: Any) -> None:
     register("bigram", BigramBackend)
 
 
-class EarlyExit(Drafter):
+class FirstLayers(Drafter):
     """The target's own first layers draft; nothing of them is computed twice for committed tokens."""
 
-    name = "early-exit"
+    name = "first-layers"
 
     class Config(StrategyConfig):
         layers: tuple[int, ...] = (0, 1)
@@ -169,10 +169,10 @@ class OtherWords(Drafter):
             ids[token] = mine.get(word, -1)
         self.model = DraftModel(context.load_lm(self.config.model, ids=ids, unknown=mine["<unk>"]))
 
-    traits = EarlyExit.traits
-    begin = EarlyExit.begin
-    propose = EarlyExit.propose
-    observe = EarlyExit.observe
+    traits = FirstLayers.traits
+    begin = FirstLayers.begin
+    propose = FirstLayers.propose
+    observe = FirstLayers.observe
 
 
 class Frequent(Drafter):
@@ -251,10 +251,10 @@ class LinearHead(Drafter):
         self.run = context.runner(module)
         self.model = DraftModel(context.slots(module))
 
-    traits = EarlyExit.traits
-    begin = EarlyExit.begin
-    propose = EarlyExit.propose
-    observe = EarlyExit.observe
+    traits = FirstLayers.traits
+    begin = FirstLayers.begin
+    propose = FirstLayers.propose
+    observe = FirstLayers.observe
 
 
 class Oracle(Drafter):

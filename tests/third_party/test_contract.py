@@ -58,14 +58,14 @@ def test_the_package_imports_nothing_but_crossdraft() -> None:
     assert not [module for module in modules if module and module.startswith("crossdraft.")]
 
 
-class TestEarlyExit(DrafterContract):
-    drafter = "early-exit"
+class TestFirstLayers(DrafterContract):
+    drafter = "first-layers"
     setting = TinyModel()
 
 
 @pytest.mark.slow  # docs/plugins.md runs such a one
 class TestSkippedLayers(DrafterContract):
-    drafter = "early-exit"
+    drafter = "first-layers"
     options = {"layers": (0, 2, 3), "gamma": 2}
     setting = TinyModel()
 
@@ -93,13 +93,13 @@ class TestWrapped(VerifierContract):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_fork_leaves_the_targets_cache_alone(target: Any, temperature: float) -> None:
     """Its nodes are written into the same slots, so a fault would change what the target says."""
-    drafter = {"name": "early-exit", "layers": [1], "gamma": 4}
+    drafter = {"name": "first-layers", "layers": [1], "gamma": 4}
     alone = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")
     for batch_size in (1, 3):
         found = answers(target, drafter, temperature=temperature, batch_size=batch_size, verifier="sample-match")
         if temperature == 0:
             assert [r.tokens for r in found] == [r.tokens for r in alone]
-    all_layers = {"name": "early-exit", "layers": [0, 1], "gamma": 4}
+    all_layers = {"name": "first-layers", "layers": [0, 1], "gamma": 4}
     whole = answers(target, all_layers, temperature=temperature, verifier=None)
     taus = [r.tau for response in whole for r in response.rounds if r.nodes == 4 and r.emitted > r.tau]
     assert taus and set(taus) == {4}, "the whole model drafts what it says itself"
@@ -109,7 +109,7 @@ def test_a_fork_computes_nothing_twice(target: Any) -> None:
     """One pass of the fork a drafted token and none for the prompt: the target's keys and values are there."""
     seen: list[Any] = []
     (response,) = crossdraft.generate(
-        target, ["w5 w6 w7 w5 w6"], drafter={"name": "early-exit", "layers": [0], "gamma": 3},
+        target, ["w5 w6 w7 w5 w6"], drafter={"name": "first-layers", "layers": [0], "gamma": 3},
         max_new_tokens=12, temperature=0, on_round=seen.append,
     )  # fmt: skip
     assert len(seen) == len(response.rounds) and all(event.prompts == [0] for event in seen)

@@ -12,16 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossdraft.drafters.autoregressive.disco_training import DiscoTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
+from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
 from crossdraft.drafters.small_lm.training import SmallLMTraining
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.train import CardOptions, RunOptions, TextOptions
+from crossdraft.framework.cli.train import CardOptions, RunOptions, StepOptions, TextOptions
 from crossdraft.framework.contracts.errors import CrossdraftError, UsageError
 from crossdraft.framework.contracts.training_options import Options, integers, numbers, option
 from crossdraft.framework.training import files, text_files
 
-EVERY = [SmallLMTraining, MedusaTraining, Eagle3Training, TextOptions, RunOptions, CardOptions]
+EVERY = [
+    SmallLMTraining,
+    MedusaTraining,
+    Eagle3Training,
+    DiscoTraining,
+    LayerSkipSearch,
+    TextOptions,
+    RunOptions,
+    StepOptions,
+    CardOptions,
+]
 
 
 def train(kind: str, target: Any, out: Any, *options: str) -> int:

@@ -1,0 +1,72 @@
+"""Jacobi decoding: the target's own last guesses are the draft.
+
+A. Santilli, S. Severino, E. Postolache, V. Maiorca, M. Mancusi, R. Marin, E. Rodolà, "Accelerating Transformer
+Inference for Translation via Parallel Decoding", ACL 2023, algorithm 1. Greedy decoding of m tokens is the solution
+of
+
+    y_i = argmax p(. | y_<i, x),   i = 1 .. m,
+
+and a pass of the target over a guess y^(k) is one step of the Jacobi iteration to it, y_i^(k+1) = argmax p(. |
+y_<i^(k), x). Here the pass is the verification itself: the guess is drafted as a point mass, what is accepted of it
+is the part that has converged, and what the target says after the rest is the next guess. At temperature 0 that is
+the paper's; a sampled text keeps its law, and is guessed by the same argmax. The simplest form of `lookahead`,
+without its window and pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.limits import MOST_LEVELS
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+
+
+class Jacobi(Drafter):
+    """A guess of gamma tokens for every sequence; it begins as the last token, again and again."""
+
+    name = "jacobi"
+
+    class Config(StrategyConfig):
+        gamma: int = Field(default=5, ge=1, le=MOST_LEVELS, description="tokens guessed, the paper's block")
+
+    config: Config
+
+    def attach(self, context: DraftContext) -> None:
+        super().attach(context)
+        #: Per slot, the guess of what follows the root, and how much of it was drafted last.
+        self._guess: list[list[int]] = [[] for _ in range(context.batch_size)]
+        self._drafted = [0] * context.batch_size
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma, adapts=True)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self._guess[row] = []
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        drafts = []
+        for history, limit, guess in zip(sequences.history, sequences.limit, self._guess, strict=True):
+            length = min(self.config.gamma, limit) if history else 0
+            last = (guess or history)[-1:]
+            drafts.append((guess + last * self.config.gamma)[:length])
+        self._drafted = [len(draft) for draft in drafts]
+        return Draft.copied(drafts, sequences.device)
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        said = scores.logits.argmax(-1).tolist()  # after the root (0) and after drafted token i (i)
+        for row, (tau, drafted) in enumerate(zip(accepted, self._drafted, strict=True)):
+            # The new root stands where said[tau] does; what follows it was guessed one place further on.
+            self._guess[row] = said[row][tau + 1 : drafted + 1]
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._guess[row] = []

@@ -1,0 +1,38 @@
+"""Settings that were found out for a drafter: a run remembers the file, and measures again when it has changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crossdraft.framework.bench.provenance import changes, models_used
+from crossdraft.framework.contracts.drafter import DraftContext
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.decoding.build import TargetContext
+
+
+def context() -> TargetContext:
+    made = object.__new__(TargetContext)  # of which nothing else is asked
+    made.used = {}
+    return made
+
+
+@pytest.mark.parametrize("in_a_directory", [True, False])
+def test_a_file_that_has_changed_is_found(tmp_path: Path, in_a_directory: bool) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"kind": "layer-skip"}')
+    asked = context()
+    name = str(tmp_path if in_a_directory else file)
+    assert asked.load_settings(name) == {"kind": "layer-skip"}
+    before = {"models": json.loads(json.dumps(models_used(asked.used)))}
+    assert asked.used[name]["file"] == str(file.resolve()) and changes(before, {}) == []
+    file.write_text('{"kind": "something else"}')
+    assert changes(before, {}) == [f"the weights of {name}"]
+    file.unlink()
+    assert changes(before, {}) == [f"the model {name}, which is not there any more"]
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the settings .*settings\.json"):
+        context().load_settings(str(tmp_path))
+    assert DraftContext.load_settings is not TargetContext.load_settings

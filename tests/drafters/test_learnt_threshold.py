@@ -1,0 +1,207 @@
+"""A threshold that is learnt from what was accepted, and a length that follows from the number of sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from crossdraft.drafters.autoregressive.learnt_threshold import LearntThresholdLength, best_threshold
+from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.certify import TOLERANCE, certify
+from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.contracts.drafter import DraftContext
+from crossdraft.framework.contracts.sampling import Sampling
+
+
+def policy(**options: Any) -> LearntThresholdLength:
+    return LearntThresholdLength(**{"gamma": 4, "batch_size": 1, "start": 0.4, "window": 100, **options})
+
+
+def round_of(length: LearntThresholdLength, probabilities: list[list[float]], taus: list[int]) -> None:
+    """A round in which token i of each row had ``probabilities[row][i]``, most of them drafted."""
+    wanted = length.wanted([4] * len(taus), len(taus))
+    for column in zip(*probabilities, strict=True):
+        q = torch.tensor([[p, 1 - p] for p in column], dtype=torch.float64)
+        length.goes_on(q.log(), q, torch.zeros(len(taus), dtype=torch.long))
+    length.observe(taus, wanted)
+
+
+def test_by_hand() -> None:
+    """Accepted: 0.9, 0.8, 0.5, 0.45; rejected: 0.6, 0.55, 0.42. The best cut is at 0.45: tpr 1, fpr 2/3."""
+    length = policy()
+    round_of(length, [[0.9, 0.8, 0.6]], [2])  # the third was rejected
+    assert length.threshold == 0.4, "three tokens are too few"
+    round_of(length, [[0.5, 0.55, 0.9]], [1])  # behind the first that is rejected nothing was judged: not the 0.9
+    assert length.threshold == 0.4, "five are still too few"
+    round_of(length, [[0.45, 0.42]], [1])
+    assert length.threshold == 0.45
+    for cut, want in ((0.9, 0 + 3 * 3 / 4), (0.5, 2 / 3 + 3 / 4), (0.45, 2 / 3), (0.42, 1.0)):
+        accepted, rejected = np.array([0.9, 0.8, 0.5, 0.45]), np.array([0.6, 0.55, 0.42])
+        assert (rejected >= cut).mean() + 3 * (accepted < cut).mean() == pytest.approx(want)
+    length.reset()
+    assert length.threshold == 0.4
+
+
+def test_what_ends_a_draft_and_was_accepted_counts_as_accepted_alone() -> None:
+    """A row that stopped after its first token, which was accepted, says nothing of what was drawn behind it."""
+    length = policy()
+    round_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
+    assert list(length._judged) == [(0.3, True), (0.8, True), (0.2, True)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=2, max_size=40))
+def test_the_best_threshold_is_the_best_of_all(judged: list[tuple[int, bool]]) -> None:
+    probabilities, matches = np.array([p / 20 for p, _ in judged]), np.array([m for _, m in judged])
+    if matches.all() or not matches.any():
+        return
+
+    def cost(cut: float) -> float:
+        above = probabilities >= cut
+        return (above & ~matches).sum() / (~matches).sum() + 3 * (1 - (above & matches).sum() / matches.sum())
+
+    found = best_threshold(probabilities, matches)
+    assert found in probabilities
+    assert all(cost(found) <= cost(cut) + 1e-12 for cut in np.linspace(0, 1.01, 102))
+
+
+@given(st.data())
+def test_as_scikit_learn_has_it(data: Any) -> None:
+    """The rule of transformers reads the curve of scikit-learn, where that is installed."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    judged = data.draw(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=6, max_size=40))
+    probabilities, matches = np.array([p / 20 for p, _ in judged]), np.array([m for _, m in judged])
+    if matches.all() or not matches.any():
+        return
+    fpr, tpr, thresholds = metrics.roc_curve(matches, probabilities)
+    costs = fpr + 3 * (1 - tpr)
+    assert best_threshold(probabilities, matches) == pytest.approx(thresholds[np.argmin(costs)])
+
+
+def test_only_the_last_tokens_count() -> None:
+    length = policy(window=10)
+    for _ in range(30):
+        round_of(length, [[0.9, 0.1]], [1])
+    assert len(length._judged) == 10
+
+
+def build(**options: Any) -> Callable[[DraftContext, int], Any]:
+    return lambda context, gamma: SmallLM(SmallLM.Config(model="toy", gamma=gamma, **options), context)
+
+
+@pytest.mark.parametrize("toy", ["T0", "G2"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_lossless_while_it_learns(toys: dict[str, Toy], toy: str, rule: str, monkeypatch: Any) -> None:
+    """By enumeration: the second round's threshold follows from what the first accepted."""
+    from crossdraft.drafters.autoregressive import learnt_threshold
+
+    monkeypatch.setattr(learnt_threshold, "ENOUGH", 1)
+    options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
+    found = certify(toys[toy], options, plugins.get("verifiers", rule), rounds=2, gamma=[2, 2])
+    assert found.tv <= TOLERANCE and found.drafted
+
+
+class Peeks(LearntThresholdLength):
+    """Wrong on purpose: the token that made it stop is not kept."""
+
+    keeps_last = False
+
+
+def test_dropping_the_token_that_was_looked_at_is_caught(toys: dict[str, Toy], monkeypatch: Any) -> None:
+    from crossdraft.drafters.autoregressive import learnt_threshold
+
+    monkeypatch.setattr(learnt_threshold, "LearntThresholdLength", Peeks)
+    options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
+    assert certify(toys["G2"], options, plugins.get("verifiers", "token"), rounds=1, gamma=2).tv > 1e-3
+
+
+def test_what_was_learnt_is_kept_across_prompts(tiny_model: Callable, decoder: Callable) -> None:
+    loop = decoder(
+        tiny_model("llama"), SmallLM, {"model": "noisy", "gamma": 5, "policy": "learnt-threshold"},
+        plugins.get("verifiers", "token"), batch_size=2, drafting=tiny_model("llama", noise=0.05), temperature=1.0,
+        max_new_tokens=20,
+    )  # fmt: skip
+    list(loop.run([[5], [7, 8, 9]]))
+    learnt = loop.drafter.policy.threshold
+    assert learnt != 0.4
+    loop.begin(0, [5, 6])
+    assert loop.drafter.policy.threshold == learnt
+    loop.abandon()
+    loop.drafter.reset()
+    assert loop.drafter.policy.threshold == 0.4
+
+
+def test_who_remembers_follows_from_the_policy() -> None:
+    for name, remembers, adapts in (
+        ("static", False, False),
+        ("confidence", False, False),
+        ("heuristic", False, True),
+        ("learnt-threshold", True, True),
+        ({"name": "batch-size", "lengths": [[1, 2]]}, True, True),
+    ):
+        config = SmallLM.Config(model="m", policy=name)
+        assert SmallLM.remembers(config) is remembers
+        assert SmallLM.traits(config, Sampling()).adapts is adapts
+
+
+# -- batch-size ----------------------------------------------------------------------------------------------
+
+
+def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, decoder: Callable) -> None:
+    """Three slots; prompts run out, so that two and then one sequence are left, and drafts grow longer."""
+    seen: list[tuple[int, int]] = []
+    loop = decoder(
+        tiny_model("llama"),
+        SmallLM,
+        {"model": "same", "gamma": 4, "policy": {"name": "batch-size", "lengths": [[1, 4], [2, 1], [3, 0]]}},
+        plugins.get("verifiers", "greedy"),
+        batch_size=3,
+        drafting=tiny_model("llama", noise=0.05),
+        on_round=lambda event: seen.append((sum(p is not None for p in event.prompts), event.draft.width)),
+    )
+    for row, most in enumerate((3, 9, 30)):
+        loop.begin(row, [5 + row, 7], row, row, most=most)
+    while loop.occupied:
+        loop.round()
+    assert {rows for rows, _ in seen} == {1, 2, 3}
+    most = {1: 4, 2: 1, 3: 0}
+    assert all(width <= most[rows] for rows, width in seen)
+    assert all(any(width == most[rows] for n, width in seen if n == rows) for rows in most)
+
+
+def test_before_the_schedule_gamma_holds() -> None:
+    made = SmallLM.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
+    assert [made.wanted([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
+    assert made.wanted([1], 1) == [1]
+
+
+@pytest.mark.parametrize(
+    "lengths, sentence",
+    [
+        ([], "ascending order, got"),
+        ([[2, 1], [1, 3]], r"ascending order, got \[2, 1\]"),
+        ([[1, 9]], r"lengths go up to 9, more than gamma \(5\)"),
+        ([[0, 1]], "greater than or equal to 1"),
+        ([[1, -1]], "greater than or equal to 0"),
+        ([[1]], "Field required"),
+        ([[1, True]], "valid integer"),
+    ],
+)
+def test_a_schedule_that_is_none(lengths: Any, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        SmallLM.Config(model="m", policy={"name": "batch-size", "lengths": lengths})
+
+
+def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:
+    """One path at a time, because paths are no sequences side by side."""
+    options = build(policy={"name": "batch-size", "lengths": [[1, 1], [2, 2]]})
+    for toy, rule in itertools.product(("T0", "G1"), ("token", "block")):
+        assert certify(toys[toy], options, plugins.get("verifiers", rule), rounds=2, gamma=2).tv <= TOLERANCE
