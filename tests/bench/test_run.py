@@ -29,10 +29,12 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     (directory,) = tmp_path.glob("runs/*")
     assert {p.name for p in directory.iterdir()} - {".lock"} == {
         "recipe.json",
+        "README.md",
         "cost_curves.json",
         "environment.json",
         "cells",
         "groups",
+        "state.json",
         "summary.csv",
         "summary.md",
     }
@@ -59,7 +61,9 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 16 and {row["error"] for row in rows} == {""}
     for row in rows:
-        table = parquet.read_table(directory / "cells" / row["cell"] / "rounds.parquet")
+        (cell,) = directory.glob(f"cells/*_{row['cell']}")
+        assert cell.name.startswith(f"{row['drafter']}_{row['verifier']}_T{float(row['temperature']):g}_B")
+        table = parquet.read_table(cell / "rounds.parquet")
         emitted, rounds = sum(table["emitted"].to_pylist()), table.num_rows
         assert float(row["block_efficiency_all_rounds"]) == pytest.approx(emitted / rounds)
         free = [
@@ -71,7 +75,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
             pytest.approx(sum(free) / len(free)) if free else ""
         )
         assert int(row["rounds_cut"]) == rounds - len(free)
-        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
+        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(cell).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
