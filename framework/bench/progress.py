@@ -5,6 +5,8 @@ All of it is told between pieces of work, never while a clock runs, and without 
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -45,7 +47,10 @@ class Meter:
         self._at = ""
         # None: no bar unless standard error is a terminal.
         off = None if bar else True
-        self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, dynamic_ncols=True, bar_format=_BAR)
+        columns, rows = _screen()
+        self._bar = tqdm(
+            total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR
+        )
 
     def __enter__(self) -> Meter:
         return self
@@ -118,6 +123,15 @@ class Meter:
         self._bar.n = min(self._done, self._total)
         self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._at) if text), refresh=False)
         self._bar.refresh()
+
+
+def _screen() -> tuple[int, int]:
+    """Columns and rows of the terminal that standard error is; some do not know, and say 0."""
+    try:
+        found = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return 100, 24
+    return (found.columns or 101) - 1, found.lines or 24
 
 
 def duration(seconds: float) -> str:

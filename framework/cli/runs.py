@@ -36,14 +36,19 @@ def main(args: argparse.Namespace) -> int:
         print(f"no runs in {args.directory}")
     else:
         found.sort(key=lambda one: one[1].updated)  # the last one stands above the prompt
-        rows = [[printable(path.name), *_row(state)] for path, state in found]
-        rows += [[printable(path.name), "cannot be read", "", "", ""] for path, _ in unreadable]
+        rows = [[_name(path, args.directory), *_row(state)] for path, state in found]
+        rows += [[_name(path, args.directory), "cannot be read", "", "", ""] for path, _ in unreadable]
         print(tabulate(rows, headers=["run", "state", "cells", "started", "updated"], disable_numparse=True))
-        notes = [f"{printable(path.name)}: {printable(state.note)}" for path, state in found if state.note]
+        notes = [f"{_name(path, args.directory)}: {printable(state.note)}" for path, state in found if state.note]
         notes += [error for _, error in unreadable]
         if notes:
             print("\n" + "\n".join(notes))
     return 1 if unreadable else 0
+
+
+def _name(path: Path, directory: Path) -> str:
+    """A run as it lies in the directory."""
+    return printable(path.name if path == directory else str(path.relative_to(directory)))
 
 
 def _row(state: RunState) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ..contracts.errors import UsageError, printable
 from ..report.finished import read_run
 from ..report.page import titles_of
-from ..report.pivot import FORMATS, pivot, rendered
+from ..report.pivot import FORMATS, pivot, rendered, untold
 from ..report.selection import finished_cells
 from .selecting import add_where, comma_list
 
@@ -52,6 +53,9 @@ def main(args: argparse.Namespace) -> int:
     if not cells:
         raise UsageError("there is no cell to show: none of a pair is left")
     table = pivot(cells, args.rows, args.cols, args.value)
+    if differ := untold(table, cells):
+        told = f"the cells of this table differ in {', '.join(differ)}, which neither --rows nor --cols tell"
+        print(f"crossdraft: note: {told}", file=sys.stderr)
     text = rendered(table, args.format, args.digits, not args.no_intervals)
     if args.out is None:
         print(text, end="")

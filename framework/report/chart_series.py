@@ -115,7 +115,7 @@ def acceptance(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
             aside = _ASIDE * (i - (len(lines) - 1) / 2)
             _line(panel, {k + aside: e for k, e in enumerate(estimates, 1)}, styles[verifier])
             longest = max(longest, len(estimates))
-        panel.set_ylim(0, 1)
+        panel.set_ylim(-0.03, 1.03)
         panel.set_xlim(0.5, longest + 0.5)
         panel.set_xticks(range(1, longest + 1, max(1, longest // 6)))
     several = len({setting for _, setting in drawn}) > 1

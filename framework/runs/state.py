@@ -116,7 +116,7 @@ def state_of(path: Path) -> RunState:
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The directories of runs in a directory, or the directory itself if it is one; by name.
+    """The directories of runs in a directory, and of parts of them that were measured apart; or the directory itself.
 
     Raises:
         UsageError: there is no such directory.
@@ -125,10 +125,11 @@ def runs_in(directory: Path) -> list[Path]:
         raise UsageError(
             f"there is no directory {printable(str(directory))}; crossdraft run writes to runs/, or to --out"
         )
-    if _is_run(directory):
-        return [directory]
     try:
-        return sorted(path for path in directory.iterdir() if path.is_dir() and _is_run(path))
+        own = sorted(path for path in directory.iterdir() if path.is_dir())
+        parts = [file.parent for path in (directory, *own) for file in sorted(path.glob(f"*/*/{FILE}"))]
+        found = [directory] if _is_run(directory) else [path for path in own if _is_run(path)]
+        return list(dict.fromkeys([*found, *parts]))
     except OSError as error:
         raise UsageError(f"cannot read {printable(str(directory))}: {error.strerror or error}") from None
 

@@ -72,7 +72,7 @@ def test_on_a_terminal(monkeypatch: Any) -> None:
 
 def _to(screen: Any, init: Any) -> Any:
     def made(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **{**options, "file": screen, "dynamic_ncols": False, "ncols": 120})
+        init(self, *args, **{**options, "file": screen, "ncols": 120})
 
     return made
 

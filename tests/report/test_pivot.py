@@ -11,7 +11,7 @@ from html_runs import RECIPE, finished_run, on_disk
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import row_of
 from crossdraft.framework.report.finished import FinishedRun
-from crossdraft.framework.report.pivot import pivot, rendered
+from crossdraft.framework.report.pivot import pivot, rendered, untold
 from crossdraft.framework.report.selection import Chosen, finished_cells
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [2, 3], "batch_size": [1, 4]}}
@@ -117,6 +117,10 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
         and body[0][0] == "none"
         and float(body[0][1]) > 0
     )
+    # Two batch sizes in one table are told, where the table does not tell them.
+    cells = pairs(run, "gamma=2", "batch_size=1") + pairs(run, "gamma=3", "batch_size=4")
+    assert untold(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
+    assert untold(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
     # The same run twice: what tells them apart is the directory, which is one.
     assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
     assert "the same cell is in the table twice; name each run once" in capsys.readouterr().err

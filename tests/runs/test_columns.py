@@ -12,8 +12,6 @@ from crossdraft.framework.report.html_table import COLUMNS
 from crossdraft.framework.runs import run_directory
 from crossdraft.framework.runs.columns import ENDS, QUANTITIES, ROUND_COLUMNS, explained
 from crossdraft.framework.runs.readme import readme
-from crossdraft.framework.runs.recipe import CellConfig
-from crossdraft.framework.runs.run_directory import cell_name
 
 
 def test_every_column_of_a_summary_is_explained(tmp_path: Path) -> None:
@@ -49,14 +47,3 @@ def test_the_page_says_the_same() -> None:
     meanings = {quantity.meaning for quantity in QUANTITIES}
     own = [column.key for column in COLUMNS if column.meaning not in meanings]
     assert own == ["run", "setting", "first", "per_user"]  # columns that the CSV has not, or not so
-
-
-def test_names_of_cells() -> None:
-    drafter = {"name": "small-lm", "label": "../ä b: gamma=4\u202e" + "x" * 60}
-    given = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": 8, "sampling": {"temperature": 0.6}}
-    config = CellConfig.model_validate(given)
-    name = cell_name(config)
-    assert name == f"b-gamma=4-{'x' * 27}_token_T0.6_B8_{config.hash}" and len(name) < 100
-    assert cell_name(CellConfig.model_validate(given | {"drafter": {"name": "d", "label": "..."}})).startswith(
-        "unnamed_"
-    )

@@ -139,6 +139,12 @@ def test_the_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:] if line}
     assert rows["other-0123456789ab"][:5] == ["running", "25", "%", "1", "of"]
     assert rows["some-0123456789ab"][:6] == ["finished", "5", "of", "6,", "1", "failed"] and len(rows) == 2
+    part = RunDirectory(other.path / "shards" / "1-of-2")  # a part that was measured apart
+    part.write_json("state.json", json.loads((run.path / "state.json").read_text(encoding="utf-8")))
+    assert runs_in(tmp_path / "runs") == [other.path, run.path, part.path]
+    assert runs_in(other.path) == [other.path, part.path]
+    assert cli.main(["runs", str(tmp_path / "runs")]) == 0
+    assert "\nother-0123456789ab/shards/1-of-2  finished " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert cli.main(["runs", str(tmp_path / "empty")]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path / 'empty'}\n"
