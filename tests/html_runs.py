@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 
 from crossdraft.framework.bench.matrix import plan
+from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.finished import FinishedRun
 from crossdraft.framework.report.summary import Summary
+from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.metrics import Piece, RoundRecord, compare, measure
 from crossdraft.framework.runs.recipe import Recipe
 from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.runs.run_directory import RunDirectory
 
 CATEGORIES = ("maths", "chat", "code")
 RECIPE: dict[str, Any] = {
@@ -47,6 +50,17 @@ def finished_run(directory: Path, recipe: dict[str, Any] | None = None, tokens: 
         results.append(result)
     environment = {"versions": {"crossdraft": "0.1.0", "torch": "2.13.0"}, "python": "3.12.1"}
     return FinishedRun(Summary(asked, directory, results), environment, ["- note: made up"])
+
+
+def on_disk(run: FinishedRun) -> Path:
+    """The directory of a run, with all that a command reads."""
+    directory = RunDirectory(run.summary.directory)
+    directory.write_json("recipe.json", run.summary.recipe.model_dump(mode="json"))
+    directory.write_text("summary.csv", summary_csv(run.summary))
+    directory.write_text("summary.md", summary_markdown(run.summary))
+    for result in run.summary.results:
+        directory.save(result)
+    return directory.path
 
 
 def _cell(config: Any, rng: Any, tokens: int) -> CellResult:

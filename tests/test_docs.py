@@ -29,6 +29,7 @@ from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.plugins import manager
+from crossdraft.framework.report import write
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,6 +95,7 @@ def place(tmp_path: Path, monkeypatch: Any, models: None) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(write, "draw", lambda summary: [])  # charts take seconds, and tests/report draws them
     (tmp_path / "my-prompts.jsonl").write_text(
         '{"prompt": "w5 w6 w7 w5 w6"}\n{"prompt": "w9 w8 w9"}\n', encoding="utf-8"
     )

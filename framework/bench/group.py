@@ -46,12 +46,18 @@ class Progress:
     """Who is told while a group runs.
 
     Attributes:
+        at: the cell that decodes next.
         advance: the number of prompts that a cell has finished.
+        skip: the number of prompts that were finished before.
+        piece: the number of the piece that all cells have finished, from 1, and how many there are.
         failed: a cell that has failed, as soon as it does; what it raises ends the run.
         say: a sentence.
     """
 
+    at: Callable[[CellConfig], Any] = lambda config: None
     advance: Callable[[int], Any] = lambda n: None
+    skip: Callable[[int], Any] = lambda n: None
+    piece: Callable[[int, int], Any] = lambda number, pieces: None
     failed: Callable[[CellResult], Any] = lambda result: None
     say: Callable[[str], Any] = lambda line: None
 
@@ -154,7 +160,7 @@ class Group:
                 self.finished += 1
             if self.finished:
                 self.progress.say(f"going on after piece {self.finished} of {len(pieces)}")
-                self.progress.advance(len(self.configs) * sum(map(len, pieces[: self.finished])))
+                self.progress.skip(len(self.configs) * sum(map(len, pieces[: self.finished])))
                 self._remember(pieces[: self.finished])
             return
         if head:
@@ -174,6 +180,7 @@ class Group:
         order = list(self._cells)
         Random(f"{self._key} {number}").shuffle(order)
         for i in order:
+            self.progress.at(self.configs[i])
 
             def run(i: int = i) -> None:
                 found[i] = self._cells[i].run(piece)
@@ -186,6 +193,7 @@ class Group:
         for i, result in found.items():
             self._found[i].append(result)
         self.finished = number + 1
+        self.progress.piece(self.finished, self.pieces)
 
     def _write(self, action: Callable[[], None]) -> None:
         try:

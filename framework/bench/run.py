@@ -8,21 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError
 from ..models.environment import describe
 from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
+from ..runs.readme import FILE as README
+from ..runs.readme import readme
 from ..runs.recipe import CellConfig, Recipe, digest
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
+from ..runs.state import Reporter
 from ..runs.titles import group_title, verifier_title
 from .cell_runner import Models
 from .group import Group, Progress, Unwritable
 from .matrix import Plan, plan
 from .preflight import preflight
+from .progress import Meter
 from .provenance import changes, provenance
 from .round_limit import RoundLimit
 
@@ -79,9 +81,11 @@ def run(
     for skipped in expanded.skipped:
         tell(f"skipped: {skipped}")
     try:
-        with directory.locked():
+        with directory.locked(), Reporter(directory, len(expanded.cells)) as state:
             directory.write_json("recipe.json", recipe.model_dump(mode="json"))
-            session.run(fresh, retry_failed, progress)
+            directory.write_text(README, readme(directory.path.name, recipe, len(expanded.cells), len(prompts)))
+            tell(f"writes tables, charts and every round to {directory.path}; its README.md says what is what")
+            session.run(fresh, retry_failed, progress, state)
     except OSError as error:
         if not session.outcome.results:
             raise UsageError(f"cannot write to {directory.path}: {error.strerror or error}") from None
@@ -110,9 +114,11 @@ class _Session:
         self.models, self.limit, self.environment = models, limit, describe()
         self.digest = digest([asdict(prompt) for prompt in prompts])
         self.about = {"name": recipe.name, "directory": str(directory.path), "cells": len(expanded.cells)}
+        #: Cells that are whole, on disk: all results but those of a group that was cut short.
+        self.kept: list[CellResult] = []
         self.outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=_notes(expanded.cells, prompts))
 
-    def run(self, fresh: bool, retry_failed: bool, progress: bool) -> None:
+    def run(self, fresh: bool, retry_failed: bool, progress: bool, state: Reporter) -> None:
         plugins.notify("crossdraft_run_started", run=self.about)
         groups, cells = self.plan.groups(), self.plan.cells
         known = {}
@@ -120,33 +126,40 @@ class _Session:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
         preflight(self.recipe, new, self.prompts, self.models)
-        total = len(cells) * len(self.prompts)
-        # None: no bar unless standard error is a terminal.
-        with tqdm(total=total, unit="prompt", miniters=1, leave=False, disable=None if progress else True) as bar:
+        with Meter(len(new) * len(self.prompts), self.tell, progress, state.beat) as meter:
             try:
                 for number, group in enumerate(groups, 1):
                     title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
                     results, reason = known[group[0].group]
-                    with tqdm.external_write_mode():
-                        what = f"{'running' if results is None else 'reusing'} {_count(len(group), 'cell')}"
-                        self.tell(f"{title}: {what}{f', {reason}' if reason else ''}")
+                    what = f"{'running' if results is None else 'reusing'} {_count(len(group), 'cell')}"
+                    meter.say(f"{title}: {what}{f', {reason}' if reason else ''}")
                     if results is None:
-                        self._measure(group, fresh, bar)
+                        self._measure(group, fresh, meter)
                     else:
                         self.outcome.results += results
-                    bar.n = len(self.outcome.results) * len(self.prompts)
-                    bar.refresh()
+                        self.kept += results
+                    meter.settle(sum(not result.reused for result in self.kept) * len(self.prompts))
+                    state.update(**self._counts(), progress=meter.share)
             except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
                 if not asked():
                     raise
                 self.outcome.interrupted = True
             except (Unwritable, FirstFailure) as error:
                 self.outcome.stopped = str(error)
+            state.update(**self._counts(), progress=meter.share, state=self.outcome.state, note=self.outcome.stopped)
         self._write_environment()
 
-    def _measure(self, configs: Sequence[CellConfig], fresh: bool, bar: tqdm) -> None:
+    def _counts(self) -> dict[str, int]:
+        failed = sum(result.error is not None for result in self.kept)
+        return {"finished": len(self.kept) - failed, "failed": failed}
+
+    def _measure(self, configs: Sequence[CellConfig], fresh: bool, meter: Meter) -> None:
         """Measure a group, and keep its cells; of one that is cut short, show what there is."""
-        told = Progress(bar.update, self._failed, self.tell)
+
+        def failed(result: CellResult) -> None:
+            self._failed(result, meter)
+
+        told = Progress(meter.at, meter.advance, meter.skip, meter.piece, failed, meter.say)
         if fresh:
             self.directory.drop_group(configs[0].group)
         sources = [self._provenance(config) for config in configs]
@@ -170,17 +183,17 @@ class _Session:
         except OSError as error:
             reason = f"cannot write to {self.directory.path}: {error.strerror or error}"
             raise Unwritable(reason) from None
+        self.kept.append(result)
         if result.metrics is not None:
             plugins.notify("crossdraft_cell_finished", run=self.about, cell=result.summary())
 
-    def _failed(self, result: CellResult) -> None:
+    def _failed(self, result: CellResult, meter: Meter) -> None:
         """Tell at once what has failed."""
         config = result.config
         pair = f"{config.drafter.title} × {verifier_title(config)}"
-        with tqdm.external_write_mode():
-            self.tell(f"failed: {pair}: {result.error}")
-            if self.debug:
-                self.tell(result.traceback.rstrip())
+        meter.say(f"failed: {pair}: {result.error}")
+        if self.debug:
+            meter.say(result.traceback.rstrip())
         if self.fail_fast:
             raise FirstFailure(f"{pair} failed, and nothing was run after it (--fail-fast)")
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--batch", type=int, metavar="N", help="samples drawn at once (default: by the vocabulary's size)")
     option("--dtype", help="of the models (default: auto)")
     option("--device", help="of the models and the rules (default: auto)")
-    option("--out", type=Path, metavar="DIR", help="write histograms (PNG, needs crossdraft[plots]) and JSON here")
+    option("--out", type=Path, metavar="DIR", help="write histograms (PNG) and JSON here")
     option("--json", action="store_true", help="print JSON")
     group.add_argument(
         "--samples",
@@ -189,7 +189,6 @@ def _checked(args: argparse.Namespace) -> Sampling:
             f"--temperature must be above 0 and finite for a law that can be tested, got {args.temperature:g}"
         )
     if args.out:
-        _need_matplotlib()
         try:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -285,16 +284,6 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
     ]
     print(tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
     print()
-
-
-def _need_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "--out draws histograms with matplotlib, which is not installed: pip install 'crossdraft[plots]', "
-            "or leave --out away and use --json"
-        )
 
 
 def _draw(

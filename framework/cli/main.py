@@ -23,6 +23,10 @@ from .listing import list_names, list_plugins, show_environment
 COMMANDS = {
     "run": "run a recipe: every cell of its matrix, and a report",
     "report": "write one page of results from the records of finished runs",
+    "runs": "list runs, and how far each of them is",
+    "plot": "draw charts of finished runs, for papers",
+    "table": "show numbers of finished runs with rows and columns of your choice, as Markdown, LaTeX or CSV",
+    "compare": "set two runs of the same prompts side by side, pair by pair, with intervals",
     "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
     "replay": "block efficiency of drafters and verifiers from recorded responses, without decoding",
     "doctor": "say why a drafter agrees so little with its target: usual mistakes, tried one at a time",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def summary_csv(summary: Summary) -> str:
     """Every number of every cell, a line each; a failed cell has its error."""
-    rows = [_flat(result, summary.predicted.get(result.config.hash)) for result in summary.results]
+    rows = [row_of(result, summary.predicted.get(result.config.hash)) for result in summary.results]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -27,7 +27,8 @@ def summary_csv(summary: Summary) -> str:
     return text.getvalue()
 
 
-def _flat(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
+def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
+    """A cell's line of ``summary.csv``; `runs.columns` says what each column means."""
     config = result.config.model_dump(mode="json")
     row: dict[str, Any] = {"cell": result.config.hash}
     for kind in ("drafter", "verifier"):

@@ -59,7 +59,8 @@ def read_run(directory: Path) -> FinishedRun:
     if not all(row.get("cell") and "error" in row for row in rows):
         raise UsageError(f"summary.csv of the run {directory} is damaged; run its recipe again")
     for cell in [row["cell"] for row in rows if not row["error"]]:
-        head = run.read_json(f"cells/{cell}/config.json")
+        path = run.cell_path(cell)
+        head = RunDirectory(path).read_json("config.json") if path else {}
         if head and head.get("format") != FORMAT:
             raise UsageError(f"the run {directory} was written by another version; run its recipe again")
         try:

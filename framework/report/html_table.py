@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
+from ..runs.columns import meaning
 from ..runs.sources import source_of
 from ..runs.titles import group_title, is_lossless, verifier_title
 from .layout import not_certified
@@ -31,27 +32,18 @@ class Column:
 
 COLUMNS = (
     Column("run", "run", "The run that the cell belongs to.", True),
-    Column("drafter", "drafter", "What proposes tokens; none is plain decoding, the baseline.", True),
-    Column("verifier", "verifier", "The rule that accepts or rejects them; lossy ones change what is said.", True),
+    Column("drafter", "drafter", meaning("drafter"), True),
+    Column("verifier", "verifier", meaning("verifier"), True),
     Column("setting", "setting", "Temperature, and whatever else varies but drafter, rule and batch size.", True),
-    Column("batch_size", "B", "Batch size: sequences that are decoded together.", True),
-    Column(
-        "block_efficiency",
-        "BE",
-        "Block efficiency: tokens emitted per target call, bonus or correction included, over the rounds that had room "
-        "for a whole draft; with its 95 % interval.",
-    ),
-    Column("first", "Pr(τ ≥ 1)", "Share of the rounds in which the first drafted token was accepted."),
-    Column("rows", "rows/tok", "Positions that the target evaluates per token emitted."),
-    Column("rate", "tok/s", "Tokens per second of all sequences together, at the pace of the quiet rounds."),
+    Column("batch_size", "B", meaning("batch_size"), True),
+    Column("block_efficiency", "BE", meaning("block_efficiency")),
+    Column("first", "Pr(τ ≥ 1)", f"{meaning('acceptance_<i>')} Here i is 1."),
+    Column("rows", "rows/tok", meaning("target_rows_per_token")),
+    Column("rate", "tok/s", meaning("tokens_per_second")),
     Column("per_user", "tok/s/user", "Tokens per second of one sequence: tok/s over the batch size."),
-    Column(
-        "speed_up",
-        "speed-up",
-        "Of tok/s over plain decoding of the same group, measured side by side; with its 95 % interval.",
-    ),
-    Column("draft", "draft %", "Share of the decoding time spent in drafting, the drafter's prefill included."),
-    Column("same", "same %", "At temperature 0: responses that equal plain decoding's, token for token."),
+    Column("speed_up", "speed-up", meaning("speed_up")),
+    Column("draft", "draft %", meaning("draft_share")),
+    Column("same", "same %", meaning("same_as_baseline")),
 )
 
 

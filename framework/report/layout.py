@@ -33,11 +33,12 @@ def not_certified(config: CellConfig) -> bool:
     return is_lossless(config) and not certified(plugins.get("verifiers", config.verifier.name), cache_dir())
 
 
-def tabulated(columns: Mapping[str, str], rows: Sequence[Sequence[str]], style: str) -> str:
+def tabulated(columns: Mapping[str, str] | Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], style: str) -> str:
     """A table of texts; ``columns`` are headers and their alignment, ``style`` is tabulate's."""
-    align = tuple(columns.values())
-    rows = [[_plain(cell, style) for cell in row] for row in rows]
-    return tabulate(rows, headers=list(columns), tablefmt=style, disable_numparse=True, colalign=align)
+    pairs = list(columns.items()) if isinstance(columns, Mapping) else list(columns)
+    header, *body = [[_plain(cell, style) for cell in row] for row in ([name for name, _ in pairs], *rows)]
+    align = tuple(align for _, align in pairs)
+    return tabulate(body, headers=header, tablefmt=style, disable_numparse=True, colalign=align)
 
 
 def _plain(text: str, style: str) -> str:

@@ -43,9 +43,16 @@ def page(runs: Sequence[FinishedRun]) -> str:
 
 
 def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
-    """What each run is called: its name, or its directory's where several have that name."""
-    often = Counter(run.name for run in runs)
-    return [run.name if often[run.name] == 1 else run.summary.directory.name for run in runs]
+    """What each run is called: its name, or its directory's where several have that name, or that one's path."""
+    names, directories = (
+        Counter(found) for found in ([r.name for r in runs], [r.summary.directory.name for r in runs])
+    )
+    titles = []
+    for run in runs:
+        directory = run.summary.directory
+        alone = directory.name if directories[directory.name] == 1 else str(directory)
+        titles.append(run.name if names[run.name] == 1 else alone)
+    return titles
 
 
 def _section(title: str, run: FinishedRun) -> list[str]:

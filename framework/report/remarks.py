@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..runs.metrics import free, paired_difference
-from ..runs.titles import is_lossless, verifier_title
+from ..runs.titles import group_title, is_lossless, verifier_title
 from .layout import estimate_text, groups_of, not_certified
 
 if TYPE_CHECKING:
@@ -41,23 +41,38 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def differences(summary: Summary) -> list[str]:
-    """Between verifiers of the same drafter: the same prompts and the same random numbers."""
-    lines = []
-    for title, results in groups_of(summary):
+    """Between verifiers of the same drafter: the same prompts and the same random numbers.
+
+    What is the same at several batch sizes is said once; pairs without any difference are counted.
+    """
+    cells = [result.config for result in summary.results]
+    found: dict[tuple[str, str, str], list[int]] = {}  # where, which two, what: at which batch sizes
+    none = 0
+    for _, results in groups_of(summary):
         firsts: dict[str, CellResult] = {}
         for result in results:
-            drafter = result.config.drafter
-            if result.metrics is None or result.config.is_baseline:
+            config, drafter = result.config, result.config.drafter
+            if result.metrics is None or config.is_baseline:
                 continue
             first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
-            if first is not result:
-                assert first.metrics is not None
-                mine, theirs = (free(r.records, first.metrics.depth) for r in (result, first))
-                difference = estimate_text(paired_difference(mine, theirs), "+")
-                if not difference:
-                    continue
-                what = f"BE of {verifier_title(result.config)} − {verifier_title(first.config)}"
-                lines.append(f"{title}, {drafter.title}: {what}, on the same prompts: {difference}")
+            if first is result:
+                continue
+            assert first.metrics is not None
+            mine, theirs = (free(r.records, first.metrics.depth) for r in (result, first))
+            difference = paired_difference(mine, theirs)
+            if difference is not None and difference.low is None and difference.value == 0:
+                none += 1
+            elif difference is not None:
+                what = f"{drafter.title}: BE of {verifier_title(config)} − {verifier_title(first.config)}"
+                key = group_title(config, cells, but="batch_size"), what, estimate_text(difference, "+")
+                found.setdefault(key, []).append(config.batch_size)
+    lines = []
+    for (where, what, text), sizes in found.items():
+        batch = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
+        lines.append(f"{where}, {batch}, {what}, on the same prompts: {text}")
+    if none:
+        pairs = "1 pair of verifiers has" if none == 1 else f"{none} pairs of verifiers have"
+        lines.append(f"{pairs} the same BE on the same prompts")
     return lines
 
 

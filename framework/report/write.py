@@ -26,8 +26,6 @@ def write_summary(outcome: Outcome) -> Summary:
         directory.write_text("summary.md", summary_markdown(summary))
         try:  # last, and never at the price of a table
             summary.charts = draw(summary)
-        except ImportError:
-            summary.notes.append("charts need matplotlib: pip install 'crossdraft[plots]'")
         except Exception as error:
             summary.notes.append(f"no charts: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         if summary.charts or summary.notes:

@@ -241,6 +241,26 @@ def block_efficiency(records: Sequence[RoundRecord]) -> Estimate | None:
     return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]))
 
 
+def acceptance(records: Sequence[RoundRecord], depth: int, positions: int) -> list[Estimate]:
+    """Pr(tau >= i) for i = 1 to ``positions`` over the rounds that `block_efficiency` counts, over prompts.
+
+    Args:
+        depth: of the deepest draft there can be; where no round had room for it, all rounds count.
+    """
+    counted = free(records, depth) or list(records)
+    rows: dict[int, np.ndarray] = {}
+    for record in counted:
+        row = rows.setdefault(record.prompt, np.zeros(positions + 1))
+        row[0] += 1
+        row[1 : record.tau + 1] += 1
+    sums, found = np.array([rows[prompt] for prompt in sorted(rows)]), []
+    for i in range(1, positions + 1):
+        one = estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False)
+        ends = (None, None) if one.low is None or one.high is None else (max(one.low, 0.0), min(one.high, 1.0))
+        found.append(Estimate(one.value, *ends))
+    return found
+
+
 def _ratio(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
@@ -262,6 +282,18 @@ def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecor
         return None
     sums = np.array([(*mine[prompt], *theirs[prompt]) for prompt in both])
     return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
+
+
+def prompts_of_pieces(records: Iterable[RoundRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:
+    """The prompts of each piece of a cell, from its records in the order they were made."""
+    found, rest = [], iter(records)
+    for piece in pieces:
+        left, mine = piece.emitted + piece.tail_emitted, set()
+        while left > 0 and (record := next(rest, None)) is not None:
+            left -= record.emitted
+            mine.add(record.prompt)
+        found.append(frozenset(mine))
+    return found
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
@@ -340,6 +372,25 @@ def speed_up(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> Estimate | N
     sums = np.column_stack([_typical(pieces), _typical(baseline)])
     value = wall * busyness(pieces) / busyness(baseline)
     return estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), sums, value=value)
+
+
+def speed_up_ratio(
+    pieces: Sequence[Piece], baseline: Sequence[Piece], others: Sequence[Piece], other_baseline: Sequence[Piece]
+) -> Estimate | None:
+    """`speed_up` of the first two over that of the last two, over pieces: piece i of all four held the same prompts.
+
+    None where no time passed.
+    """
+    found = speed_up(pieces, baseline), speed_up(others, other_baseline)
+    if found[0] is None or found[1] is None:
+        return None
+    sums = np.column_stack([_typical(one) for one in (pieces, baseline, others, other_baseline)])
+
+    def ratio(s: np.ndarray) -> np.ndarray:
+        rates = [s[..., 2 * i] / s[..., 2 * i + 1] for i in range(4)]
+        return rates[0] / rates[1] / (rates[2] / rates[3])
+
+    return estimate(ratio, sums, value=found[0].value / found[1].value)
 
 
 def _wall_ratio(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> float | None:

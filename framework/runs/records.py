@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .metrics import Metrics, Piece, RoundRecord
 from .recipe import CellConfig, Recipe
@@ -61,6 +61,11 @@ class Outcome:
     @property
     def failed(self) -> list[CellResult]:
         return [result for result in self.results if result.error is not None]
+
+    @property
+    def state(self) -> Literal["interrupted", "stopped", "finished"]:
+        """How it ended."""
+        return "interrupted" if self.interrupted else "stopped" if self.stopped else "finished"
 
     @property
     def exit_code(self) -> int:

@@ -1,11 +1,12 @@
 """What a run leaves on disk, and how it is found again.
 
-    runs/<recipe>-<hash>/recipe.json, environment.json, summary.csv, summary.md
+    runs/<recipe>-<hash>/README.md, recipe.json, state.json, environment.json, summary.csv, summary.md
     runs/<recipe>-<hash>/groups/<hash>/group.json, <piece>.json      while a group is being measured
-    runs/<recipe>-<hash>/cells/<hash>/config.json, rounds.parquet, responses.jsonl, metrics.json, or error.txt
+    runs/<recipe>-<hash>/cells/<pair>_<hash>/config.json, rounds.parquet, responses.jsonl, metrics.json, or error.txt
 
-Every file is written aside and renamed when it is whole, and so is a cell's directory: what is there is complete. The
-pieces of a group become its cells when all are there.
+README.md says what each of them is (`runs.readme`). A cell is found by its hash, which its directory's name ends with;
+older versions named it by the hash alone. Every file is written aside and renamed when it is whole, and so is a cell's
+directory: what is there is complete. The pieces of a group become its cells when all are there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +40,13 @@ logger = logging.getLogger(__name__)
 #: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept. 5: pieces have what
 #: their rounds waited.
 FORMAT = 5
+
+#: Held by the process that writes to a run, and who that is.
+LOCK, OWNER = ".lock", ".owner.json"
+#: Seconds that a run waits for the lock: those who look whether it is held have it for a moment.
+_PATIENCE = 0.3
+#: Most characters of a drafter or verifier in a directory's name.
+_NAMED = 40
 
 _ROUNDS = pa.schema(
     [
@@ -100,11 +109,11 @@ class RunDirectory:
             UsageError: another one holds it; says which.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        owner, lock = self.path / ".owner.json", FileLock(self.path / ".lock")
+        owner, lock = self.path / OWNER, FileLock(self.path / LOCK)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_PATIENCE)
         except Timeout:
-            who = self.read_json(".owner.json")
+            who = self.read_json(OWNER)
             known = f" (process {who['pid']} on {who['host']}, since {who['since']})" if "pid" in who else ""
             raise UsageError(
                 f"another run writes to {self.path}{known}; wait until it is over, or choose another --out"
@@ -113,7 +122,7 @@ class RunDirectory:
             logger.warning("crossdraft: %s cannot be locked; start no second run there", self.path)
         try:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.write_json(".owner.json", {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+            self.write_json(OWNER, {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
             yield
         finally:
             owner.unlink(missing_ok=True)
@@ -166,23 +175,39 @@ class RunDirectory:
 
     # -- finished cells --------------------------------------------------------------------------------------
 
+    def cell_path(self, cell: str) -> Path | None:
+        """The directory of the cell of that hash, None if there is none."""
+        return next(iter(self._paths(cell)), None)
+
+    def _paths(self, cell: str) -> list[Path]:
+        try:
+            names = os.listdir(self.path / "cells")
+        except OSError:
+            return []
+        return [self.path / "cells" / name for name in sorted(names) if name == cell or name.endswith(f"_{cell}")]
+
+    def _replace(self, cell: str, aside: Path, name: str) -> None:
+        """Put a directory that is whole in the place of what there is of a cell, whatever that is called."""
+        for path in self._paths(cell):
+            shutil.rmtree(path, ignore_errors=True)
+        aside.rename(self.path / "cells" / name)
+
     def save(self, result: CellResult) -> None:
         """Write a cell that is finished or has failed, in place of an earlier one."""
-        name, cells = result.config.hash, self.path / "cells"
+        name, cells = cell_name(result.config), self.path / "cells"
         aside = cells / f".{name}.{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         inside = RunDirectory(aside)
         try:
-            head = {"format": FORMAT, "hash": name, "measured": result.measured, "error": result.error}
+            head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
             head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
             inside.write_json("config.json", head)
             if result.metrics is None:
                 inside.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
             else:
                 self._save_numbers(aside, result)
-            shutil.rmtree(cells / name, ignore_errors=True)
-            aside.rename(cells / name)
+            self._replace(result.config.hash, aside, name)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -198,10 +223,10 @@ class RunDirectory:
 
     def load(self, config: CellConfig) -> CellResult | None:
         """A cell that was measured before, or None if it is not there or cannot be read."""
-        path = self.path / "cells" / config.hash
-        inside = RunDirectory(path)
-        if not (path / "config.json").is_file():
+        path = self.cell_path(config.hash)
+        if path is None or not (path / "config.json").is_file():
             return None
+        inside = RunDirectory(path)
         try:
             head = inside.read_json("config.json")
             if head.get("format") != FORMAT:
@@ -228,11 +253,20 @@ class RunDirectory:
     def adopt(self, other: RunDirectory, configs: Sequence[CellConfig]) -> None:
         """Copy cells of another run."""
         for config in configs:
+            found = other.cell_path(config.hash)
+            assert found is not None  # it was loaded from there
             aside = self.path / "cells" / f".{config.hash}.{os.getpid()}"
             shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(other.path / "cells" / config.hash, aside)
-            shutil.rmtree(self.path / "cells" / config.hash, ignore_errors=True)
-            aside.rename(self.path / "cells" / config.hash)
+            shutil.copytree(found, aside)
+            self._replace(config.hash, aside, cell_name(config))
+
+
+def cell_name(config: CellConfig) -> str:
+    """What a cell's directory is called: drafter, verifier, temperature and batch size for people, then the hash."""
+    pair = [config.drafter.title, config.verifier.title]
+    named = [re.sub(r"[^A-Za-z0-9.=+]+", "-", part)[:_NAMED].strip("-.") or "unnamed" for part in pair]
+    setting = [f"T{config.sampling.temperature:g}", f"B{config.batch_size}"]
+    return "_".join([*named, *setting, config.hash])
 
 
 def _json(value: Any) -> str:

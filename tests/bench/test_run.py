@@ -23,16 +23,18 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert "temperature 1, batch size 3\n" in out and "speed-up [95 %]" in out and "records: " in out
     assert max(map(len, out.split("skipped: ")[0].splitlines())) <= 130
     assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in out
-    assert "small-lm: BE of block − token, on the same prompts: " in out
+    assert " the same BE on the same prompts" in out  # the drafter is the target
     assert "BE leaves out " in out and "of the rounds, which the end of a sequence cut short" in out
 
     (directory,) = tmp_path.glob("runs/*")
     assert {p.name for p in directory.iterdir()} - {".lock"} == {
         "recipe.json",
+        "README.md",
         "cost_curves.json",
         "environment.json",
         "cells",
         "groups",
+        "state.json",
         "summary.csv",
         "summary.md",
     }
@@ -59,7 +61,9 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 16 and {row["error"] for row in rows} == {""}
     for row in rows:
-        table = parquet.read_table(directory / "cells" / row["cell"] / "rounds.parquet")
+        (cell,) = directory.glob(f"cells/*_{row['cell']}")
+        assert cell.name.startswith(f"{row['drafter']}_{row['verifier']}_T{float(row['temperature']):g}_B")
+        table = parquet.read_table(cell / "rounds.parquet")
         emitted, rounds = sum(table["emitted"].to_pylist()), table.num_rows
         assert float(row["block_efficiency_all_rounds"]) == pytest.approx(emitted / rounds)
         free = [
@@ -71,7 +75,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
             pytest.approx(sum(free) / len(free)) if free else ""
         )
         assert int(row["rounds_cut"]) == rounds - len(free)
-        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(directory / "cells" / row["cell"]).values())
+        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(cell).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}

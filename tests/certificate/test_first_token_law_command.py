@@ -89,7 +89,6 @@ def test_a_drafter_that_is_the_target_tests_nothing(capsys: Any, pair: list[str]
 
 
 def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "plots"
     code, printed = run(
         capsys, "--draws 2000 --temperature 3 --verifier token --json", *pair,
@@ -99,13 +98,6 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
     assert sorted(file.name for file in out.iterdir()) == ["model_law.json", "prompt-1.png", "prompt-2.png"]
     assert (out / "prompt-1.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "model_law.json").read_text(encoding="utf-8")) == json.loads(printed)
-
-
-def test_without_matplotlib(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'crossdraft\[plots\]'"):
-        run(capsys, "--model m --drafter d --prompt x --out", str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

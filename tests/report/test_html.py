@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_runs import SMALL, finished_run
+from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.html import html_page
 from crossdraft.framework.report.html_responses import fates
-from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.metrics import RoundRecord
-from crossdraft.framework.runs.run_directory import RunDirectory
 
 pytest.importorskip("bokeh", reason="the extra html is not installed")
 pytest.importorskip("itables", reason="the extra html is not installed")
@@ -191,15 +188,9 @@ def test_a_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:
-    run = finished_run(tmp_path / "small-abc", SMALL, tokens=12)
-    directory = RunDirectory(run.summary.directory)
-    directory.write_json("recipe.json", run.summary.recipe.model_dump(mode="json"))
-    directory.write_text("summary.csv", summary_csv(run.summary))
-    directory.write_text("summary.md", summary_markdown(run.summary))
-    for result in run.summary.results:
-        directory.save(result)
+    run = on_disk(finished_run(tmp_path / "small-abc", SMALL, tokens=12))
     out = tmp_path / "out.html"
-    command = ["report", str(run.summary.directory), "--html", str(out)]
+    command = ["report", str(run), "--html", str(out)]
     assert cli.main(command) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     assert [row[1] for row in Page(out.read_text(encoding="utf-8")).rows[1:4]] == ["", "token", "block"]

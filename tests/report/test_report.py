@@ -1,68 +1,24 @@
-"""What a report says about batch size and cost, and what charts show, from made-up cells with known results."""
+"""What a report says about batch size and cost, from made-up cells with known results."""
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from made_cells import SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
-from crossdraft.framework.report import charts
-from crossdraft.framework.report.charts import ACCEPTANCE, THROUGHPUT, break_even, draw
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.summary import Summary
+from crossdraft.framework.report.remarks import differences
 from crossdraft.framework.report.tables import summary_markdown, terminal
-from crossdraft.framework.runs.metrics import CategoryMetrics, Estimate, Piece, RoundRecord, measure
-from crossdraft.framework.runs.recipe import CellConfig, Recipe
-from crossdraft.framework.runs.records import CellResult
-
-#: Drafters by the verifier that the cells below pair them with.
-DRAFTERS = {"token": "small-lm", "block": "small-lm", "spectr": "small-lm-iid", "specinfer": "small-lm-iid"}
-MODELS = {"models": {"toy": {"sha256": "abc"}, "d": {"sha256": "def"}}, "dtype": "float32", "device": "cuda (toy)"}
-
-
-def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1.0) -> CellResult:
-    """Two tokens a round from two nodes, 10 B tokens/s times the speed-up; the verifier "" is plain decoding."""
-    drafter = {"name": DRAFTERS[verifier], "model": "d", "gamma": 2} if verifier else "none"
-    given = {"target": "toy", "drafter": drafter, "verifier": verifier or "token", "batch_size": batch_size}
-    config = CellConfig.model_validate(given | {"sampling": {"temperature": temperature}})
-    tau = 1 if verifier else 0
-    records = [RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau, 9) for p in (0, 1) for i in range(3)]
-    tokens = sum(r.emitted for r in records)
-    seconds = {
-        "target": tokens / (10 * batch_size * speed_up),
-        "draft": 0.0,
-        "verify": 0.0,
-        "rest": 0.0,
-        "prefill": 0.0,
-    }
-    result = CellResult(config, measure(records, [Piece(tokens, seconds)], 6 * tau), records=records)
-    result.pieces, result.responses = [Piece(tokens, seconds)], [{"prompt_tokens": 5}] * 2
-    result.provenance = MODELS
-    assert result.metrics is not None
-    result.metrics.speed_up = Estimate(speed_up)
-    return result
-
-
-def outcome(directory: Path, speed_ups: Mapping[int, Mapping[str, float]], **sampling: float) -> Summary:
-    """Cells by batch size and verifier, each beside a baseline; labelled by the name of what they use."""
-    recipe = Recipe.model_validate({"target": "toy", "drafters": ["small-lm"], "verifiers": ["token"]})
-    results = []
-    for b, pairs in speed_ups.items():
-        results += [cell(b, "", 1.0, **sampling), *(cell(b, name, value, **sampling) for name, value in pairs.items())]
-    return Summary(recipe, directory, results)
+from crossdraft.framework.runs.metrics import CategoryMetrics, Estimate, RoundRecord
 
 
 def words(text: str, *first: str) -> list[str]:
     """The one line that starts with these words, split."""
     (found,) = [line for row in text.splitlines() if (line := row.split())[: len(first)] == list(first)]
     return found
-
-
-# -- tables -----------------------------------------------------------------------------------------------------
 
 
 def test_predicted_beside_measured(tmp_path: Path) -> None:
@@ -119,13 +75,6 @@ def test_by_category(tmp_path: Path) -> None:
     assert "| math" not in summary_markdown(made)
 
 
-SERIES = {
-    1: {"token": 1.5, "block": 1.6, "spectr": 2.0, "specinfer": 0.9},
-    4: {"token": 1.2, "block": 1.3, "spectr": 1.1, "specinfer": 0.8},
-    16: {"token": 1.0, "block": 0.8, "spectr": 0.7, "specinfer": 0.7},
-}
-
-
 def test_speed_up_by_batch_size(tmp_path: Path) -> None:
     text = terminal(outcome(tmp_path, SERIES))
     table = text.partition("speed-up by batch size, temperature 1\n")[2]
@@ -163,74 +112,15 @@ def test_the_report_names_its_charts(tmp_path: Path) -> None:
     assert "![throughput](throughput.png)" in summary_markdown(made)
 
 
-# -- charts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("speed_ups", "expected"),
-    [
-        ({1: 2.0, 4: 0.5}, 2.0),  # halfway, in logarithms
-        ({4: 0.5, 1: 2.0}, 2.0),
-        ({1: 4.0, 4: 1.0, 16: 0.25}, 4.0),
-        ({1: 2.0, 4: 0.5, 16: 2.0, 64: 0.5}, 32.0),  # the last time
-        ({1: 2.0, 4: 0.5, 16: 1.0}, None),  # it pays again
-        ({1: 2.0, 4: 1.0}, None),
-        ({1: 0.9, 4: 0.5}, None),
-    ],
-)
-def test_break_even(speed_ups: dict[int, float], expected: float | None) -> None:
-    assert break_even(speed_ups) == (expected if expected is None else pytest.approx(expected))
-
-
-@pytest.fixture
-def drawn(monkeypatch: Any) -> dict[str, Any]:
-    """Figures by the name of their file, as `draw` makes them, instead of the files."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    figures: dict[str, Any] = {}
-    monkeypatch.setattr(figure, "savefig", lambda self, file, **options: figures.update({file.name: self}))
-    return figures
-
-
-def lines(panel: Any, colour: str) -> list[tuple[Sequence[float], Sequence[float]]]:
-    found = [line for line in panel.lines if line.get_color() == colour and line.get_linestyle() != "None"]
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in found]
-
-
-def test_what_charts_show(drawn: dict[str, Any], tmp_path: Path) -> None:
-    assert draw(outcome(tmp_path, SERIES)) == [ACCEPTANCE, THROUGHPUT] == list(drawn)
-    acceptance, throughput = drawn.values()
-    assert [panel.get_title() for panel in acceptance.axes] == [f"temperature 1, batch size {b}" for b in SERIES]
-    for panel in acceptance.axes:
-        # One line a verifier, here through one point: 2 tokens a round of 3 positions.
-        assert [lines(panel, colour) for colour in charts._COLOURS[:4]] == [[([1.5], [2.0])]] * 4
-
-    chain, iid = throughput.axes
-    assert (chain.get_title(), iid.get_title()) == ("small-lm", "small-lm-iid")
-    assert lines(chain, charts._PLAIN["color"]) == [([1, 4, 16], [pytest.approx(10 * b) for b in SERIES])]
-    token, block = (lines(chain, charts._COLOURS[i]) for i in (0, 1))
-    assert token == [([1, 4, 16], [pytest.approx(rate) for rate in (15, 48, 160)])]
-    assert block == [([1, 4, 16], [pytest.approx(rate) for rate in (16, 52, 128)])]
-    assert [text.get_text() for text in chain.texts] == [f"B ≈ {break_even({4: 1.3, 16: 0.8}):.1f}", "break-even"]
-    legend = [text.get_text() for text in throughput.legends[0].get_texts()]
-    assert legend == ["plain decoding", "token", "block", "spectr", "specinfer"]
-
-
-def test_what_needs_no_chart(drawn: dict[str, Any], tmp_path: Path) -> None:
-    assert draw(outcome(tmp_path, {1: {"token": 1.0}})) == []
-    assert draw(outcome(tmp_path, {1: {}})) == []
-    assert draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})) == [ACCEPTANCE]
-    assert draw(outcome(tmp_path, {1: {"token": 1.0}, 2: {"token": 1.0}})) == [ACCEPTANCE, THROUGHPUT]
-
-
-def test_panels_of_several_temperatures(drawn: dict[str, Any], tmp_path: Path) -> None:
-    made = outcome(tmp_path, {1: {"token": 1.0}, 2: {"token": 1.0}})
-    made.results += outcome(tmp_path, {1: {"token": 1.0}, 2: {"token": 1.0}}, temperature=0.5).results
-    draw(made)
-    titles = [panel.get_title() for panel in drawn[THROUGHPUT].axes]
-    assert titles == ["small-lm, temperature 1", "small-lm, temperature 0.5"]
-
-
-def test_charts_are_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (name,) = draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}}))
-    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+def test_differences_are_said_once(tmp_path: Path) -> None:
+    """What is the same at several batch sizes is one line; pairs without any difference are counted."""
+    made = outcome(tmp_path, {b: {"token": 1.0, "block": 1.0} for b in (1, 4)})
+    assert differences(made) == ["2 pairs of verifiers have the same BE on the same prompts"]
+    for result in made.results:  # block emits one token more in one round of the second prompt
+        if result.config.verifier.name == "block":
+            last = result.records[-1]
+            result.records[-1] = RoundRecord(**{**vars(last), "tau": last.tau + 1, "emitted": last.emitted + 1})
+    (line,) = differences(made)
+    assert line.startswith("temperature 1, batch sizes 1, 4, small-lm: BE of block − token, on the same prompts: +0.17")
+    made.results[-1].records[0] = made.results[-1].records[-1]  # at batch size 4, in another one, too
+    assert [line.partition(",")[2][:14] for line in differences(made)] == [" batch size 1,", " batch size 4,"]

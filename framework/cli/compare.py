@@ -1,0 +1,28 @@
+"""``crossdraft compare A B``: two runs of the same prompts, pair by pair."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..report.comparison import compare_runs, comparison_text
+from ..report.finished import read_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=Path, metavar="A", help="directory of a finished run, runs/NAME-HASH")
+    parser.add_argument("b", type=Path, metavar="B", help="another one, which answered the same prompts")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--markdown", action="store_true", help="print Markdown")
+    forms.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 2 (as UsageError): a run that cannot be read, or runs that cannot be compared."""
+    comparison = compare_runs(read_run(args.a), read_run(args.b))
+    if args.json:
+        print(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
+    else:
+        print(comparison_text(comparison, "github" if args.markdown else "simple"), end="")
+    return 0

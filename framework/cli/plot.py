@@ -1,0 +1,79 @@
+"""``crossdraft plot RUN...``: charts of finished runs, for papers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from ..contracts.errors import UsageError, printable
+from ..report.chart_style import FORMATS, WIDTHS
+from ..report.charts import KINDS, draw_to
+from ..report.finished import read_run
+from ..report.page import titles_of
+from ..report.selection import finished_cells
+from .selecting import add_where, comma_list
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = "; ".join(f"{name}: {kind.shows}" for name, kind in KINDS.items())
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run, runs/NAME-HASH")
+    parser.add_argument(
+        "--kind",
+        type=comma_list(KINDS),
+        action="extend",
+        metavar="KIND,...",
+        help=f"all that the cells allow, or some of these. {kinds}",
+    )
+    parser.add_argument(
+        "--format",
+        dest="formats",
+        type=comma_list(FORMATS),
+        metavar="FORMAT,...",
+        default=list(FORMATS),
+        help=f"some of {', '.join(FORMATS)} (all)",
+    )
+    parser.add_argument("--width", choices=WIDTHS, default="column", help="of a two-column paper (column)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where files go, as RUN-KIND.FORMAT; by default KIND.FORMAT beside the records",
+    )
+    add_where(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 2 (as UsageError): a run that cannot be read, cells that do not allow a chart that was named."""
+    runs = [read_run(directory) for directory in args.runs]
+    sections = list(zip(titles_of(runs), runs, strict=True))
+    cells = finished_cells(sections, args.where)
+    written = 0
+    for title, run in sections:
+        results = [cell.result for cell in cells if cell.run is run]
+        folder, start = run.summary.directory, ""
+        if args.out is not None:
+            folder, start = args.out, re.sub(r"[^\w.-]+", "-", title).strip("-.") + "-"
+            _make(folder)
+        for kind in args.kind or KINDS:
+            files = [folder / f"{start}{kind}.{form}" for form in args.formats]
+            left_out = draw_to(results, kind, args.width, files)
+            if left_out is None:
+                if args.kind:
+                    raise UsageError(f"the run {printable(title)} has no {kind}: it needs {KINDS[kind].needs}")
+                continue
+            for file in files:
+                print(f"wrote {file}")
+            written += len(files)
+            if left_out:
+                print(f"{kind} of {printable(title)} leaves out {left_out} panels; choose cells with --where")
+    if not written:
+        raise UsageError("there is nothing to draw: no run has finished cells that draft")
+    return 0
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {printable(str(folder))}: {error.strerror or error}") from None

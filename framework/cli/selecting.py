@@ -1,0 +1,32 @@
+"""Options that several commands on finished runs have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="only cells with one of these values, e.g. batch_size=1,8 or drafter=small-lm; repeatable",
+    )
+
+
+def comma_list(known: Iterable[str] = ()) -> Callable[[str], list[str]]:
+    """Names with commas between them; of ``known`` ones, if there are any."""
+    choices = list(known)
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if choices and name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+        if not names:
+            raise argparse.ArgumentTypeError("it names nothing")
+        return list(dict.fromkeys(names))
+
+    return parse

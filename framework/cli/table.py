@@ -1,0 +1,68 @@
+"""``crossdraft table RUN...``: numbers of finished runs with rows and columns of one's choice."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..contracts.errors import UsageError, printable
+from ..report.finished import read_run
+from ..report.page import titles_of
+from ..report.pivot import FORMATS, pivot, rendered, untold
+from ..report.selection import finished_cells
+from .selecting import add_where, comma_list
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run, runs/NAME-HASH")
+    parser.add_argument(
+        "--rows",
+        type=comma_list(),
+        default=["drafter"],
+        metavar="KEY,...",
+        help="what tells rows apart: run, drafter, verifier, target, batch_size, temperature, gamma, ... (drafter)",
+    )
+    parser.add_argument(
+        "--cols", type=comma_list(), default=["verifier"], metavar="KEY,...", help="likewise for columns (verifier)"
+    )
+    parser.add_argument(
+        "--value",
+        type=comma_list(),
+        default=["block_efficiency"],
+        metavar="COLUMN,...",
+        help="columns of summary.csv, which the README of a run explains (block_efficiency)",
+    )
+    add_where(parser)
+    parser.add_argument("--baseline", action="store_true", help="with plain decoding, the drafter none")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="github", help="Markdown, LaTeX with booktabs, or CSV (github)"
+    )
+    parser.add_argument("--digits", type=int, default=2, metavar="N", help="after the point, but in CSV (2)")
+    parser.add_argument("--no-intervals", action="store_true", help="values alone")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there instead of printing it")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 2 (as UsageError): a run that cannot be read, keys that leave several cells in one place."""
+    if not 0 <= args.digits <= 12:
+        raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
+    runs = [read_run(directory) for directory in args.runs]
+    cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
+    cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
+    if not cells:
+        raise UsageError("there is no cell to show: none of a pair is left")
+    table = pivot(cells, args.rows, args.cols, args.value)
+    if differ := untold(table, cells):
+        told = f"the cells of this table differ in {', '.join(differ)}, which neither --rows nor --cols tell"
+        print(f"crossdraft: note: {told}", file=sys.stderr)
+    text = rendered(table, args.format, args.digits, not args.no_intervals)
+    if args.out is None:
+        print(text, end="")
+        return 0
+    try:
+        args.out.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {printable(str(args.out))}: {error.strerror or error}") from None
+    print(f"wrote {args.out}")
+    return 0

@@ -1,0 +1,93 @@
+"""What a run tells while it measures: how far, how long still, and who is at work."""
+
+import io
+from typing import Any
+
+import pytest
+
+from crossdraft.framework.bench import progress
+from crossdraft.framework.bench.progress import Meter, duration
+from crossdraft.framework.runs.recipe import CellConfig
+
+
+def config(drafter: str = "prompt-lookup", batch_size: int = 1) -> CellConfig:
+    given = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": batch_size}
+    return CellConfig.model_validate(given)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal() -> None:
+    """How long it takes after the first piece, then a line a minute."""
+    said: list[str] = []
+    shares: list[float] = []
+    clock = Clock()
+    with Meter(120, said.append, True, shares.append, clock) as meter:
+        clock.now = 30.0  # loading is no measuring
+        meter.skip(20)  # from before
+        assert meter.left is None
+        for number in range(10):
+            for name in ("none", "prompt-lookup"):
+                meter.at(config(name, 4))
+                clock.now += 10.0
+                meter.advance(2)
+            meter.piece(number + 2, 30)
+        assert meter.left == pytest.approx(10.0 / 2 * (120 - 20 - 40))
+        meter.settle(120)
+        assert meter.left == 0 and meter.share == 1.0
+    # 20 s for 4 of 100 prompts: 96 to go.
+    assert said[0] == "about 8 min left, judging by the first piece of prompts"
+    assert said[1] == "30 %: prompt-lookup × token, batch size 4; about 7 min left"
+    assert len(said) == 4 and all(line.endswith(" left") for line in said[1:])
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_on_a_terminal(monkeypatch: Any) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr(progress.tqdm, "__init__", _to(screen, progress.tqdm.__init__))
+    said: list[str] = []
+    clock = Clock()
+    with Meter(8, said.append, True, clock=clock) as meter:
+        meter.at(config())
+        clock.now = 150.0
+        meter.advance(4)
+        clock.now = 300.0
+        meter.at(config("none"))
+        meter.say("a line")
+    assert said == ["a line"]
+    shown = screen.getvalue()
+    assert " 50 %|" in shown and "| 4/8 prompts, about 2 min left, prompt-lookup × token, batch size 1" in shown
+    assert "about 5 min left, plain decoding, batch size 1" in shown
+
+
+def _to(screen: Any, init: Any) -> Any:
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "file": screen, "ncols": 120})
+
+    return made
+
+
+def test_nothing_to_measure() -> None:
+    said: list[str] = []
+    with Meter(0, said.append) as meter:
+        meter.settle(0)
+        assert meter.share == 1.0
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (99.4, "99 s"), (100, "2 min"), (5939, "99 min"), (6000, "1 h 40 min"), (200_000, "2 days")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,279 @@
+"""Charts of made-up cells: points and intervals are where the numbers say, nothing is covered, and files are whole."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from html_runs import RECIPE, finished_run, on_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_cells import SERIES, cell, outcome
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.report.chart_pairs import front, rows_in_a_round
+from crossdraft.framework.report.chart_series import break_even
+from crossdraft.framework.report.chart_style import COLOURS, PLAIN, WIDTHS, marks, style
+from crossdraft.framework.report.charts import KINDS, draw, draw_to
+from crossdraft.framework.runs.metrics import acceptance
+from crossdraft.framework.runs.records import CellResult
+
+#: Two drafters with three rules at three batch sizes.
+SOME = RECIPE | {"name": "some", "matrix": {"gamma": [3], "batch_size": [1, 4, 16]}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: Any) -> Sequence[CellResult]:
+    return finished_run(tmp_path_factory.mktemp("some"), SOME, tokens=40).summary.results
+
+
+@pytest.fixture(autouse=True)
+def styled() -> Iterator[None]:
+    with style():
+        yield
+
+
+def figure(kind: str, results: Sequence[CellResult], width: str = "page") -> Any:
+    drawn = KINDS[kind].draw(results, width)
+    assert drawn is not None and drawn[1] == 0
+    return drawn[0]
+
+
+def estimates(panel: Any) -> list[tuple[float, float, float, float]]:
+    """Place, value and both ends of every estimate that a panel shows upright, by place."""
+    found = []
+    for container in panel.containers:
+        xs, ys = container.lines[0].get_data()
+        for x, y, bar in zip(xs, ys, container.lines[2][0].get_segments(), strict=True):
+            found.append((float(x), float(y), float(bar[0][1]), float(bar[1][1])))
+    return sorted(found)
+
+
+def lines(panel: Any, colour: str) -> list[tuple[list[float], list[float]]]:
+    """Lines of several points in a colour."""
+    found = [line for line in panel.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in found]
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_block_efficiency_by_pair(results: Sequence[CellResult]) -> None:
+    (panel,) = figure("block_efficiency", results).axes
+    assert panel.get_title() == "temperature 1, batch size 1"
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["prompt-lookup", "small-lm", "small-lm-iid"]
+    pairs = [r for r in results if not r.config.is_baseline and r.config.batch_size == 1]
+    assert len(panel.containers) == len(pairs) == 5
+    shown = {}
+    for container in panel.containers:
+        ((x,), _), (bar,) = container.lines[0].get_data(), container.lines[2][0].get_segments()
+        shown[float(x)] = (float(bar[0][0]), float(bar[1][0]))
+    for result in pairs:
+        assert result.metrics is not None and result.metrics.block_efficiency is not None
+        found = result.metrics.block_efficiency
+        assert shown[found.value] == (pytest.approx(found.low), pytest.approx(found.high))
+
+
+def test_nothing_joins_pairs(results: Sequence[CellResult]) -> None:
+    for kind in ("block_efficiency", "target_rows"):
+        for panel in figure(kind, results).axes:
+            assert all(len(container.lines[0].get_xdata()) == 1 for container in panel.containers)
+            joined = [line.get_color() for line in panel.lines if len(line.get_xdata()) > 1]
+            assert {str(colour) for colour in joined} <= {"0.55", "0.75", "0.92"}  # rules of the panel, no pair's
+
+
+def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> None:
+    panels = figure("target_rows", results).axes
+    assert [panel.get_title() for panel in panels] == ["batch size 1", "batch size 4", "batch size 16"]
+    for panel, b in zip(panels, (1, 4, 16), strict=True):
+        cells = [r for r in results if r.config.batch_size == b and not r.config.is_baseline]
+        expected = []
+        for r in cells:
+            assert r.metrics is not None and r.metrics.block_efficiency is not None
+            e = r.metrics.block_efficiency
+            expected.append((rows_in_a_round(r), e.value, e.low, e.high))
+        assert [tuple(map(pytest.approx, one)) for one in sorted(expected)] == estimates(panel)
+    # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
+    found = {r.config.drafter.name: rows_in_a_round(r) for r in results if r.config.batch_size == 16}
+    assert found["none"] == 16 and 48 < found["small-lm"] <= 64 and 80 < found["small-lm-iid"] <= 112
+
+
+def test_series_over_batch_sizes(tmp_path: Path) -> None:
+    made = outcome(tmp_path, SERIES).results
+    chain, iid = figure("throughput", made).axes
+    assert (chain.get_title(), iid.get_title()) == ("small-lm", "small-lm-iid")
+    assert lines(chain, PLAIN["color"]) == [([1, 4, 16], [pytest.approx(10 * b) for b in SERIES])]
+    token, block = (lines(chain, COLOURS[i]) for i in (0, 1))
+    assert token == [([1, 4, 16], [pytest.approx(rate) for rate in (15, 48, 160)])]
+    assert block == [([1, 4, 16], [pytest.approx(rate) for rate in (16, 52, 128)])]
+    assert [text.get_text() for text in chain.texts] == [f"B ≈ {break_even({4: 1.3, 16: 0.8}):.1f}", "break-even"]
+    panels = figure("speed_up", made).axes
+    assert [[round(y, 2) for _, y in sorted(zip(*line, strict=True))] for line in lines(panels[1], COLOURS[2])] == [
+        [2.0, 1.1, 0.7]
+    ]
+    legend = [text.get_text() for text in panels[0].figure.legends[0].get_texts()]
+    assert legend == ["token", "block", "spectr", "specinfer"]
+
+
+def test_speed_up_at_one_batch_size_is_a_list(results: Sequence[CellResult]) -> None:
+    (panel,) = figure("speed_up", [r for r in results if r.config.batch_size == 4]).axes
+    assert panel.get_title() == "temperature 1, batch size 4" and len(panel.containers) == 5
+
+
+def test_acceptance_by_position(results: Sequence[CellResult]) -> None:
+    panels = {panel.get_title(): panel for panel in figure("acceptance", results).axes}
+    assert list(panels) == ["prompt-lookup", "small-lm", "small-lm-iid"]
+    for drafter, panel in panels.items():
+        cells = [r for r in results if r.config.drafter.name == drafter and r.config.batch_size == 1]
+        for container, result in zip(panel.containers, cells, strict=True):
+            assert result.metrics is not None
+            assert list(container.lines[0].get_ydata()) == pytest.approx(result.metrics.acceptance)
+        found = acceptance(cells[0].records, 3, 3)
+        assert all(0 <= e.low < e.value < e.high <= 1 for e in found if e.low is not None and e.high is not None)
+        assert all(e.low is not None for e in found)
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "expected"),
+    [
+        ({1: 2.0, 4: 0.5}, 2.0),  # halfway, in logarithms
+        ({4: 0.5, 1: 2.0}, 2.0),
+        ({1: 4.0, 4: 1.0, 16: 0.25}, 4.0),
+        ({1: 2.0, 4: 0.5, 16: 2.0, 64: 0.5}, 32.0),  # the last time
+        ({1: 2.0, 4: 0.5, 16: 1.0}, None),  # it pays again
+        ({1: 2.0, 4: 1.0}, None),
+        ({1: 0.9, 4: 0.5}, None),
+    ],
+)
+def test_break_even(speed_ups: dict[int, float], expected: float | None) -> None:
+    assert break_even(speed_ups) == (expected if expected is None else pytest.approx(expected))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_front(points: list[tuple[int, int]]) -> None:
+    """Every point lies on or below the step through the front, and the front is made of points."""
+    found = front([(float(x), float(y)) for x, y in points])
+    assert set(found) <= set(points) and found == sorted(found)
+    for x, y in points:
+        assert max(b for a, b in found if a <= x) >= y
+
+
+# -- how it looks -------------------------------------------------------------------------------------------------
+
+
+def test_marks_are_told_apart() -> None:
+    names = [f"v{i}" for i in range(20)]
+    found = marks(names)
+    assert len({(m.colour, m.marker, m.hollow, m.dash) for m in found.values()}) == 20
+    assert len({(m.marker, m.hollow) for m in found.values()}) == 20, "without colours, too"
+
+
+@pytest.mark.parametrize("width", ["column", pytest.param("page", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_clipped_or_covered(results: Sequence[CellResult], kind: str, width: str) -> None:
+    drawn = figure(kind, results, width)
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    renderer, whole = canvas.get_renderer(), drawn.bbox
+    (legend,) = [one.get_window_extent(renderer) for one in drawn.legends]
+    outside = [drawn._supxlabel.get_window_extent(renderer)]
+    outside += [drawn._supylabel.get_window_extent(renderer)] if drawn._supylabel else []
+    panels = [panel.get_tightbbox(renderer) for panel in drawn.axes if panel.axison]
+    for box in (legend, *outside, *panels):
+        assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
+    boxes = [legend, *outside, *panels]
+    for i, one in enumerate(boxes):
+        for other in boxes[i + 1 :]:
+            apart = one.x1 <= other.x0 + 2 or other.x1 <= one.x0 + 2 or one.y1 <= other.y0 + 2 or other.y1 <= one.y0 + 2
+            assert apart, "two parts of the figure lie on each other"
+    assert drawn.get_figwidth() <= WIDTHS[width]
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.2}}).results
+    for result in made:
+        drafter = result.config.drafter.model_copy(update={"label": "$\\frac{$ a\u202eb _^%&"})
+        result.config = result.config.model_copy(update={"drafter": drafter})
+    drawn = figure("block_efficiency", made)
+    FigureCanvasAgg(drawn).draw()
+    (label,) = drawn.axes[0].get_yticklabels()
+    assert label.get_text() == "$\\frac{$ a\\u202eb _^%&"
+
+
+def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("crossdraft.framework.report.charts.save", lambda figure, path: None)
+    made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
+    made.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
+    drawn = KINDS["target_rows"].draw(made.results, "page")
+    assert drawn is not None and len(drawn[0].axes) == 12 and drawn[1] == 2
+    assert "target_rows.png" in draw(made)
+    assert "target_rows.png leaves out 2 panels; crossdraft plot --where draws others" in made.notes
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_draws(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("crossdraft.framework.report.charts.save", lambda figure, path: path.write_text("", "utf-8"))
+    assert draw(outcome(tmp_path, {1: {"token": 1.0}})) == []
+    assert draw(outcome(tmp_path, {1: {}})) == []
+    assert draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})) == ["block_efficiency.png", "target_rows.png"]
+    names = [f"{kind}.png" for kind in ("block_efficiency", "target_rows", "speed_up", "throughput")]
+    assert draw(outcome(tmp_path, {1: {"token": 1.0}, 2: {"token": 1.0}})) == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_files_are_whole_and_always_the_same(results: Sequence[CellResult], tmp_path: Path) -> None:
+    cells = [r for r in results if r.config.batch_size == 1]
+    written: list[dict[str, bytes]] = []
+    for size, forms in ((8, ("svg", "pdf")), (20, ("svg", "pdf", "png"))):
+        matplotlib.rcParams["font.size"] = size  # the user's own settings do not matter
+        files = [tmp_path / f"{size}.{form}" for form in forms]
+        assert draw_to(cells, "acceptance", "column", files) == 0
+        written.append({file.suffix: file.read_bytes() for file in files})
+    svg, pdf, png = written[1].values()
+    assert written[0] == {".svg": svg, ".pdf": pdf}
+    assert png.startswith(b"\x89PNG")
+    assert (
+        b"<svg" in svg
+        and b"<text" not in svg
+        and b"http"
+        not in svg.replace(b"http://www.w3.org", b"")
+        .replace(b"http://purl.org", b"")
+        .replace(b"http://creativecommons.org", b"")
+        .replace(b"https://matplotlib.org", b"")
+    )
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    run = on_disk(finished_run(tmp_path / "some-abc", SOME, tokens=12))
+    out = tmp_path / "figures"
+    command = ["plot", str(run), "--kind", "target_rows,acceptance", "--format", "png"]
+    assert cli.main([*command, "--out", str(out), "--where", "batch_size=1,4", "--where", "drafter=small-lm"]) == 0
+    files = [out / f"some-{kind}.png" for kind in ("target_rows", "acceptance")]
+    assert capsys.readouterr().out == "".join(f"wrote {file}\n" for file in files)
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    assert cli.main(["plot", str(run), "--kind", "acceptance", "--format", "svg"]) == 0
+    assert (run / "acceptance.svg").is_file()
+
+    def refused(*arguments: str) -> str:
+        assert cli.main(["plot", str(run), *arguments]) == 2
+        return capsys.readouterr().err.removeprefix("crossdraft: error: ").strip()
+
+    assert refused("--kind", "throughput", "--where", "batch_size=1") == (
+        "the run some has no throughput: it needs cells at several batch sizes"
+    )
+    assert refused("--where", "batch_size=2") == "no cell has batch_size '2'; there are: 1, 4, 16"
+    assert "there is no key of a cell named 'bach_size'; did you mean 'batch_size'?" in refused(
+        "--where", "bach_size=1"
+    )
+    assert refused("--where", "gamma").startswith("--where 'gamma' is no KEY=VALUE")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert refused("--out", str(tmp_path / "file")).startswith(f"cannot write to {tmp_path / 'file'}: ")
+    with pytest.raises(SystemExit):
+        cli.main(["plot", str(run), "--format", "jpg"])
+    assert "'jpg' is none of png, svg, pdf" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""``crossdraft compare``: differences of known runs are the known ones, and what cannot be compared is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from html_runs import RECIPE, finished_run, on_disk
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.report.comparison import compare_runs, comparison_text
+from crossdraft.framework.report.finished import FinishedRun
+from crossdraft.framework.runs.metrics import measure, prompts_of_pieces, speed_up, speed_up_ratio
+
+SOME = RECIPE | {"name": "some", "matrix": {"gamma": [3], "batch_size": [1, 4]}}
+
+
+def run_of(directory: Path, **changes: Any) -> FinishedRun:
+    return finished_run(directory, SOME | changes, tokens=60)
+
+
+def slower(run: FinishedRun, rule: str, factor: float) -> None:
+    """Let one rule take so many times as long."""
+    for result in run.summary.results:
+        if result.config.verifier.name != rule or result.config.is_baseline:
+            continue
+        result.pieces = [replace(p, seconds={k: factor * s for k, s in p.seconds.items()}) for p in result.pieces]
+        group = [r for r in run.summary.results if r.config.group == result.config.group]
+        old, result.metrics = result.metrics, measure(result.records, result.pieces, gamma=3, depth=3)
+        assert old is not None and old.block_efficiency == result.metrics.block_efficiency
+        result.metrics.speed_up = speed_up(result.pieces, group[0].pieces)
+
+
+def test_a_run_with_itself(tmp_path: Path) -> None:
+    """Nothing differs, whatever the runs are called."""
+    found = compare_runs(run_of(tmp_path / "a"), run_of(tmp_path / "b", name="other"))
+    assert len(found.pairs) == 10 and found.only == ([], []) and found.remarks == []
+    for pair in found.pairs:
+        assert pair.difference is not None and (pair.difference.value, pair.difference.low) == (0, None)
+        assert pair.ratio is not None and pair.ratio.value == 1 and pair.differs == []
+
+
+def test_known_differences(tmp_path: Path) -> None:
+    a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    slower(b, "block", 2.0)
+    for pair in compare_runs(a, b).pairs:
+        assert pair.ratio is not None
+        assert pair.ratio.value == pytest.approx(0.5 if pair.verifier == "block" else 1.0)
+    # The same factor on every piece leaves nothing uncertain, though each speed-up is.
+    result = b.summary.results[2]
+    assert result.config.verifier.name == "block" and result.metrics is not None
+    assert result.metrics.speed_up is not None and result.metrics.speed_up.low is not None
+
+    # With a factor of its own for every piece: the interval is that of the ratio of the pieces' ratios.
+    factors = np.linspace(1.5, 2.5, len(result.pieces))
+    ours = [
+        replace(p, seconds={k: f * s for k, s in p.seconds.items()})
+        for p, f in zip(result.pieces, factors, strict=True)
+    ]
+    plain = b.summary.results[0].pieces
+    estimate = speed_up_ratio(ours, plain, result.pieces, plain)
+    assert estimate is not None and estimate.low is not None and estimate.high is not None
+    assert 1 / 2.5 < estimate.value < 1 / 1.5 and estimate.low < estimate.value < estimate.high
+
+
+def test_differences_in_block_efficiency(tmp_path: Path) -> None:
+    a = run_of(tmp_path / "a", matrix={"gamma": [2], "batch_size": [1]})
+    b = run_of(tmp_path / "b", matrix={"gamma": [3], "batch_size": [1]})
+    found = compare_runs(a, b)
+    assert len(found.pairs) == 5 and all(pair.differs == ["gamma 2 / 3"] for pair in found.pairs)
+    for pair in found.pairs:
+        assert pair.difference is not None and pair.difference.low is not None
+        one, other = pair.block_efficiency
+        assert one is not None and other is not None
+        assert pair.difference.value == pytest.approx(other.value - one.value, abs=0.06)  # the last rounds of a text
+    text = comparison_text(found)
+    assert text.startswith(f"A: {tmp_path / 'a'}\nB: {tmp_path / 'b'}\n\ntemperature 1, batch size 1\n")
+    assert text.count("gamma 2 / 3") == 5
+
+
+def test_cells_of_one_side(tmp_path: Path) -> None:
+    a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b", dtype="bfloat16", seed=7)
+    b.summary.results = [r for r in b.summary.results if r.config.verifier.name != "spectr"]
+    a.summary.results = [r for r in a.summary.results if r.config.is_baseline or r.config.batch_size == 1]
+    found = compare_runs(a, b)
+    assert found.only[0] == ["small-lm-iid × spectr (temperature 1, batch size 1)"]
+    assert found.only[1][0] == "prompt-lookup × token (temperature 1, batch size 4)" and len(found.only[1]) == 4
+    assert len(found.pairs) == 4
+    assert "the runs differ in dtype: auto in A, bfloat16 in B" in found.remarks
+    assert "the runs differ in seed: 0 in A, 7 in B" in found.remarks
+    assert "- only in A: small-lm-iid × spectr" in comparison_text(found, "github")
+
+
+def test_pieces_of_other_prompts_have_no_interval(tmp_path: Path) -> None:
+    a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    assert prompts_of_pieces(a.summary.results[1].records, a.summary.results[1].pieces) == [
+        frozenset([i]) for i in range(6)
+    ]
+    for result in b.summary.results:  # cut in another order
+        order = {p: [r for r in result.records if r.prompt == p] for p in reversed(range(6))}
+        result.records = [r for records in order.values() for r in records]
+        result.pieces = result.pieces[::-1]
+    slower(b, "block", 3.0)
+    found = compare_runs(a, b)
+    assert all(pair.ratio is not None and pair.ratio.low is None for pair in found.pairs)
+    (remark,) = found.remarks
+    assert remark.startswith("B ÷ A has no interval where the runs cut the prompts into other pieces")
+    assert all(pair.difference is not None and pair.difference.value == 0 for pair in found.pairs)
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    a = run_of(tmp_path / "a")
+    with pytest.raises(UsageError, match="is given twice; give two runs"):
+        compare_runs(a, run_of(tmp_path / "b" / ".." / "a"))
+    b = run_of(tmp_path / "b")
+    for result in b.summary.results:
+        result.records = [r for r in result.records if r.prompt < 4]
+    with pytest.raises(UsageError, match="one answered 6 prompts and the other 4; run both with the same limit"):
+        compare_runs(a, b)
+    c = run_of(tmp_path / "c")
+    for result in c.summary.results:
+        result.records = [replace(r, question_id=f"other {r.prompt}") for r in result.records]
+    with pytest.raises(UsageError, match="they answered other prompts, 6 of builtin and 6 of builtin"):
+        compare_runs(a, c)
+    d = run_of(tmp_path / "d")
+    for run, digest in ((a, "1"), (d, "2")):
+        for result in run.summary.results:
+            result.provenance = {**result.provenance, "prompts": digest}
+    with pytest.raises(UsageError, match="the same names, but not the same texts"):
+        compare_runs(a, d)
+    e = run_of(tmp_path / "e", drafters=[{"name": "eagle3", "model": "org/head"}], verifiers=["token"], exclude=[])
+    with pytest.raises(UsageError, match=r"have no pair in common; crossdraft table shows what each of them has"):
+        compare_runs(run_of(tmp_path / "f"), e)
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    a, b = (on_disk(run_of(tmp_path / name, matrix={"gamma": [2], "batch_size": [1]})) for name in "ab")
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    text = capsys.readouterr().out
+    assert "prompt-lookup  token" in text and "+0.00" in text and max(map(len, text.splitlines())) <= 130
+    assert cli.main(["compare", str(a), str(b), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == [str(a), str(b)] and len(found["pairs"]) == 5
+    assert found["pairs"][0]["ratio"]["value"] == 1 and found["pairs"][0]["speed_up"][0]["low"] > 0
+    assert cli.main(["compare", str(a), str(tmp_path / "gone")]) == 2
+    assert "is no directory" in capsys.readouterr().err

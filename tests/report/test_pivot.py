@@ -1,0 +1,126 @@
+"""``crossdraft table``: every number is the one of ``summary.csv``, where its keys say, and nothing leaves its cell."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_runs import RECIPE, finished_run, on_disk
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.report.csv_rows import row_of
+from crossdraft.framework.report.finished import FinishedRun
+from crossdraft.framework.report.pivot import pivot, rendered, untold
+from crossdraft.framework.report.selection import Chosen, finished_cells
+
+SOME = RECIPE | {"name": "some", "matrix": {"gamma": [2, 3], "batch_size": [1, 4]}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: Any) -> FinishedRun:
+    return finished_run(tmp_path_factory.mktemp("some"), SOME, tokens=24)
+
+
+def pairs(run: FinishedRun, *where: str) -> list[Chosen]:
+    return [cell for cell in finished_cells([("some", run)], where) if not cell.result.config.is_baseline]
+
+
+def rows(text: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(text)))
+
+
+def test_every_number_is_where_its_keys_say(run: FinishedRun) -> None:
+    cells = pairs(run)
+    table = pivot(cells, ["drafter", "gamma"], ["verifier", "batch_size"], ["speed_up"])
+    header, *body = rows(rendered(table, "csv", intervals=False))
+    assert header[:4] == ["drafter", "gamma", "token, batch size 1", "block, batch size 1"]
+    assert [row[:2] for row in body][:2] == [["prompt-lookup", "2"], ["prompt-lookup", "3"]]  # gamma is told once
+    found = {(*row[:2], name): value for row in body for name, value in zip(header[2:], row[2:], strict=True) if value}
+    assert len(found) == len(cells) == 20
+    for cell in cells:
+        config = cell.result.config
+        key = (
+            config.drafter.name,
+            str(config.drafter.config["gamma"]),
+            f"{config.verifier.name}, batch size {config.batch_size}",
+        )
+        assert cell.result.metrics is not None and cell.result.metrics.speed_up is not None
+        assert float(found[key]) == cell.result.metrics.speed_up.value
+
+
+def test_intervals_and_several_values(run: FinishedRun) -> None:
+    cells = pairs(run, "batch_size=1", "gamma=2", "drafter=small-lm")
+    table = pivot(cells, ["drafter"], ["verifier"], ["block_efficiency", "acceptance_1"])
+    header, (name, *numbers) = rows(rendered(table, "csv"))
+    ends = ["", " low", " high"]
+    expected = [f"{rule}, block efficiency{end}" for rule in ("token", "block") for end in ends]
+    expected.insert(3, "token, acceptance 1")
+    assert header == ["drafter", *expected, "block, acceptance 1"] and name == "small-lm gamma=2"
+    row = row_of(cells[0].result, None)
+    keys = ["block_efficiency", "block_efficiency_low", "block_efficiency_high", "acceptance_1"]
+    assert [float(number) for number in numbers[:4]] == [row[key] for key in keys]
+    text = rendered(table, "github", digits=3)
+    low, value, high = (f"{row[key]:.3f}" for key in (keys[1], keys[0], keys[2]))
+    assert f" {value} [{low}, {high}] " in text and f" {row['acceptance_1']:.3f} |" in text
+    assert "[" not in rendered(table, "github", intervals=False)
+
+
+def test_nothing_leaves_its_cell(tmp_path: Path) -> None:
+    """Labels are other people's texts, in LaTeX and in Markdown."""
+    labels = ["[x] 50 % of_a & b \\\\ $p$ {q} ~^#", "a|b"]
+    drafters = [{"name": "prompt-lookup", "gamma": g, "label": label} for g, label in enumerate(labels, 2)]
+    run = finished_run(
+        tmp_path, RECIPE | {"drafters": drafters, "verifiers": ["token", "block"], "matrix": {}, "exclude": []}, 12
+    )
+    table = pivot(pairs(run), ["drafter"], ["verifier"], ["block_efficiency"])
+    lines = rendered(table, "latex").splitlines()
+    assert lines[0] == r"% \usepackage{booktabs}" and lines[1] == r"\begin{tabular}{lrr}"
+    assert {r"\toprule", r"\midrule", r"\bottomrule"} <= {line.strip() for line in lines}
+    (row,) = [line for line in lines if "50" in line]
+    assert row.startswith(
+        r"{[}x] 50 \% of\_a \& b \textbackslash{}\textbackslash{} \$p\$ \{q\} \textasciitilde{}\^{}\#"
+    )
+    assert row.replace(r"\&", "").count("&") == 2 and row.endswith(r"\\")
+    (row,) = [line for line in rendered(table, "github").splitlines() if "a\\|b" in line]
+    assert row.replace("\\|", "").count("|") == 4
+
+
+def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
+    directory = on_disk(FinishedRun(run.summary, {}, []))
+
+    def refused(*arguments: str) -> str:
+        assert cli.main(["table", str(directory), *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err.removeprefix("crossdraft: error: ").strip()
+
+    crowded = refused("--rows", "drafter", "--cols", "verifier", "--where", "gamma=2")
+    assert crowded == (
+        "several cells fall into one place of the table; they differ in batch_size: put batch_size into --rows or "
+        "--cols, or choose with --where batch_size=1"
+    )
+    assert "did you mean 'verifier'" in refused("--rows", "verifer")
+    assert "did you mean 'speed_up'" in refused("--rows", "drafter,gamma,batch_size", "--value", "sped_up")
+    assert refused("--rows", "drafter", "--cols", "drafter").startswith("drafter stands in --rows and --cols twice")
+    assert refused("--digits", "-1").startswith("--digits -1 is out of range")
+    assert refused("--where", "drafter=none") == "there is no cell to show: none of a pair is left"
+    arguments = ["--rows", "drafter", "--cols", "verifier", "--where", "gamma=2", "--where", "batch_size=4"]
+    out = tmp_path / "table.tex"
+    assert cli.main(["table", str(directory), *arguments, "--format", "latex", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n" and "tabular" in out.read_text(encoding="utf-8")
+    plain = ["--value", "tokens_per_second", "--baseline", "--format", "csv"]
+    assert cli.main(["table", str(directory), *arguments, *plain]) == 0
+    header, *body = rows(capsys.readouterr().out)
+    assert (
+        header == ["drafter", "plain decoding", "token", "block", "spectr"]
+        and body[0][0] == "none"
+        and float(body[0][1]) > 0
+    )
+    # Two batch sizes in one table are told, where the table does not tell them.
+    cells = pairs(run, "gamma=2", "batch_size=1") + pairs(run, "gamma=3", "batch_size=4")
+    assert untold(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
+    assert untold(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
+    # The same run twice: what tells them apart is the directory, which is one.
+    assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
+    assert "the same cell is in the table twice; name each run once" in capsys.readouterr().err

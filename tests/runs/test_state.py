@@ -1,0 +1,152 @@
+"""How far a run is: what it says of itself, and what those see who look when it cannot say anything any more."""
+
+import json
+import os
+import signal
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.runs.run_directory import RunDirectory
+from crossdraft.framework.runs.state import Reporter, RunState, runs_in, state_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "runs" / "some-0123456789ab")
+    directory.write_json("recipe.json", {"target": "t"})
+    return directory
+
+
+def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
+    with run.locked(), Reporter(run, 6) as state:
+        begun = state_of(run.path)
+        assert (begun.state, begun.cells, begun.finished, begun.progress) == ("running", 6, 0, 0.0)
+        assert (begun.pid, begun.host) == (os.getpid(), socket.gethostname())
+        state.update(finished=2, failed=1, progress=0.5)
+        assert (state_of(run.path).finished, state_of(run.path).failed, state_of(run.path).progress) == (2, 1, 0.5)
+        state.beat(0.6)  # too soon after the last note
+        assert state_of(run.path).progress == 0.5
+        state.update(finished=5, progress=1.0, state="finished")
+    over = state_of(run.path)
+    assert (over.state, over.finished, over.failed, over.note) == ("finished", 5, 1, "")
+    assert begun.started == over.started <= over.updated
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "note"),
+    [
+        (KeyboardInterrupt(), "interrupted", ""),
+        (UsageError("the model is not there"), "stopped", "the model is not there"),
+    ],
+)
+def test_what_leaves_a_run_is_noted(run: RunDirectory, error: BaseException, state: str, note: str) -> None:
+    with pytest.raises(type(error)), run.locked(), Reporter(run, 6):
+        raise error
+    assert (state_of(run.path).state, state_of(run.path).note) == (state, note)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the process is a fork of this one")
+def test_a_process_that_was_killed(run: RunDirectory) -> None:
+    """The file says running until somebody else writes it; the lock tells."""
+    ready, told = os.pipe()
+    if not (child := os.fork()):
+        with run.locked(), Reporter(run, 6) as state:
+            state.update(finished=3, progress=0.5)
+            os.write(told, b"!")
+            signal.pause()
+    assert os.read(ready, 1) == b"!"
+    found = state_of(run.path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (found.state, found.pid) == ("running", child)
+    found = state_of(run.path)
+    assert (found.state, found.finished, found.progress) == ("interrupted", 3, 0.5)
+    assert found.note == f"process {child} ended without a word; run it again to go on"
+
+
+def test_another_machine(run: RunDirectory) -> None:
+    elsewhere = RunState(
+        "running", 6, 2, 0, 0.5, "2026-03-01T12:00:00+00:00", "2026-03-01T12:30:00+00:00", 1, "elsewhere"
+    )
+    run.write_json("state.json", asdict(elsewhere))
+    found = state_of(run.path)
+    assert found.state == "unknown" and "running on elsewhere" in found.note and found.finished == 2
+    with run.locked():  # as it looks where the lock can be seen
+        assert state_of(run.path).state == "running"
+
+
+def test_a_look_stops_nobody(run: RunDirectory) -> None:
+    """Who looks holds the lock for a moment; a run that begins then waits for it."""
+    with run.locked():
+        pass
+    for _ in range(20):
+        state_of(run.path) if (run.path / "summary.csv").exists() else runs_in(run.path.parent)
+        with run.locked():
+            pass
+    assert runs_in(run.path.parent) == [run.path] == runs_in(run.path)
+
+
+def test_runs_of_older_versions(run: RunDirectory) -> None:
+    """Without a state of their own: what they left tells."""
+    assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
+    assert "before it wrote summary.csv" in state_of(run.path).note
+    run.write_text("summary.csv", "cell,error\na,\nb,it broke\nc,\n")
+    run.write_text("summary.md", "# some\n")
+    found = state_of(run.path)
+    assert (found.state, found.cells, found.finished, found.failed) == ("finished", 3, 2, 1)
+    assert found.updated and not found.started
+    run.write_text("summary.md", "# some\n\n- stopped: cannot write to there: No space left on device\n")
+    assert (state_of(run.path).state, state_of(run.path).note) == (
+        "stopped",
+        "cannot write to there: No space left on device",
+    )
+    run.write_text("summary.md", "# some\n\n- interrupted: what was not finished is missing; run again to go on\n")
+    assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
+    with run.locked():
+        assert state_of(run.path).state == "running"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"state": "asleep"}', '{"state": "finished", "cells": "6"}', "\ufeff1"]
+)
+def test_a_damaged_state_is_one_sentence(run: RunDirectory, capsys: Any, text: str) -> None:
+    (run.path / "state.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"state\.json is damaged or was written by another version"):
+        state_of(run.path)
+    assert cli.main(["runs", str(run.path.parent)]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be read" in out and out.count("is damaged") == 1
+
+
+def test_the_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
+    with run.locked(), Reporter(run, 6) as state:
+        state.update(finished=5, failed=1, progress=1.0, state="finished")
+    other = RunDirectory(tmp_path / "runs" / "other-0123456789ab")
+    (tmp_path / "runs" / "notes").mkdir()  # no run
+    with other.locked(), Reporter(other, 4) as state:
+        state.update(finished=1, progress=0.25)
+        assert cli.main(["runs", str(tmp_path / "runs")]) == 0
+        shown = capsys.readouterr().out
+        assert cli.main(["runs", str(other.path), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["run"] == str(other.path) and told["state"] == "running" and told["finished"] == 1
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:] if line}
+    assert rows["other-0123456789ab"][:5] == ["running", "25", "%", "1", "of"]
+    assert rows["some-0123456789ab"][:6] == ["finished", "5", "of", "6,", "1", "failed"] and len(rows) == 2
+    part = RunDirectory(other.path / "shards" / "1-of-2")  # a part that was measured apart
+    part.write_json("state.json", json.loads((run.path / "state.json").read_text(encoding="utf-8")))
+    assert runs_in(tmp_path / "runs") == [other.path, run.path, part.path]
+    assert runs_in(other.path) == [other.path, part.path]
+    assert cli.main(["runs", str(tmp_path / "runs")]) == 0
+    assert "\nother-0123456789ab/shards/1-of-2  finished " in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["runs", str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path / 'empty'}\n"
+    assert cli.main(["runs", str(tmp_path / "gone")]) == 2
+    assert f"there is no directory {tmp_path / 'gone'}" in capsys.readouterr().err
