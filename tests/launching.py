@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
@@ -30,7 +30,7 @@ class Here(Launcher):
     Config = Config
     many: int | None = 1
     before: Callable[[Work], str | None] = staticmethod(lambda work: None)
-    started: list[tuple[str, ...]] = []
+    started: ClassVar[list[tuple[str, ...]]] = []
 
     def devices(self) -> int | None:
         return self.many
@@ -39,11 +39,8 @@ class Here(Launcher):
         type(self).started.append(work.arguments)
         if (how := type(self).before(work)) is not None:
             return Called(how)
-        with (
-            work.log.open("a", encoding="utf-8") as log,
-            contextlib.redirect_stdout(log),
-            contextlib.redirect_stderr(log),
-        ):
+        out, err = contextlib.redirect_stdout, contextlib.redirect_stderr
+        with work.log.open("a", encoding="utf-8") as log, out(log), err(log):
             return Called(f"ended with exit code {cli.main(list(work.arguments))}")
 
 

@@ -58,8 +58,8 @@ def launch(
         say: where progress is told.
 
     Raises:
-        UsageError: the recipe, its prompts or an option is wrong, the processes would share a device, or no group was
-            measured and no cell has failed: then what the first process said.
+        UsageError: the recipe, its prompts or an option is wrong, or the processes would share a device.
+        CrossdraftError: no group was measured; with what the processes said.
     """
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out))
@@ -84,7 +84,7 @@ def launch(
     finally:
         found.close()
     if not outcome.results and not outcome.interrupted:
-        raise UsageError(outcome.stopped)
+        raise CrossdraftError(outcome.stopped)
     return outcome
 
 
@@ -115,8 +115,8 @@ def _most(launcher: Launcher, workers: int | None, timed: bool) -> int:
         return workers or 10_000  # the launcher's queue sees to it
     if timed and workers is not None and workers > devices:
         raise UsageError(
-            f"{workers} workers would share {devices} device{'s' * (devices > 1)}, and each would slow the others down; "
-            f"give --workers {devices}, or --untimed if only tokens and block efficiency matter"
+            f"{workers} workers would share {devices} device{'s' * (devices > 1)}, and each would slow the others "
+            f"down; give --workers {devices}, or --untimed if only tokens and block efficiency matter"
         )
     return workers or devices
 
@@ -186,6 +186,10 @@ class _Launch:
         """Take over what a process has finished, which has ended."""
         group, source = self.groups[k], RunDirectory(self._shard(k).directory(self.directory.path))
         head = source.read_json(FILE)
+        if self.fail_fast and (failed := head.get("failed")):
+            self.results[k] = [CellResult(one, error=failed[one.hash]) for one in group if one.hash in failed]
+            self.tell(f"{self._title(k)}: a cell failed")
+            return
         if group[0].group not in head.get("finished", ()):
             self.lost[k] = self._reason(k, how)
             self.tell(f"{self._title(k)}: not measured, {self.lost[k]}")

@@ -54,4 +54,4 @@ class _Seen:
 
     @hookimpl
     def crossdraft_run_started(self, run: Mapping[str, Any]) -> None:
-        self.run = run
+        self.run = self.run or run  # the first: a launcher's processes are part of it

@@ -80,8 +80,8 @@ def crossdraft_register_launchers(register: Register) -> None:
 @hookspec
 def crossdraft_register_trackers(register: Register) -> None:
     """Register trackers, which ``crossdraft run --track NAME`` tells of a run: classes that are made without arguments
-    and whose methods are the three hooks below, marked with ``@hookimpl``. A plug-in that has these hooks as functions is
-    told of every run."""
+    and whose methods are the three hooks below, marked with ``@hookimpl``. A plug-in that has these hooks as
+    functions is told of every run."""
 
 
 @hookspec

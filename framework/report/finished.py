@@ -64,6 +64,7 @@ def read_runs(directories: Sequence[Path]) -> list[FinishedRun]:
 
 def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
     """One run of the shards of a recipe, its groups in the recipe's order."""
+    shards = sorted(shards, key=lambda shard: shard.summary.directory)
     first, groups = shards[0], dict[str, list[CellResult]]()
     for shard in shards:
         own: dict[str, list[CellResult]] = {}

@@ -10,7 +10,7 @@ from tiny_runs import ONE_GROUP
 from crossdraft.framework.bench.trackers.numbers import numbers, options, title
 from crossdraft.framework.contracts.hookspecs import hookimpl
 
-SETTINGS = [*ONE_GROUP, "drafters=[prompt-lookup]", "limit=3"]
+SETTINGS = [*ONE_GROUP, "drafters=[prompt-lookup]", "limit=1", "max_new_tokens=5"]
 TOLD: list[tuple[str, Any]] = []
 
 
@@ -49,8 +49,8 @@ def test_a_tracker_is_told_only_if_asked_for(bench: Any, tmp_path: Path) -> None
 
 
 def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str]) -> None:
-    other = "drafters=[{name: small-lm, model: %s}]" % models["other"]
-    assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 2
+    other = f"drafters=[{{name: small-lm, model: {models['other']}}}]"
+    assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 1
     assert [name for name, _ in TOLD] == ["started", "finished"]
     assert TOLD[-1][1][1] == {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "ended by an error"}
     TOLD.clear()
@@ -61,10 +61,13 @@ def test_of_a_launched_run_the_parent_tells(bench: Any, install: Any) -> None:
     install("launchers", ("here", fresh()))
     flags = ["--launcher", "here", "--track", "recorder"]
     assert bench(*SETTINGS, flags=flags)[0] == 0
-    # This launcher's process is this one, so that it is heard, too; others are not.
-    own = [(name, told) for name, told in TOLD if name != "started" or not told["shard"]]
-    assert [name for name, _ in own][0] == "started" and own[-1][0] == "finished"
-    assert [name for name, _ in TOLD].count("prompt-lookup") == 2 * 2
+    # This launcher's process is this one, so that it is heard, too; the process of another is not.
+    assert [name for name, _ in TOLD] == [
+        *("started", "started", "none", "prompt-lookup", "prompt-lookup", "finished"),
+        *("none", "prompt-lookup", "prompt-lookup", "finished"),
+    ]
+    assert [told["shard"] for name, told in TOLD if name == "started"] == ["", "1/1"]
+    assert [told[0]["shard"] for name, told in TOLD if name == "finished"] == ["1/1", ""]
     TOLD.clear()
     assert bench(*SETTINGS, flags=flags)[0] == 0
     assert {name for name, _ in TOLD} == {"started", "finished"}, "what is reused was told before"

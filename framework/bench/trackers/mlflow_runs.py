@@ -1,4 +1,4 @@
-"""``--track mlflow``: an MLflow run for each run, in the experiment of the recipe's name, and one inside it for each cell.
+"""``--track mlflow``: a run in the experiment of the recipe's name, and one inside it for each cell.
 
 Where it goes says MLflow's own environment: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME``, ...
 """
