@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .framework.contracts.hookspecs import Register, hookimpl
+    from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
     from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.contracts.lm import LM
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
@@ -64,6 +65,8 @@ __all__ = [
     "Drafter",
     "Drawn",
     "Engine",
+    "Launcher",
+    "LauncherConfig",
     "Limit",
     "LoadedModel",
     "ModelError",
@@ -92,6 +95,8 @@ __all__ = [
     "Verdict",
     "Verifier",
     "VerifierTraits",
+    "Work",
+    "Worker",
     "__version__",
     "cache_dir",
     "custom_generate",
@@ -131,6 +136,8 @@ _HOME = {
     "Drafter": ".framework.contracts.drafter",
     "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
+    "Launcher": ".framework.contracts.launcher",
+    "LauncherConfig": ".framework.contracts.launcher",
     "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
@@ -160,6 +167,8 @@ _HOME = {
     "Verdict": ".framework.contracts.draft",
     "Verifier": ".framework.contracts.verifier",
     "VerifierTraits": ".framework.contracts.verifier",
+    "Work": ".framework.contracts.launcher",
+    "Worker": ".framework.contracts.launcher",
     "cache_dir": ".framework.models.device",
     "custom_generate": ".framework.decoding.custom_generate",
     "distil": ".framework.training.losses",

@@ -28,7 +28,8 @@ class Trackio:
     def crossdraft_cell_finished(self, run: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
         config = {"cell": cell["id"], "directory": run["directory"], "shard": run["shard"], **options(cell["config"])}
         name = f"{title(cell['config'])} ({cell['id']})"
-        self._trackio.init(project=run["name"], name=name, group=Path(run["directory"]).name, config=config)
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the machine is busy with the run
+        self._trackio.init(project=run["name"], name=name, group=Path(run["directory"]).name, config=config, **quiet)
         try:
             self._trackio.log(numbers(cell["metrics"]))
         finally:
