@@ -141,7 +141,9 @@ class _Session:
         for group in groups:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
-        preflight(self.recipe, new, self.prompts, self.models)
+        for note in preflight(self.recipe, new, self.prompts, self.models):
+            self.outcome.notes.append(note)
+            self.tell(f"note: {note}")
         total = sum(map(len, groups)) * len(self.prompts)
         # None: no bar unless standard error is a terminal.
         with tqdm(total=total, unit="prompt", miniters=1, leave=False, disable=None if progress else True) as bar:
