@@ -20,9 +20,7 @@ from ..runs.yaml_errors import KeyPath
 from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
 
 
-def preflight(
-    recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models
-) -> list[str]:
+def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
     """Build what the cells need, once. Returns what readers of the numbers should know of the prompts.
 
     Anything else than a refusal is left to the cell: a plug-in's mistake costs its own cells.

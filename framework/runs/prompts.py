@@ -309,8 +309,8 @@ def _prompt(where: str, row: Any, index: int) -> Prompt | None:
             raise UsageError(f"{where}: turn {turn} holds {reason}, which no tokenizer reads")
         if _WITHHELD in text:
             raise UsageError(
-                f"{where}: SPEED-Bench does not hold this text, only where it comes from; its authors' prepare.py fetches "
-                "it and writes a file to give here"
+                f"{where}: SPEED-Bench does not hold this text, only where it comes from; its authors' prepare.py "
+                "fetches it and writes a file to give here"
             )
     category = row.get("category")
     if category is None or category == "":

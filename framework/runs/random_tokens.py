@@ -1,8 +1,8 @@
 """Prompts that nobody wrote: tokens drawn at random from the vocabulary, as load generators make them.
 
-On such text drafters do not do what they do in use: there is nothing to copy or to learn from, and what the target goes on
-with is no text either. Written text is made of a small part of a vocabulary, whose tokens are numbered by how often they
-were merged; tokens drawn at random are spread over all of it.
+On such text drafters do not do what they do in use: there is nothing to copy or to learn from, and what the target goes
+on with is no text either. Written text is made of a small part of a vocabulary, whose tokens are numbered by how often
+they were merged; tokens drawn at random are spread over all of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def warning(prompts: Sequence[Sequence[int]], vocabulary: int) -> str | None:
     if not long or 2 * random <= len(long):
         return None
     return (
-        f"{random} of {len(long)} prompts look like random tokens, which nobody writes: what drafters do on them says little "
-        "about use; take prompts of the kind that will be asked"
+        f"{random} of {len(long)} prompts look like random tokens, which nobody writes: what drafters do on them says "
+        "little about use; take prompts of the kind that will be asked"
     )

@@ -1,4 +1,4 @@
-"""The launchers that ship, each with processes of its own: on this machine, a Ray cluster, submitit's local executor."""
+"""The launchers that ship, each with processes of its own: local, a Ray cluster, submitit's local executor."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def texts(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> Iterator[Callable[..., Any]]:
-    """``start(out, *settings, flags=[...])``: the command as a process, and the directory of its run when there is one."""
+    """``start(out, *settings, flags=[...])``: the command as a process."""
     recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
     own = {"OMP_NUM_THREADS": "1", "CROSSDRAFT_CACHE": str(tmp_path / "cache")}
     begun: list[subprocess.Popen[str]] = []
@@ -171,10 +171,7 @@ def test_trackio_on_this_machine(start: Any, tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     _, err = finished(start("runs", flags=["--track", "trackio"]))
     assert "crossdraft_cell_finished" not in err, err
-    script = (
-        "import json, trackio\n"
-        "print(json.dumps(sorted(run.name for run in trackio.Api().runs('recipe'))))\n"
-    )
+    script = "import json, trackio\nprint(json.dumps(sorted(run.name for run in trackio.Api().runs('recipe'))))\n"
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     names = json.loads(found.stdout.splitlines()[-1])

@@ -56,8 +56,14 @@ def test_messages_of_a_chat_api(tmp_path: Path) -> None:
     [
         ({"conversations": "a"}, "'conversations' must be a list of messages, not 'a'"),
         ({"conversations": ["a"]}, "message 1 of 'conversations' must have texts 'from' and 'value'"),
-        (sharegpt(("human", "a"), ("tool", "b")), "message 2 of 'conversations' is from 'tool'; user (human), assistant"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "message 1 of 'messages' must have texts 'role'"),
+        (
+            sharegpt(("human", "a"), ("tool", "b")),
+            "message 2 of 'conversations' is from 'tool'; user (human), assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+            "message 1 of 'messages' must have texts 'role'",
+        ),
         (sharegpt(("human", "a\x00")), "turn 1 holds the character U+0000"),
     ],
 )
