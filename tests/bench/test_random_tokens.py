@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
-from tiny_models import VOCAB
+from tiny_models import VOCAB, save_model
 from tiny_runs import ONE_GROUP
 
 from crossdraft.framework.runs.random_tokens import LEAST, distance, warning
@@ -51,8 +51,8 @@ def test_tokens_as_often_as_words_are_not(n: int) -> None:
 
 def test_what_is_too_short_or_in_the_minority_says_nothing() -> None:
     chance = random.Random(0)
-    drawn = [[chance.randrange(V) for _ in range(100)] for _ in range(2)]
-    written = [[i % 500 for i in range(100)]] * 2
+    drawn = [[chance.randrange(V) for _ in range(200)] for _ in range(2)]
+    written = [[i % 500 for i in range(200)]] * 2
     assert warning([one[: LEAST - 1] for one in drawn], V) is None and warning([], V) is None
     assert warning([*drawn, *written], V) is None
     assert str(warning([*drawn, written[0]], V)).startswith("2 of 3 prompts")
@@ -61,8 +61,9 @@ def test_what_is_too_short_or_in_the_minority_says_nothing() -> None:
 def test_a_run_says_so(bench: Any, tmp_path: Path) -> None:
     words = [word for word in VOCAB if word.startswith("w")]
     chance = random.Random(0)
-    rows = [{"prompt": " ".join(chance.choice(words) for _ in range(80))} for _ in range(2)]
+    rows = [{"prompt": " ".join(chance.choice(words) for _ in range(140))} for _ in range(2)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    code, out, err = bench(*ONE_GROUP, "drafters=[prompt-lookup]", "max_new_tokens=4")
+    target = save_model(tmp_path / "long", context=160)
+    code, out, err = bench(*ONE_GROUP, f"target={target}", "drafters=[prompt-lookup]", "max_new_tokens=4")
     assert code == 0 and "note: 2 of 2 prompts look like random tokens, which nobody writes" in out
     assert "note: 2 of 2 prompts look like random tokens" in err
