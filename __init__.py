@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .framework.contracts.hookspecs import Register, hookimpl
+    from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
     from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.contracts.lm import LM, Fork
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
@@ -67,6 +68,8 @@ __all__ = [
     "Drawn",
     "Engine",
     "Fork",
+    "Launcher",
+    "LauncherConfig",
     "Limit",
     "LoadedModel",
     "ModelError",
@@ -98,6 +101,8 @@ __all__ = [
     "Verdict",
     "Verifier",
     "VerifierTraits",
+    "Work",
+    "Worker",
     "__version__",
     "cache_dir",
     "custom_generate",
@@ -140,6 +145,8 @@ _HOME = {
     "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
     "Fork": ".framework.contracts.lm",
+    "Launcher": ".framework.contracts.launcher",
+    "LauncherConfig": ".framework.contracts.launcher",
     "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",
@@ -172,6 +179,8 @@ _HOME = {
     "Verdict": ".framework.contracts.draft",
     "Verifier": ".framework.contracts.verifier",
     "VerifierTraits": ".framework.contracts.verifier",
+    "Work": ".framework.contracts.launcher",
+    "Worker": ".framework.contracts.launcher",
     "cache_dir": ".framework.models.device",
     "custom_generate": ".framework.decoding.custom_generate",
     "distil": ".framework.training.losses",

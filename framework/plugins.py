@@ -27,6 +27,7 @@ from .contracts.reading import UNPRINTABLE, flaw
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
+KINDS += ("launchers", "trackers")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 
 
@@ -261,7 +262,7 @@ def _import(reference: str) -> Any:
 
 def _check(kind: str, name: str, found: Any) -> None:
     """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
-    if kind in ("drafters", "verifiers", "trainers", "backends"):
+    if kind in ("drafters", "verifiers", "trainers", "backends", "launchers"):
         _check_class(kind, name, found)
     elif kind == "engines":
         missing = [
@@ -271,6 +272,8 @@ def _check(kind: str, name: str, found: Any) -> None:
             raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(found)}")
         if found.name != name:
             raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
+    elif kind == "trackers" and not isinstance(found, type):
+        raise ContractError(f"a tracker is a class, not {quoted(found)}")
     elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
         raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
     elif kind == "models":
@@ -289,6 +292,8 @@ def _check_class(kind: str, name: str, found: Any) -> None:
         base = SearchConfig if isinstance(found, type) and issubclass(found, SearchConfig) else TrainingConfig
     elif kind == "backends":
         from .contracts.models import Backend as base
+    elif kind == "launchers":
+        from .contracts.launcher import Launcher as base
     else:
         from .contracts.verifier import Verifier as base
     if not (isinstance(found, type) and issubclass(found, base)):

@@ -7,18 +7,21 @@ models that it loaded are kept for the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..contracts.errors import ModelError, UsageError
 from ..decoding.build import TargetContext, make_slots
+from ..models.chat import encode_text
 from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
+from ..runs.random_tokens import MOST, warning
 from ..runs.recipe import CellConfig, Recipe
 from ..runs.yaml_errors import KeyPath
 from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
 
 
-def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> None:
-    """Build what the cells need, once.
+def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
+    """Build what the cells need, once. Returns what readers of the numbers should know of the prompts.
 
     Anything else than a refusal is left to the cell: a plug-in's mistake costs its own cells.
 
@@ -27,6 +30,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
             the recipe.
     """
     tried: set[tuple[str, ...]] = set()
+    notes: list[str] = []
     prepared: dict[tuple[str, int], list[Conversation]] = {}
     for cell in cells:
         try:
@@ -34,6 +38,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
             wanted = (cell.target, cell.max_new_tokens)
             if wanted not in prepared:
                 prepared[wanted] = prepare(prompts, target, cell.max_new_tokens)
+                notes += [note for note in _notes(prompts, target.tokenizer) if note not in notes]
         except (UsageError, ModelError) as error:
             raise recipe.places.error(("target",), str(error), type(error)) from error
         key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
@@ -51,6 +56,13 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         except BaseException as error:  # told with the cell, when it is its turn
             if isinstance(error, KeyboardInterrupt) and asked():
                 raise
+    return notes
+
+
+def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
+    first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MOST]]
+    found = warning(first, len(tokenizer))
+    return [found] if found else []
 
 
 def _place(recipe: Recipe, cell: CellConfig) -> KeyPath:

@@ -20,12 +20,13 @@ from ..runs.sources import code_sha256, source_of
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str) -> dict[str, Any]:
+def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str, timed: bool = True) -> dict[str, Any]:
     """Versions, code, device and prompts that a cell is measured with; its models come from `models_used`.
 
     Args:
         environment: see `describe`.
         prompts: digest of the prompts.
+        timed: False for cells that share their device with others.
     """
     device = pick_device(config.device)
     cuda = device.type == "cuda"
@@ -40,6 +41,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str)
         "threads": torch.get_num_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,
+        **({} if timed else {"timed": False}),
     }
 
 
@@ -51,8 +53,12 @@ def models_used(used: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What of a cell's provenance is not as it was, in words; its models as they are found now."""
     found = []
+    if before.get("timed", True) < now.get("timed", True):
+        found.append("the clock (they were not timed)")
     for key, value in now.items():
         old = before.get(key)
+        if key == "timed":  # timed ones serve both
+            continue
         if key in ("drafter", "verifier"):
             if old != value or not value["sha256"]:
                 found.append(_strategy(key, old, value))

@@ -18,6 +18,7 @@ from ..runs.readme import readme
 from ..runs.recipe import CellConfig, Recipe, digest
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
+from ..runs.shards import FILE, FOLDER, Shard
 from ..runs.state import Reporter
 from ..runs.titles import group_title, verifier_title
 from .cell_runner import Models
@@ -47,6 +48,8 @@ def run(
     round_limit: float | None = None,
     validate: str = "sampled",
     trust_remote_code: Iterable[str] = (),
+    shard: Shard | None = None,
+    untimed: bool = False,
     say: Callable[[str], None] | None = say,
     progress: bool = False,
     debug: bool = False,
@@ -63,6 +66,8 @@ def run(
         round_limit: seconds after which a round is given up, and its cell has failed; None = never.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
         trust_remote_code: names of models that may run Python code from their own directories.
+        shard: measure this part of the groups alone, in a directory of its own, see `runs.shards`.
+        untimed: keep no times, for others use the device, too.
         say: where progress is told, a line at a time; None to be silent.
         progress: show a bar on standard error, if it is a terminal.
         debug: tell the traceback of a cell that fails, too.
@@ -73,24 +78,35 @@ def run(
     """
     tell = say or (lambda _: None)
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
-    directory = RunDirectory(Path(out) / f"{recipe.name}-{expanded.hash}")
-    session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit))
+    directory = RunDirectory(directory_of(recipe, expanded, out, shard))
+    session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit), shard)
     session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
-    counts = [_count(len(expanded.cells), "cell"), _count(len(expanded.groups()), "group")]
-    tell(f"{recipe.name}: {counts[0]} in {counts[1]}, {_count(len(prompts), 'prompt')} each")
+    session.out, session.timed = Path(out), not untimed
+    counts = [_count(sum(map(len, session.groups)), "cell"), _count(len(session.groups), "group")]
+    part = f" (shard {shard} of {_count(len(expanded.groups()), 'group')})" if shard else ""
+    tell(f"{recipe.name}: {counts[0]} in {counts[1]}{part}, {_count(len(prompts), 'prompt')} each")
     for skipped in expanded.skipped:
         tell(f"skipped: {skipped}")
     try:
-        with directory.locked(), Reporter(directory, len(expanded.cells)) as state:
+        count = sum(map(len, session.groups))
+        with directory.locked(), Reporter(directory, count) as state:
             directory.write_json("recipe.json", recipe.model_dump(mode="json"))
-            directory.write_text(README, readme(directory.path.name, recipe, len(expanded.cells), len(prompts)))
+            directory.write_text(README, readme(directory.path.name, recipe, count, len(prompts)))
             tell(f"writes tables, charts and every round to {directory.path}; its README.md says what is what")
+            session.write_shard()
             session.run(fresh, retry_failed, progress, state)
+            session.write_shard()
     except OSError as error:
         if not session.outcome.results:
             raise UsageError(f"cannot write to {directory.path}: {error.strerror or error}") from None
         session.outcome.stopped = f"cannot write to {directory.path}: {error.strerror or error}"
     return session.outcome
+
+
+def directory_of(recipe: Recipe, expanded: Plan, out: Path | str, shard: Shard | None = None) -> Path:
+    """The directory of a run, or of a shard of it."""
+    path = Path(out) / f"{recipe.name}-{expanded.hash}"
+    return shard.directory(path) if shard else path
 
 
 class _Session:
@@ -100,6 +116,8 @@ class _Session:
     validate: str
     fail_fast: bool
     debug: bool
+    out: Path
+    timed: bool
 
     def __init__(
         self,
@@ -109,23 +127,30 @@ class _Session:
         directory: RunDirectory,
         models: Models,
         limit: RoundLimit,
+        shard: Shard | None,
     ):
         self.recipe, self.plan, self.prompts, self.directory = recipe, expanded, prompts, directory
         self.models, self.limit, self.environment = models, limit, describe()
         self.digest = digest([asdict(prompt) for prompt in prompts])
-        self.about = {"name": recipe.name, "directory": str(directory.path), "cells": len(expanded.cells)}
         #: Cells that are whole, on disk: all results but those of a group that was cut short.
         self.kept: list[CellResult] = []
-        self.outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=_notes(expanded.cells, prompts))
+        every = expanded.groups()
+        self.shard, self.groups = shard, shard.part(every) if shard else every
+        self.finished: list[str] = []  # keys of groups
+        cells = [cell for group in self.groups for cell in group]
+        self.outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=notes_of(cells, prompts))
+        self.about = about(recipe, directory.path, len(cells), shard)
 
     def run(self, fresh: bool, retry_failed: bool, progress: bool, state: Reporter) -> None:
         plugins.notify("crossdraft_run_started", run=self.about)
-        groups, cells = self.plan.groups(), self.plan.cells
+        groups, cells = self.groups, self.plan.cells
         known = {}
         for group in groups:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
-        preflight(self.recipe, new, self.prompts, self.models)
+        for note in preflight(self.recipe, new, self.prompts, self.models):
+            self.outcome.notes.append(note)
+            self.tell(f"note: {note}")
         with Meter(len(new) * len(self.prompts), self.tell, progress, state.beat) as meter:
             try:
                 for number, group in enumerate(groups, 1):
@@ -138,6 +163,7 @@ class _Session:
                     else:
                         self.outcome.results += results
                         self.kept += results
+                    self.finished.append(group[0].group)
                     meter.settle(sum(not result.reused for result in self.kept) * len(self.prompts))
                     state.update(**self._counts(), progress=meter.share)
             except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
@@ -163,7 +189,7 @@ class _Session:
         if fresh:
             self.directory.drop_group(configs[0].group)
         sources = [self._provenance(config) for config in configs]
-        group = Group(configs, sources, self.directory, self.models, self.limit, told, self.validate)
+        group = Group(configs, sources, self.directory, self.models, self.limit, told, self.validate, self.timed)
         try:
             group.measure(self.prompts)
         finally:
@@ -198,7 +224,15 @@ class _Session:
             raise FirstFailure(f"{pair} failed, and nothing was run after it (--fail-fast)")
 
     def _provenance(self, config: CellConfig) -> dict[str, Any]:
-        return provenance(config, self.environment, self.digest)
+        return provenance(config, self.environment, self.digest, self.timed)
+
+    def write_shard(self) -> None:
+        """Of a shard: which cells there are in all, which groups it has finished so far, and what of them failed."""
+        if self.shard is not None:
+            head = {"shard": str(self.shard), "cells": [cell.hash for cell in self.plan.cells]}
+            failed = {result.config.hash: result.error for result in self.outcome.failed}
+            head |= {"finished": self.finished, "failed": failed, "notes": self.outcome.notes}
+            self.directory.write_json(FILE, head)
 
     # -- what is there already -----------------------------------------------------------------------------
 
@@ -206,13 +240,13 @@ class _Session:
         """The whole group as it was measured before; or None, and why it has to be measured again."""
         results, reason = self._stored_in(self.directory, group)
         if results is None:
-            name = self.directory.path.name.rpartition("-")[0]
-            others = sorted(self.directory.path.parent.glob(f"{name}-????????????"))
+            runs = f"{self.recipe.name}-????????????"
+            others = [*sorted(self.out.glob(runs)), *sorted(self.out.glob(f"{runs}/{FOLDER}/*-of-*"))]
             for other in (RunDirectory(path) for path in others if path != self.directory.path):
                 found, _ = self._stored_in(other, group)
                 if found is not None:
                     self.directory.adopt(other, group)
-                    results, reason = found, f"measured in {other.path.name}"
+                    results, reason = found, f"measured in {other.path.relative_to(self.out)}"
                     break
         if results is None:
             return None, reason
@@ -252,11 +286,16 @@ class _Session:
         self.directory.write_json("environment.json", about)
 
 
+def about(recipe: Recipe, directory: Path, cells: int, shard: Shard | None = None) -> dict[str, Any]:
+    """What notifications tell about a run."""
+    return {"name": recipe.name, "directory": str(directory), "cells": cells, "shard": str(shard) if shard else ""}
+
+
 def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _notes(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
+def notes_of(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
     wide = sorted({cell.batch_size for cell in cells if cell.batch_size > len(prompts)})
     few = _count(len(prompts), "prompt")
     return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]

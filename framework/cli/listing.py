@@ -37,7 +37,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     if name not in known:
         raise UnknownNameError.among(kind.removesuffix("s"), name, known)
     entry = known[name]
-    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes") else None
+    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes", "launchers") else None
     facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":

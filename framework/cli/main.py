@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import CrossdraftError, printable
+from ..plugins import KINDS
 from ..runs.interrupts import interrupting
 from .listing import list_names, list_plugins, show_environment
 
@@ -104,9 +105,10 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
     summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
-    kinds = ("drafters", "verifiers", "models", "backends", "prompts", "recipes", "trainers", "engines")
-    command.add_argument("kind", nargs="?", choices=kinds, help="only this kind")
-    command.add_argument("name", nargs="?", help="of a drafter or verifier: its options; of a recipe: its file")
+    command.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
+    command.add_argument(
+        "name", nargs="?", help="of a drafter, verifier or launcher: its options; of a recipe: its file"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=list_names)
     _add_debug(command)

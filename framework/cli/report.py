@@ -6,13 +6,19 @@ import argparse
 from pathlib import Path
 
 from ..contracts.errors import UsageError
-from ..report.finished import read_run
+from ..report.finished import read_runs
 from ..report.html import html_page
 from ..report.page import page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run, runs/NAME-HASH")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="directory of a finished run, runs/NAME-HASH, or of shards of one, which become one run",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there instead of printing it")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one self-contained page there, to be sent around"
@@ -21,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a directory that is no finished run, a file that cannot be written."""
-    runs = [read_run(directory) for directory in args.runs]
+    runs = read_runs(args.runs)
     pages = {args.html: html_page} if args.html is not None else {}
     if args.out is not None or args.html is None:
         pages[args.out] = page

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import plugins
+from ..contracts.errors import UsageError, quoted
 from .consent import add_consent, trusted
+from .tracking import tracking
 
 if TYPE_CHECKING:
-    from ..runs.recipe import CellConfig
+    from ..runs.recipe import CellConfig, Recipe
+    from ..runs.records import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +47,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_consent(parser)
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
+    parser.add_argument(
+        "--track", action="append", default=[], metavar="NAME", help=f"tell of the run: {_listed('trackers')}"
+    )
+    machines = parser.add_argument_group("more machines", "the groups of a recipe, measured apart (docs/machines.md)")
+    machines.add_argument("--shard", metavar="K/N", help="measure part K of N of the groups, and nothing else")
+    machines.add_argument("--launcher", metavar="NAME", help=f"start a process for each group: {_listed('launchers')}")
+    machines.add_argument("--workers", type=int, metavar="N", help="most processes at once (one for each device)")
+    machines.add_argument(
+        "--launcher-option",
+        dest="launcher_options",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the launcher (repeatable), see crossdraft list launchers NAME",
+    )
+    machines.add_argument(
+        "--untimed",
+        action="store_true",
+        help="others use the device, too: keep tokens and block efficiency, and no times",
+    )
+
+
+def _listed(kind: str) -> str:
+    return ", ".join(sorted(plugins.entries(kind)))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -50,7 +78,6 @@ def main(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ..bench.matrix import load_recipe, plan
-    from ..bench.run import run, say
     from ..report.tables import terminal
     from ..report.write import write_summary
     from ..runs.interrupts import Interrupts
@@ -59,23 +86,13 @@ def main(args: argparse.Namespace) -> int:
     settings = list(args.settings)
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
+    _check(args)
     recipe = load_recipe(args.recipe, settings)
     consent = trusted(args, _models(plan(recipe).cells)) if args.trust_remote_code else frozenset()
-    with Interrupts():
-        outcome = run(
-            recipe,
-            args.out,
-            fresh=args.fresh,
-            retry_failed=args.retry_failed,
-            fail_fast=args.fail_fast,
-            round_limit=args.round_limit,
-            validate=args.validate,
-            trust_remote_code=consent,
-            say=None if args.quiet else say,
-            progress=not args.quiet,
-            debug=args.debug,
-        )
+    with Interrupts(), tracking(args.track) as tell:
+        outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
         summary = write_summary(outcome)
+        tell(summary)
         print(terminal(summary))
         if outcome.failed:
             print(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed", file=sys.stderr)
@@ -89,6 +106,68 @@ def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
     for cell in cells:
         yield cell.target
         yield from _texts(cell.drafter.config)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that have nothing to say to each other."""
+    if args.shard and args.launcher:
+        raise UsageError("--shard and --launcher: a launcher makes shards itself; give one of them")
+    for name, given in (("--workers", args.workers is not None), ("--launcher-option", args.launcher_options)):
+        if given and not args.launcher:
+            raise UsageError(f"{name} needs --launcher: without one, this process measures every group")
+
+
+def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
+    from ..bench.run import run, say
+    from ..runs.shards import Shard
+
+    return run(
+        recipe,
+        args.out,
+        fresh=args.fresh,
+        retry_failed=args.retry_failed,
+        fail_fast=args.fail_fast,
+        round_limit=args.round_limit,
+        validate=args.validate,
+        trust_remote_code=consent,
+        shard=Shard.parse(args.shard) if args.shard else None,
+        untimed=args.untimed,
+        say=None if args.quiet else say,
+        progress=not args.quiet,
+        debug=args.debug,
+    )
+
+
+def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
+    from ..bench.launch import launch
+    from ..bench.run import say
+
+    options = {}
+    for given in args.launcher_options:
+        key, equals, value = given.partition("=")
+        if not (key and equals):
+            raise UsageError(f"--launcher-option {quoted(given)} is not KEY=VALUE")
+        options[key] = value
+    command = ["run", args.recipe, "--validate", args.validate]
+    for setting in settings:
+        command += ["--set", setting]
+    for name in sorted(consent):
+        command += ["--trust-remote-code", name]
+    if args.round_limit is not None:
+        command += ["--round-limit", str(args.round_limit)]
+    switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
+    command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(args, switch)]
+    return launch(
+        recipe,
+        args.out,
+        args.launcher,
+        command,
+        options=options,
+        workers=args.workers,
+        untimed=args.untimed,
+        fail_fast=args.fail_fast,
+        say=None if args.quiet else say,
+    )
 
 
 def _texts(options: Any) -> Iterator[str]:

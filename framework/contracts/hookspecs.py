@@ -72,10 +72,30 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_launchers(register: Register) -> None:
+    """Register subclasses of `crossdraft.Launcher`, each under its own ``name``: who starts the processes of
+    ``crossdraft run --launcher``."""
+
+
+@hookspec
+def crossdraft_register_trackers(register: Register) -> None:
+    """Register trackers, which ``crossdraft run --track NAME`` tells of a run: classes that are made without arguments
+    and whose methods are the three hooks below, marked with ``@hookimpl``. A plug-in that has these hooks as
+    functions is told of every run."""
+
+
+@hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
-    """A run begins. `run` holds at least ``name``, ``directory`` (a string) and ``cells`` (their number)."""
+    """A run begins. `run` holds at least ``name``, ``directory`` (a string), ``cells`` (their number) and ``shard``
+    (``"2/4"``, or empty)."""
 
 
 @hookspec
 def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
     """A cell of `run` is on disk. `cell` holds at least ``id``, ``config`` and ``metrics``."""
+
+
+@hookspec
+def crossdraft_run_finished(run: Mapping[str, Any], outcome: Mapping[str, Any]) -> None:
+    """A run is over, and what it has written is in its directory. `outcome` holds at least ``exit_code``, ``failed``
+    (the number of cells), ``interrupted`` and ``stopped`` (why it could not go on; empty if it could)."""

@@ -67,12 +67,12 @@ def _replay(queue: deque[tuple[deque[RoundRecord], int]], batch_size: int) -> li
 
 
 def statistics(result: CellResult) -> CellStatistics | None:
-    """What a finished cell says about its pair; None for one that failed.
+    """What a finished cell says about its pair; None for one that failed, or was not timed.
 
     Like its measured rate, from the rounds in which all slots were in use, if there were any.
     """
     metrics, batch_size = result.metrics, result.config.batch_size
-    if metrics is None:
+    if metrics is None or not metrics.timed:
         return None
     lengths = [response["prompt_tokens"] for response in result.responses]
     every = batch_rounds(result.records, lengths, result.pieces, batch_size)

@@ -56,7 +56,7 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
     series: dict[str, tuple[Series, dict[str, Pair]]] = {}
     for result in results:
         config = result.config
-        if result.metrics is None:
+        if result.metrics is None or not result.metrics.timed:
             continue
         title = group_title(config, cells, but="batch_size")
         found, pairs = series.setdefault(title, (Series(), {}))

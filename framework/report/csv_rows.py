@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..runs.metrics import TIMES
 from ..runs.titles import is_lossless
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         return row
     metrics = result.metrics.to_json()
     for key, value in metrics.items():
+        if key in TIMES and not result.metrics.timed:
+            continue
         if key in ("block_efficiency", "speed_up"):
             row |= _spread(key, metrics)
         elif key == "acceptance":

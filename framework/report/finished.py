@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from .. import plugins
 from ..contracts.errors import UsageError
 from ..cost.curve import CostCurve
 from ..runs.recipe import CellConfig, PromptSpec, read_recipe
+from ..runs.records import CellResult
 from ..runs.run_directory import FORMAT, RunDirectory
+from ..runs.shards import FILE, FOLDER, joined
 from .summary import Summary
 
 
@@ -25,19 +29,71 @@ class FinishedRun:
         summary: the recipe and the finished cells, in the recipe's order, and the curves that were kept with them.
         environment: versions and machine, as `crossdraft env` tells them.
         remarks: lines of its summary about what has no numbers: pairs skipped, cells failed, notes.
+        cells: of a shard, the hashes of all cells of the recipe, those of other shards included.
     """
 
     summary: Summary
     environment: dict[str, Any]
     remarks: list[str]
+    cells: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.summary.recipe.name
 
 
-def read_run(directory: Path) -> FinishedRun:
-    """Read the records of a run.
+def read_runs(directories: Sequence[Path]) -> list[FinishedRun]:
+    """Read the records of runs, of which shards of the same recipe are one; see `read_run`.
+
+    A directory of a run that has nothing but shards stands for all of them. A group that several shards measured is
+    taken from the one that measured it last.
+
+    Raises:
+        UsageError: as `read_run` does.
+    """
+    every: list[Path] = []
+    for directory in directories:
+        shards = [] if (directory / "recipe.json").is_file() else sorted((directory / FOLDER).glob(f"*-of-*/{FILE}"))
+        every += [shard.parent for shard in shards] or [directory]
+    runs = [read_run(directory, timed=False) for directory in every]
+    found: dict[Any, list[FinishedRun]] = {}
+    for i, run in enumerate(runs):
+        found.setdefault((run.name, run.cells) if run.cells else i, []).append(run)
+    return [_merged(parts) if parts[0].cells else parts[0] for parts in found.values()]
+
+
+def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
+    """One run of the shards of a recipe, its groups in the recipe's order."""
+    shards = sorted(shards, key=lambda shard: shard.summary.directory)
+    first, groups = shards[0], dict[str, list[CellResult]]()
+    for shard in shards:
+        own: dict[str, list[CellResult]] = {}
+        for result in shard.summary.results:
+            own.setdefault(result.config.group, []).append(result)
+        for key, results in own.items():
+            if key not in groups or groups[key][0].measured < results[0].measured:
+                groups[key] = results
+    by_hash = {result.config.hash: result for results in groups.values() for result in results}
+    results = [by_hash[cell] for cell in first.cells if cell in by_hash]
+    remarks = list(dict.fromkeys(line for shard in shards for line in shard.remarks))
+    if missing := len(first.cells) - len(results):
+        why = "they failed, or belong to a shard that is not here"
+        remarks.append(f"- note: {missing} of {len(first.cells)} cells have no numbers: {why}")
+    environment = joined([shard.environment for shard in shards])
+    if environment.get("elsewhere"):
+        remarks.append("- note: groups were measured on several machines; tok/s compare within a group alone")
+    curves = [curve for shard in shards for curve in shard.summary.curves]
+    distinct = list({json.dumps(curve.to_json(), sort_keys=True): curve for curve in curves}.values())
+    run = first.summary.directory.parent.parent if len(shards) > 1 else first.summary.directory
+    summary = Summary(first.summary.recipe, run, results, curves=distinct)
+    return FinishedRun(summary, environment, remarks, first.cells)
+
+
+def read_run(directory: Path, timed: bool = True) -> FinishedRun:
+    """Read the records of a run, or of one shard.
+
+    Args:
+        timed: refuse records that hold no times.
 
     Raises:
         UsageError: there are none, they are incomplete, or another version wrote them.
@@ -72,12 +128,15 @@ def read_run(directory: Path) -> FinishedRun:
         results.append(result)
     if not results:
         raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
+    if timed and not all(result.metrics is None or result.metrics.timed for result in results):
+        raise UsageError(f"the run {directory} was not timed (--untimed); run its recipe on a device of its own")
     kept = [line for line in remarks if line.startswith(_REMARKS)]
     try:
         curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
-    return FinishedRun(Summary(recipe, directory, results, curves=curves), run.read_json("environment.json"), kept)
+    summary, shard = Summary(recipe, directory, results, curves=curves), run.read_json(FILE)
+    return FinishedRun(summary, run.read_json("environment.json"), kept, tuple(map(str, shard.get("cells", ()))))
 
 
 #: What a run says in its summary beyond the numbers, and its cells do not know.

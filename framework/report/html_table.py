@@ -73,6 +73,7 @@ def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float
     plain = config.is_baseline
     setting = group_title(config, [r.config for r in run.summary.results], but="batch_size")
     same = metrics.same_as_baseline
+    rate = metrics.tokens_per_second if metrics.timed else None
     return {
         "run": _text(title),
         "drafter": _text(config.drafter.title),
@@ -82,10 +83,10 @@ def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float
         "block_efficiency": _estimate(None if plain else metrics.block_efficiency, most.get("block_efficiency", 1.0)),
         "first": _number(metrics.acceptance[0] if metrics.acceptance and not plain else None, ".2f"),
         "rows": _number(metrics.target_rows_per_token, ".2f"),
-        "rate": _number(metrics.tokens_per_second, ".1f"),
-        "per_user": _number(metrics.tokens_per_second / config.batch_size, ".1f"),
+        "rate": _number(rate, ".1f"),
+        "per_user": _number(None if rate is None else rate / config.batch_size, ".1f"),
         "speed_up": _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0)),
-        "draft": _number(100 * metrics.shares.get("draft", 0.0), ".0f"),
+        "draft": _number(100 * metrics.shares.get("draft", 0.0) if metrics.timed else None, ".0f"),
         "same": _number(None if plain or same is None else 100 * same, ".0f"),
     }
 

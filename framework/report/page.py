@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -122,13 +122,12 @@ def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, Cell
 def conditions(run: FinishedRun) -> list[tuple[str, str]]:
     """What a reader needs to judge the numbers and to make them again."""
     environment, results = run.environment, run.summary.results
-    versions, cpu = environment.get("versions", {}), environment.get("cpu", {})
+    versions = environment.get("versions", {})
     commit, _, changes = str(environment.get("git_commit") or "").partition("+")
     software = [f"{name} {versions[name]}" for name in ("crossdraft", "torch", "transformers") if name in versions]
     software += [f"Python {environment['python']}"] if "python" in environment else []
     software += [f"commit {commit[:12]}{' with changes' if changes else ''}"] if commit else []
-    machine = [f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])]
-    machine += [f"{cpu.get('model')}, {cpu.get('cores')} cores, {environment.get('memory_gib')} GiB"] if cpu else []
+    machine = [text for one in (environment, *environment.get("elsewhere", [])) for text in _machine(one)]
     measured = sorted({result.measured[:10] for result in results})
     devices = {", ".join(str(r.provenance[key]) for key in ("device", "dtype")): None for r in results}
     threads = {str(r.provenance["threads"]): None for r in results if "threads" in r.provenance}
@@ -137,7 +136,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
     rows = [
         ("command", f"`{_command(run.summary.recipe)}`"),
         ("measured", " to ".join(dict.fromkeys((measured[0], measured[-1])))),
-        ("machine", "; ".join(machine)),
+        ("machine", "; ".join(dict.fromkeys(machine))),
         ("device, dtype", "; ".join(devices)),
         ("threads", ", ".join(threads)),
         ("software", ", ".join(software)),
@@ -145,6 +144,14 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
         *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),
     ]
     return [(what, text) for what, text in rows if text]
+
+
+def _machine(environment: Mapping[str, Any]) -> list[str]:
+    cpu = environment.get("cpu", {})
+    found = [f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])]
+    return found + (
+        [f"{cpu.get('model')}, {cpu.get('cores')} cores, {environment.get('memory_gib')} GiB"] if cpu else []
+    )
 
 
 def _command(recipe: Recipe) -> str:

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 def remarks_of(summary: Summary) -> list[list[str]]:
     """What else stands below the tables: agreement, skipped, failed, notes; lines in paragraphs."""
-    remarks = [_prediction_error(summary), _agreement(summary.results), _cut_rounds(summary), _busy(summary)]
+    remarks = [
+        _untimed(summary),
+        _prediction_error(summary),
+        _agreement(summary.results),
+        _cut_rounds(summary),
+        _busy(summary),
+    ]
     if any(result.metrics and not is_lossless(result.config) for result in summary.results):
         remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
     unknown = dict.fromkeys(r.config.verifier.name for r in summary.results if r.metrics and not_certified(r.config))
@@ -74,6 +80,13 @@ def differences(summary: Summary) -> list[str]:
         pairs = "1 pair of verifiers has" if none == 1 else f"{none} pairs of verifiers have"
         lines.append(f"{pairs} the same BE on the same prompts")
     return lines
+
+
+def _untimed(summary: Summary) -> list[str]:
+    if all(result.metrics.timed for result in summary.results if result.metrics):
+        return []
+    what = "there is no tok/s, no share of time and no speed-up; tokens and BE hold"
+    return [f"not timed (--untimed): cells may have shared their device, so {what}"]
 
 
 def _prediction_error(summary: Summary) -> list[str]:

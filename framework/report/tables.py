@@ -94,7 +94,7 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
     assert metrics is not None
     acceptance = [f"{p:.2f}".removeprefix("0") for p in metrics.acceptance]
     more = " …" if len(acceptance) > _DEPTHS else ""
-    shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest")]
+    shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest") if metrics.timed]
     cells = (
         config.drafter.title,
         verifier_title(config) + (" (not certified)" if not_certified(config) else ""),
@@ -102,7 +102,7 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
         " ".join(acceptance[:_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
         "/".join(shares),
-        f"{metrics.tokens_per_second:.1f}",
+        f"{metrics.tokens_per_second:.1f}" if metrics.timed else "",
         f"{predicted.tokens_per_second:.1f}" if predicted else "",
         "" if metrics.speed_up is None else "1" if config.is_baseline else estimate_text(metrics.speed_up),
     )

@@ -7,7 +7,7 @@ times are seconds, all rates tokens per second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ PREFILL = "prefill"
 #: A round in which threads waited for a processor for more than this share of it was disturbed; so many undisturbed
 #: ones tell the pace of their shape.
 DISTURBED, ENOUGH = 0.05, 4
+#: The metrics that come from the clock, see `Metrics.timed`.
+TIMES = ("shares", "decode_seconds", "prefill_seconds", "tail_seconds", "tokens_per_second", "tokens_per_second_wall")
+TIMES += ("tokens_per_second_with_prefill", "busy", "speed_up", "speed_up_wall")
 #: A round of a shape is said to take what this share of them took at most. Another program can only make a round
 #: slower: the lower quartile is that of a quiet machine as long as it is quiet for a quarter of the time, where a
 #: median would change sides.
@@ -83,6 +86,10 @@ class Piece:
     def decode_seconds(self) -> float:
         """Time without the target's prefill."""
         return sum(s for phase, s in self.seconds.items() if phase != PREFILL)
+
+    def untimed(self) -> Piece:
+        """The same without any time: of a run that shared its device, whose clock says nothing."""
+        return replace(self, seconds=dict.fromkeys(self.seconds, 0.0), tail_seconds=0.0, rounds={})
 
 
 @dataclass
@@ -156,6 +163,11 @@ class Metrics:
     by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
     peak_memory: int | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Did a clock run? Where none did (``--untimed``), every time, rate and share is 0 and there is no speed-up."""
+        return self.decode_seconds > 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

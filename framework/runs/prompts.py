@@ -1,10 +1,11 @@
-"""Prompts by name: a registered set, a JSONL file, a data set of the Hub or one in a local directory.
+"""Prompts by name: a registered set, a file (JSONL, a JSON list, Parquet), a data set of the Hub or in a directory.
 
 A row is recognised by its keys:
 
-- ``turns`` (Spec-Bench: ``question_id``, ``category``, ``turns``, ``reference``),
+- ``turns`` (Spec-Bench, SPEED-Bench: ``question_id``, ``category``, ``turns``, ``reference``),
 - ``question`` (GSM8K: ``question``, ``answer``),
-- ``prompt`` (HumanEval: ``task_id``, ``prompt``, ``canonical_solution``).
+- ``prompt`` (HumanEval: ``task_id``, ``prompt``, ``canonical_solution``),
+- ``conversations`` (ShareGPT) or ``messages`` (chat APIs): see `conversations`.
 
 A plug-in registers a prompt source with ``crossdraft_register_prompts``: the `Path` of a JSONL file, or a
 function without arguments that gives one, or that gives the rows themselves (dicts as above).
@@ -16,8 +17,9 @@ methods.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,19 @@ from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..contracts.hookspecs import Register, hookimpl
 from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES
-from ..contracts.reading import BROKEN, UNPRINTABLE, flaw, kind_of, parse_json, path_of, read_lines
+from ..contracts.reading import BROKEN, UNPRINTABLE, flaw, kind_of, parse_json, path_of, read_lines, read_text
+from .conversations import FORMS, turns_of
+
+logger = logging.getLogger(__name__)
 
 #: Most turns of one conversation: prompt i, turn k draws from the random stream ``MOST_TURNS * i + k``.
 MOST_TURNS = 16
 #: What makes a row a prompt; the first one it has counts.
-_TEXT_KEYS = ("turns", "question", "prompt")
+_TEXT_KEYS = ("turns", "question", "prompt", *FORMS)
+#: Of rows that name none, by that key.
+_CATEGORIES = {"question": "question", "prompt": "completion", **dict.fromkeys(FORMS, "conversation")}
+#: What SPEED-Bench says instead of a text that its authors may not hand on.
+_WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @hookimpl
@@ -136,13 +145,13 @@ def rows(source: str, split: str | None = None, column: str | None = None) -> It
     if split or column:
         raise UsageError(f"{source} is no data set: it has no split and no column to choose")
     if kind == "file":
-        yield from _jsonl_rows(path_of(source))
+        yield from _file_rows(path_of(source))
         return
     found: Any = plugins.get("prompts", source)
     with plugins.guarded("prompts", source):
         found = found() if callable(found) else found
         found = found if isinstance(found, Path) else iter(found)
-    yield from _jsonl_rows(found) if isinstance(found, Path) else _registered_rows(source, found)
+    yield from _file_rows(found) if isinstance(found, Path) else _registered_rows(source, found)
 
 
 def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:
@@ -154,6 +163,42 @@ def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:
         if row is end:
             return
         yield f"{source}, row {i}", row
+
+
+def _file_rows(path: Path) -> Iterator[Located]:
+    """Rows of a file: Parquet by its name, a JSON list where ``.json`` begins with ``[``, else JSON lines."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix == ".json" and _begins_list(path):
+        file, rows = printable(str(path)), parse_json(read_text(path, PROMPT_FILE_BYTES), path)
+        if not rows:
+            raise UsageError(f"{file} is an empty list; it needs a JSON object for each prompt")
+        yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, 1))
+    else:
+        yield from _jsonl_rows(path)
+
+
+def _begins_list(path: Path) -> bool:
+    try:
+        with path.open("rb") as opened:
+            return opened.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    except OSError:
+        return False  # whoever reads it will say why
+
+
+def _parquet_rows(path: Path) -> Iterator[Located]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as opened:
+            for batch in opened.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{printable(str(path))}, row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {printable(str(path))}: {first_line(error)}") from None
 
 
 def _jsonl_rows(path: Path) -> Iterator[Located]:
@@ -214,40 +259,67 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
 
 def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
     seen: dict[str, str] = {}
-    for index, (where, row) in enumerate(rows):
-        if reason := MOST_PROMPTS.refusal(index + 1):
-            raise UsageError(f"{where}: there are more prompts than can be answered; {reason}; give a limit")
-        prompt = _prompt(where, row, index)
-        name = str(prompt.question_id)  # what records know it by
-        if name in seen:
-            raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {seen[name]}")
-        seen[name] = where
-        yield where, prompt
+    silent = cut = 0  # recorded conversations in which nobody asks anything, or that go on for longer than can be asked
+    try:
+        for index, (where, row) in enumerate(rows):
+            if reason := MOST_PROMPTS.refusal(index + 1):
+                raise UsageError(f"{where}: there are more prompts than can be answered; {reason}; give a limit")
+            prompt = _prompt(where, row, index)
+            if prompt is None:
+                silent += 1
+                continue
+            name = str(prompt.question_id)  # what records know it by
+            if name in seen:
+                raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {seen[name]}")
+            seen[name] = where
+            if len(prompt.turns) > MOST_TURNS:
+                cut += 1
+                reference = prompt.reference and prompt.reference[:MOST_TURNS]
+                prompt = replace(prompt, turns=prompt.turns[:MOST_TURNS], reference=reference)
+            yield where, prompt
+    finally:
+        if silent:
+            logger.warning("crossdraft: left out %d conversations in which nobody asks anything", silent)
+        if cut:
+            logger.warning("crossdraft: cut %d conversations after %d turns", cut, MOST_TURNS)
 
 
-def _prompt(where: str, row: Any, index: int) -> Prompt:
+def _prompt(where: str, row: Any, index: int) -> Prompt | None:
+    """The prompt of a row; None for a conversation without a question, which recorded ones may be."""
     if not isinstance(row, Mapping):
         raise UsageError(f"{where}: a prompt is a JSON object, not {type(row).__name__}")
     key = next((key for key in _TEXT_KEYS if row.get(key) is not None), None)
     if key is None:
         raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {_listed(row)}")
-    turns = row[key] if key == "turns" else [row[key]]
+    reference = None
+    if key in FORMS:
+        turns, answers = turns_of(where, key, row[key])
+        if not turns:
+            return None
+        reference = tuple(answers) if answers else None
+    else:
+        turns = row[key] if key == "turns" else [row[key]]
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
         what = "must be a list of texts" if key == "turns" else "must be a text"
         raise UsageError(f"{where}: {key!r} {what}, and none of them empty")
-    if len(turns) > MOST_TURNS:
+    if len(turns) > MOST_TURNS and key not in FORMS:
         raise UsageError(f"{where}: {len(turns)} turns; a conversation may have at most {MOST_TURNS}")
     for turn, text in enumerate(turns, 1):
         if reason := flaw(text, BROKEN):
             raise UsageError(f"{where}: turn {turn} holds {reason}, which no tokenizer reads")
+        if _WITHHELD in text:
+            raise UsageError(
+                f"{where}: SPEED-Bench does not hold this text, only where it comes from; its authors' prepare.py "
+                "fetches it and writes a file to give here"
+            )
     category = row.get("category")
     if category is None or category == "":
-        category = {"question": "question", "prompt": "completion"}.get(key, "all")
+        category = _CATEGORIES.get(key, "all")
     return Prompt(
         question_id=_question_id(where, row, index),
         category=_name(where, "category", category),
         turns=tuple(turns),
-        reference=_reference(where, row),
+        reference=reference or _reference(where, row),
         index=index,
     )
 

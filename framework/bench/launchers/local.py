@@ -1,0 +1,63 @@
+"""``--launcher local``: processes of this machine, one on each of its devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from typing import Any
+
+from ...contracts.launcher import Launcher, Work, Worker
+from . import processes
+
+
+class Local(Launcher):
+    """A recipe's device ``auto`` or ``cuda`` stands for all CUDA devices there are, any other for one."""
+
+    name = "local"
+
+    def __init__(self, config: Any, device: str, timed: bool):
+        super().__init__(config, device, timed)
+        self._free = _cuda_devices() if device in ("auto", "cuda") else []
+        self._used: Counter[str] = Counter()
+
+    def devices(self) -> int:
+        return max(len(self._free), 1)
+
+    def start(self, work: Work) -> Worker:
+        if not self._free:  # the processor, or the one device that the recipe names
+            self._used[""] += 1
+            return _Process(self, "", processes.start(work, own_session=True))
+        chosen = min(self._free, key=lambda device: self._used[device])
+        self._used[chosen] += 1
+        return _Process(self, chosen, processes.start(work, {"CUDA_VISIBLE_DEVICES": chosen}, own_session=True))
+
+    def release(self, device: str) -> None:
+        self._used[device] -= 1
+
+
+class _Process(Worker):
+    def __init__(self, launcher: Local, device: str, process: subprocess.Popen[bytes]):
+        self._launcher, self._device, self._process, self._over = launcher, device, process, False
+
+    def poll(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        if not self._over:
+            self._over = True
+            self._launcher.release(self._device)
+        return processes.how(code)
+
+    def stop(self, force: bool = False) -> None:
+        if self._process.poll() is None:
+            self._process.kill() if force else self._process.terminate()
+
+
+def _cuda_devices() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls the devices that PyTorch sees."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(i) for i in range(count)]

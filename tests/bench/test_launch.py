@@ -1,0 +1,182 @@
+"""Runs whose groups are processes of a launcher: the same tokens, and a process that dies costs its group."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launching import fresh
+from tiny_runs import said
+
+from crossdraft.framework.bench.launchers import local, processes
+from crossdraft.framework.contracts.launcher import LauncherConfig, Work
+
+SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
+SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[]", "verifiers=[token]"]
+LAUNCHED = ["--launcher", "here"]
+
+
+def texts(directory: Path) -> dict[str, Any]:
+    return {cell.name: said(cell) for cell in sorted(directory.glob("cells/*"))}
+
+
+@pytest.fixture
+def here(install: Any) -> Any:
+    launcher = fresh()
+    install("launchers", ("here", launcher))
+    return launcher
+
+
+@pytest.fixture
+def whole(bench: Any, tmp_path: Path) -> dict[str, Any]:
+    """What one process says."""
+    assert bench(*SETTINGS)[0] == 0
+    (run,) = tmp_path.glob("runs/*")
+    (tmp_path / "runs").rename(tmp_path / "whole")
+    return texts(tmp_path / "whole" / run.name)
+
+
+def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
+    code, out, err = bench(*SETTINGS, flags=LAUNCHED)
+    assert code == 0, err
+    assert [arguments[-2:] for arguments in here.started] == [("--shard", f"{k}/2") for k in (1, 2)]
+    (run,) = tmp_path.glob("runs/*")
+    assert texts(run) == whole and len(whole) == 4
+    alone = (tmp_path / "whole" / run.name / "summary.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0] for line in (run / "summary.csv").read_text(encoding="utf-8").splitlines()] == [
+        line.split(",")[0] for line in alone
+    ]
+    assert "speed-up" in out and err.count(": measured\n") == 2
+    assert sorted(path.name for path in (run / "shards").iterdir()) == [f"{k}-of-2.log" for k in (1, 2)]
+    about = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    assert about["elsewhere"] == [] and len(about["models"]) == 1 and about["python"]
+
+    code, _, err = bench(*SETTINGS, flags=LAUNCHED)  # processes find what is there already
+    assert code == 0 and err.count(": reused\n") == 2
+    assert texts(run) == whole
+    assert "reusing" in bench(*SETTINGS)[2]
+
+
+def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
+    here.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
+    code, out, err = bench(*SETTINGS, flags=LAUNCHED)
+    assert code == 1
+    (run,) = tmp_path.glob("runs/*")
+    sentence = (
+        "1 of 2 groups were not measured, run again to measure them: group 2 of 2 (temperature 1, batch size 3): "
+    )
+    assert f"stopped: {sentence}its process was killed by SIGKILL before it had finished" in out and sentence in err
+    kept = texts(run)
+    assert len(kept) == 2 and all(whole[cell] == found for cell, found in kept.items())
+
+    here.before = staticmethod(lambda work: None)
+    code, out, err = bench(*SETTINGS, flags=LAUNCHED)
+    assert code == 0 and err.count(": reused\n") == 1 and err.count(": measured\n") == 1
+    assert texts(run) == whole
+
+
+def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tmp_path: Path, here: Any) -> None:
+    """A shard that was finished once, and now dies before it has looked whether its records are still good."""
+    assert bench(*SETTINGS, flags=["--shard", "2/2"])[0] == 0
+    here.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
+    code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
+    assert code == 1 and "1 of 2 groups were not measured" in out
+
+
+def test_what_failed_is_told(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
+    bad = f"drafters=[{{name: small-lm, model: {models['nan']}, gamma: 3}}]"
+    code, out, err = bench(bad, *SETTINGS[1:], flags=LAUNCHED)
+    assert code == 1 and "2 of 4 cells failed" in err
+    assert err.count("failed: small-lm × ") == 2 and "failed: small-lm × token" in out
+    assert "not measured" not in out
+
+
+def test_fail_fast_starts_nothing_more(bench: Any, here: Any, models: dict[str, str]) -> None:
+    bad = f"drafters=[{{name: small-lm, model: {models['nan']}, gamma: 3}}]"
+    code, out, _ = bench(bad, *SETTINGS[1:], flags=[*LAUNCHED, "--fail-fast"])
+    assert code == 1 and "stopped: a cell failed, and nothing was run after it (--fail-fast)" in out
+    assert len(here.started) == 1 and "--fail-fast" in here.started[0]
+
+
+def test_a_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
+    other = f"drafters=[{{name: small-lm, model: {models['other']}}}]"
+    code, out, err = bench(other, *SETTINGS[1:], flags=LAUNCHED)
+    assert (code, out) == (1, "") and "tokenizer" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_interrupted(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
+    def interrupt(work: Work) -> None:
+        if work.arguments[-1] == "2/2":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    here.before = staticmethod(interrupt)
+    code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
+    assert code == 130 and "interrupted: what was not finished is missing; run again to go on" in out
+    (run,) = tmp_path.glob("runs/*")
+    assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
+
+
+def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, here: Any) -> None:
+    code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2"])
+    sentence = "2 workers would share 1 device, and each would slow the others down; give --workers 1, or --untimed"
+    assert (code, out) == (2, "") and sentence in err and not here.started
+    code, out, err = bench(*SETTINGS, flags=["--launcher", "local", "--workers", "2"])
+    assert (code, out) == (2, "") and sentence in err
+    code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "0"])
+    assert code == 2 and "--workers 0: at least one process has to measure" in err
+    assert not list(tmp_path.glob("runs/*"))
+    here.many = None
+    code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2", "--untimed"])
+    assert code == 0 and "not timed (--untimed)" in out and all("--untimed" in found for found in here.started)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--launcher", "locale"], "there is no launcher named 'locale'; did you mean 'local'?"),
+        ([*LAUNCHED, "--launcher-option", "sped=2"], "--launcher-option sped of here: Extra inputs are not permitted"),
+        (
+            [*LAUNCHED, "--launcher-option", "speed=fast"],
+            "--launcher-option speed of here: Input should be a valid int",
+        ),
+        ([*LAUNCHED, "--launcher-option", "speed"], "--launcher-option 'speed' is not KEY=VALUE"),
+    ],
+)
+def test_bad_options(bench: Any, here: Any, flags: list[str], sentence: str) -> None:
+    code, out, err = bench(*SETTINGS, flags=flags)
+    assert (code, out) == (2, "") and sentence in err
+
+
+def test_a_file_system_that_is_not_shared(tmp_path: Path) -> None:
+    work = Work("", (), tmp_path, tmp_path / "elsewhere" / "log")
+    with pytest.raises(Exception, match="needs a file system that all machines share"):
+        processes.run(work)
+
+
+def test_how_processes_end() -> None:
+    assert processes.how(2) == "ended with exit code 2"
+    assert processes.how(-signal.SIGKILL) == "was killed by SIGKILL"
+
+
+def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-b")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    given: list[Any] = []
+
+    def start(work: Work, environment: Any = None, own_session: bool = False) -> Any:
+        given.append(environment and environment["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(poll=lambda: codes[work.title])
+
+    codes: dict[str, int | None] = {"a": None, "b": None, "c": None}
+    monkeypatch.setattr(processes, "start", start)
+    launcher = local.Local(LauncherConfig(), "auto", True)
+    assert launcher.devices() == 2
+    workers = {t: launcher.start(Work(t, (), tmp_path, tmp_path / "log")) for t in "ab"}
+    codes["b"] = 0
+    assert [workers[t].poll() for t in "abb"] == [None, "ended with exit code 0", "ended with exit code 0"]
+    launcher.start(Work("c", (), tmp_path, tmp_path / "log"))
+    assert given == ["3", "GPU-b", "GPU-b"]
+    assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one

@@ -1,0 +1,178 @@
+"""Parts of a run measured apart: shards, what reports make of them, and runs without times."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import said
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.report.finished import read_run, read_runs
+from crossdraft.framework.runs.shards import Shard, joined
+
+SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
+SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[]", "verifiers=[token]"]
+
+
+def texts(directory: Path) -> dict[str, Any]:
+    return {cell.name: said(cell) for cell in sorted(directory.glob("cells/*"))}
+
+
+def report(capsys: Any, *directories: Path) -> str:
+    assert cli.main(["report", *map(str, directories)]) == 0
+    return capsys.readouterr().out
+
+
+def test_shards_share_the_groups() -> None:
+    groups = list("abcdefg")
+    assert [list(Shard(k, 3).part(groups)) for k in (1, 2, 3)] == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
+    assert Shard.parse("2/4") == Shard(2, 4) and str(Shard(2, 4)) == "2/4"
+    with pytest.raises(UsageError, match=r"^the recipe has 7 groups, which cannot be shared by 8 shards$"):
+        Shard(1, 8).part(groups)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1", "a/b", "1/2/3", "-1/2", " 1/2", "1/9999999", "١/٢"])
+def test_what_is_no_shard(text: str) -> None:
+    with pytest.raises(UsageError, match="is no part of a run; write 1/4"):
+        Shard.parse(text)
+
+
+def test_environments_join() -> None:
+    here, there = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
+    one = {**here, "models": {"x": 1}, "conditions": ["c"], "python": "3"}
+    two = {**there, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [here]}
+    found = joined([one, {}, two])
+    assert found == {
+        **one,
+        "models": {"x": 1, "y": 2},
+        "conditions": ["c", "d"],
+        "elsewhere": [there],
+    }
+    assert joined([found, one])["elsewhere"] == [there] and joined([{}]) == {}
+
+
+def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
+    assert bench(*SETTINGS)[0] == 0
+    (whole,) = tmp_path.glob("runs/*")
+    whole = whole.rename(tmp_path / whole.name)
+    for k in (2, 1):
+        code, _, err = bench(*SETTINGS, flags=["--shard", f"{k}/2"])
+        assert code == 0 and f"(shard {k}/2 of 2 groups)" in err
+    (run,) = tmp_path.glob("runs/*")
+    assert run.name == whole.name and [path.name for path in run.iterdir()] == ["shards"]
+    shards = [run / "shards" / f"{k}-of-2" for k in (1, 2)]
+    assert {name: said for shard in shards for name, said in texts(shard).items()} == texts(whole)
+
+    (merged,) = read_runs([run])
+    alone = read_run(whole)
+    assert [r.config.hash for r in merged.summary.results] == [r.config.hash for r in alone.summary.results]
+    assert [r.config for r in merged.summary.results] == [r.config for r in alone.summary.results]
+    remarks = [[line for line in one.remarks if "this machine was busy" not in line] for one in (merged, alone)]
+    assert remarks[0] == remarks[1] and merged.summary.directory == run
+    page = report(capsys, *reversed(shards))
+    assert page == report(capsys, run) and page.count("\n## ") == 1
+    assert "cells have no numbers" not in page
+
+    part = report(capsys, shards[0])
+    assert "- note: 2 of 4 cells have no numbers: they failed, or belong to a shard that is not here" in part
+
+    code, _, err = bench(*SETTINGS)
+    assert code == 0 and "running" not in err
+    assert f"measured in {run.name}/shards/1-of-2" in err
+    assert texts(run) == texts(whole)
+
+
+def test_a_group_of_two_shards_is_the_last_one(bench: Any, tmp_path: Path) -> None:
+    assert bench(*SETTINGS, flags=["--shard", "1/1"])[0] == 0
+    assert bench(*SETTINGS, flags=["--shard", "2/2", "--fresh"])[0] == 0
+    (merged,) = read_runs(list(tmp_path.glob("runs/*")))
+    (run,) = tmp_path.glob("runs/*")
+    first, second = read_run(run / "shards/1-of-1"), read_run(run / "shards/2-of-2")
+    measured = {r.config.batch_size: r.measured for r in merged.summary.results}
+    assert measured == {1: first.summary.results[0].measured, 3: second.summary.results[0].measured}
+    assert measured[1] < measured[3] and len(merged.summary.results) == 4
+
+
+def test_two_machines_are_both_named(bench: Any, tmp_path: Path, capsys: Any) -> None:
+    for k in (1, 2):
+        assert bench(*SETTINGS, flags=["--shard", f"{k}/2"])[0] == 0
+    (run,) = tmp_path.glob("runs/*")
+    file = run / "shards/2-of-2/environment.json"
+    about = json.loads(file.read_text(encoding="utf-8"))
+    about["cpu"]["model"] = "Another Processor"
+    file.write_text(json.dumps(about), encoding="utf-8")
+    page = report(capsys, run)
+    assert "; Another Processor, " in page
+    assert "- note: groups were measured on several machines; tok/s compare within a group alone" in page
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--shard", "3/3"], "the recipe has 2 groups, which cannot be shared by 3 shards"),
+        (["--shard", "1/2", "--launcher", "local"], "--shard and --launcher: a launcher makes shards itself"),
+        (["--workers", "2"], "--workers needs --launcher"),
+        (["--launcher-option", "a=1"], "--launcher-option needs --launcher"),
+    ],
+)
+def test_options_that_do_not_fit(bench: Any, tmp_path: Path, flags: list[str], sentence: str) -> None:
+    code, out, err = bench(*SETTINGS, flags=flags)
+    assert (code, out) == (2, "") and sentence in err
+    assert not list(tmp_path.glob("runs/*/shards"))
+
+
+# -- without times --------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsys: Any) -> None:
+    settings = [*SETTINGS, "matrix={}"]
+    code, out, err = bench(*settings, flags=["--untimed"])
+    assert code == 0
+    assert "not timed (--untimed): cells may have shared their device, so there is no tok/s" in out
+    (run,) = tmp_path.glob("runs/*")
+    rows = list(csv.DictReader((run / "summary.csv").read_text(encoding="utf-8").splitlines()))
+    assert all(float(row["block_efficiency_all_rounds"]) >= 1 for row in rows)
+    times = {"tokens_per_second", "speed_up", "decode_seconds", "draft_share", "busy"}
+    assert not times & rows[0].keys()
+    lines = [line.split() for line in out.splitlines() if line.startswith(("none", "prompt-lookup"))]
+    assert len(lines) == 2, out
+    for metrics in run.glob("cells/*/metrics.json"):
+        found = json.loads(metrics.read_text(encoding="utf-8"))
+        seconds = [s for piece in found["pieces"] for s in (*piece["seconds"].values(), piece["tail_seconds"])]
+        assert seconds and not any(seconds) and not any(piece["rounds"] for piece in found["pieces"])
+        assert found["metrics"]["speed_up"] is None and found["metrics"]["tokens_per_second"] == 0
+    assert "not timed (--untimed)" in report(capsys, run)
+    for command in (["cost", "--run", str(run)], ["advise", str(run)]):
+        assert cli.main(command) == 2
+        assert f"the run {run} was not timed (--untimed); run its recipe on a" in capsys.readouterr().err
+    untimed = texts(run)
+
+    code, out, err = bench(*settings)
+    assert code == 0 and "measured again, because these have changed: the clock (they were not timed)" in err
+    assert "not timed" not in out and texts(run) == untimed
+    code, out, err = bench(*settings, flags=["--untimed"])
+    assert code == 0 and "reusing 2 cells\n" in err and "not timed" not in out
+
+
+def test_a_group_does_not_go_on_with_times_where_there_were_none(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from crossdraft.framework.runs.run_directory import RunDirectory
+
+    save, left = RunDirectory.save_piece, [1]
+
+    def full(self: Any, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        save(self, *arguments)
+
+    settings = [*SETTINGS, "matrix={}"]
+    monkeypatch.setattr(RunDirectory, "save_piece", full)
+    assert bench(*settings, flags=["--untimed"])[0] == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    code, out, err = bench(*settings)
+    assert code == 0 and "starting over: what the pieces on disk were measured with has changed" in err
+    assert "not timed" not in out

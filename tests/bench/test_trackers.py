@@ -1,0 +1,138 @@
+"""Trackers are told of a run where they are asked for, and of nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import fresh
+from tiny_runs import ONE_GROUP
+
+from crossdraft.framework.bench.trackers.numbers import numbers, options, title
+from crossdraft.framework.contracts.hookspecs import hookimpl
+
+SETTINGS = [*ONE_GROUP, "drafters=[prompt-lookup]", "limit=1", "max_new_tokens=5"]
+TOLD: list[tuple[str, Any]] = []
+
+
+class Recorder:
+    @hookimpl
+    def crossdraft_run_started(self, run: Any) -> None:
+        TOLD.append(("started", dict(run)))
+
+    @hookimpl
+    def crossdraft_cell_finished(self, run: Any, cell: Any) -> None:
+        TOLD.append((cell["config"]["drafter"]["name"], cell))
+
+    @hookimpl
+    def crossdraft_run_finished(self, run: Any, outcome: Any) -> None:
+        TOLD.append(("finished", (dict(run), dict(outcome), sorted(p.name for p in Path(run["directory"]).iterdir()))))
+
+
+@pytest.fixture(autouse=True)
+def recorder(install: Any) -> None:
+    TOLD.clear()
+    install("trackers", ("recorder", Recorder))
+
+
+def test_a_tracker_is_told_only_if_asked_for(bench: Any, tmp_path: Path) -> None:
+    assert bench(*SETTINGS)[0] == 0 and TOLD == []
+    assert bench(*SETTINGS, flags=["--fresh", "--track", "recorder", "--track", "recorder"])[0] == 0
+    assert [name for name, _ in TOLD] == ["started", "none", "prompt-lookup", "prompt-lookup", "finished"]
+    (directory,) = tmp_path.glob("runs/*")
+    run = {"name": "recipe", "directory": str(directory), "cells": 3, "shard": ""}
+    assert TOLD[0][1] == run
+    about, outcome, files = TOLD[-1][1]
+    assert about == run and outcome == {"exit_code": 0, "failed": 0, "interrupted": False, "stopped": ""}
+    assert {"summary.csv", "summary.md", "environment.json"} <= set(files)
+    TOLD.clear()
+    assert bench(*SETTINGS)[0] == 0 and TOLD == []
+
+
+def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str]) -> None:
+    other = f"drafters=[{{name: small-lm, model: {models['other']}}}]"
+    assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 1
+    assert [name for name, _ in TOLD] == ["started", "finished"]
+    assert TOLD[-1][1][1] == {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "ended by an error"}
+    TOLD.clear()
+    assert bench(*SETTINGS, "limit=-1", flags=["--track", "recorder"])[0] == 2 and TOLD == []
+
+
+def test_of_a_launched_run_the_parent_tells(bench: Any, install: Any) -> None:
+    install("launchers", ("here", fresh()))
+    flags = ["--launcher", "here", "--track", "recorder"]
+    assert bench(*SETTINGS, flags=flags)[0] == 0
+    # This launcher's process is this one, so that it is heard, too; the process of another is not.
+    assert [name for name, _ in TOLD] == [
+        *("started", "started", "none", "prompt-lookup", "prompt-lookup", "finished"),
+        *("none", "prompt-lookup", "prompt-lookup", "finished"),
+    ]
+    assert [told["shard"] for name, told in TOLD if name == "started"] == ["", "1/1"]
+    assert [told[0]["shard"] for name, told in TOLD if name == "finished"] == ["1/1", ""]
+    TOLD.clear()
+    assert bench(*SETTINGS, flags=flags)[0] == 0
+    assert {name for name, _ in TOLD} == {"started", "finished"}, "what is reused was told before"
+
+
+def test_unknown_and_broken_trackers(bench: Any, install: Any, tmp_path: Path) -> None:
+    code, _, err = bench(*SETTINGS, flags=["--track", "recoder"])
+    assert code == 2 and "there is no tracker named 'recoder'; did you mean 'recorder'?" in err
+
+    class Broken:
+        def __init__(self) -> None:
+            raise ConnectionError("nobody answers")
+
+    install("trackers", ("broken", Broken), ("no-class", 3))
+    code, _, err = bench(*SETTINGS, flags=["--track", "broken"])
+    assert code == 1 and "the tracker 'broken' of test-trackers" in err and "nobody answers" in err
+    code, _, err = bench(*SETTINGS, flags=["--track", "no-class"])
+    assert code == 1 and "a tracker is a class, not 3" in err
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_numbers_and_options() -> None:
+    metrics = {
+        "tokens": 5,
+        "block_efficiency": {"value": 2.0, "low": 1.5, "high": 2.5},
+        "speed_up": {"value": 1.25, "low": None, "high": None},
+        "acceptance": [0.5, 0.25],
+        "shares": {"draft": 0.125, "rest": 0.875},
+        "decode_seconds": 2.0,
+        "tokens_per_second": 2.5,
+        "same_as_baseline": None,
+        "by_category": {"a": {"prompts": 1}},
+    }
+    untimed = {
+        "tokens": 5,
+        "block_efficiency": 2.0,
+        "block_efficiency_low": 1.5,
+        "block_efficiency_high": 2.5,
+        "acceptance_1": 0.5,
+        "acceptance_2": 0.25,
+    }
+    timed = {
+        "speed_up": 1.25,
+        "draft_share": 0.125,
+        "rest_share": 0.875,
+        "decode_seconds": 2.0,
+        "tokens_per_second": 2.5,
+    }
+    assert numbers(metrics) == untimed | timed
+    assert numbers(metrics | {"decode_seconds": 0.0}) == untimed
+    config = {
+        "target": "t",
+        "batch_size": 2,
+        "attn_implementation": None,
+        "sampling": {"temperature": 0.5},
+        "drafter": {"name": "d", "label": "D", "gamma": 3},
+        "verifier": {"name": "v"},
+    }
+    assert options(config) == {
+        "target": "t",
+        "batch_size": "2",
+        "sampling.temperature": "0.5",
+        "drafter.name": "d",
+        "drafter.label": "D",
+        "drafter.gamma": "3",
+        "verifier.name": "v",
+    }
+    assert title(config) == "D × v, temperature 0.5, B = 2"
