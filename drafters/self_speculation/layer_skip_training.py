@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from ...framework.contracts.errors import UsageError
@@ -18,6 +19,9 @@ from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Search, SearchConfig
 from .layer_skip import KIND
 from .own_layers import depth_of
+
+#: Shares of the sublayers that are left out in the first random trials, and how many trials of each there are.
+SHARES, EACH = (1 / 16, 1 / 8, 1 / 4), 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,20 @@ class LayerSkipTrials(Search):
         self.depth: int = depth
 
     def first(self) -> Sequence[Mapping[str, Any]]:
-        """Every third layer, every second attention, and every second feed-forward network of the middle."""
+        """Every third layer, every second attention, and every second feed-forward network of the middle; then random
+        sets that leave out few, because a model without half of its sublayers, whichever they are, says nothing."""
         middle = range(self.depth // 4, max(self.depth * 7 // 8, self.depth // 4 + 1))
+        random, layers = Random(self.recipe.seed), range(self.depth)
+        few = [
+            self._params(*([i for i in layers if random.random() < share] for _ in range(2)))
+            for share in SHARES
+            for _ in range(EACH)
+        ]
         return [
             self._params(middle[1::3], middle[1::3]),
             self._params(middle[::2], ()),
             self._params((), middle[::2]),
+            *few,
         ]
 
     def _params(self, attention: Sequence[int], mlp: Sequence[int]) -> dict[str, bool]:

@@ -103,11 +103,13 @@ class TestEarlyExit(DrafterContract):
     setting = TinyModel()
 
 
+@pytest.mark.slow
 class TestEarlyExitOnTables(DrafterContract):
     drafter = "early-exit"
     options = {"gamma": 3}
 
 
+@pytest.mark.slow
 class TestLayerSkip(DrafterContract):
     drafter = "layer-skip"
     options = {"skip_attention": (1, 2), "skip_mlp": (2, 3), "gamma": 3}

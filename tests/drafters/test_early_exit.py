@@ -181,7 +181,10 @@ def test_begun_is_for_chains(deep: Any) -> None:
         answers(decoder(deep, 1, 0.0, drafter=Tree))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt", "gpt-neox", "mistral-sliding"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt", "gpt-neox", "mistral-sliding")]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", *OTHERS])
 def test_other_architectures(tiny_model: Callable, family: str) -> None:
     model = tiny_model(family, copy="early-exit")
     reference = tiny_model(family, copy="reference")
@@ -217,7 +220,10 @@ def test_the_default_is_a_quarter(tiny_model: Callable) -> None:
     assert len(fork.model.model.layers) == 2
 
 
-@pytest.mark.parametrize("verifier", ["token", "block", "greedy-block", "sample-match", "traversal", "specinfer"])
+RULES = [pytest.param(name, marks=pytest.mark.slow) for name in ("token", "sample-match", "traversal", "specinfer")]
+
+
+@pytest.mark.parametrize("verifier", ["block", "greedy-block", *RULES])
 def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
     """Greedy block verification asks for the law after a draft that is cut short, which the fork is fed for, too."""
     target = crossdraft.load_model(save_model(tmp_path / "target", layers=4), dtype="float32", device="cpu")

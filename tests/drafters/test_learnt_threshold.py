@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -203,5 +202,5 @@ def test_a_schedule_that_is_none(lengths: Any, sentence: str) -> None:
 def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:
     """One path at a time, because paths are no sequences side by side."""
     options = build(policy={"name": "batch-size", "lengths": [[1, 1], [2, 2]]})
-    for toy, rule in itertools.product(("T0", "G1"), ("token", "block")):
-        assert certify(toys[toy], options, plugins.get("verifiers", rule), rounds=2, gamma=2).tv <= TOLERANCE
+    for rule in ("token", "block"):
+        assert certify(toys["T0"], options, plugins.get("verifiers", rule), rounds=2, gamma=2).tv <= TOLERANCE

@@ -58,6 +58,7 @@ def test_the_package_imports_nothing_but_crossdraft() -> None:
     assert not [module for module in modules if module and module.startswith("crossdraft.")]
 
 
+@pytest.mark.slow  # as early-exit, among the built-in ones
 class TestFirstLayers(DrafterContract):
     drafter = "first-layers"
     setting = TinyModel()

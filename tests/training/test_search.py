@@ -24,7 +24,7 @@ TEXTS = [Text([5, 6, 7], [(3 * i + j) % 36 + 4 for j in range(6 + i)], "given") 
 
 def searched(target: Any, out: Path, **options: Any) -> Searcher:
     out.mkdir(exist_ok=True)
-    searcher = Searcher(target, LayerSkipSearch(**{"trials": 14, "sample": 12, **options}), out)
+    searcher = Searcher(target, LayerSkipSearch(**{"trials": 22, "sample": 12, **options}), out)
     searcher.run(TEXTS[:3], TEXTS[3:])
     return searcher
 
@@ -89,7 +89,7 @@ def test_a_prompt_of_one_token_leaves_no_doubt(chat_target: Any) -> None:
 def test_the_best_of_all_trials_is_kept(chat_target: Any, tmp_path: Path) -> None:
     searcher = searched(chat_target, tmp_path)
     trials = json.loads((tmp_path / "trials.json").read_text())["trials"]
-    assert len(trials) == 14 and len({json.dumps(t["params"]) for t in trials}) > 8
+    assert len(trials) == 22 and len({json.dumps(t["params"]) for t in trials}) > 8
     assert searcher.settings["speed_up"] == max(t["speed_up"] for t in trials)
     assert [entry["step"] for entry in searcher.log] == sorted(entry["step"] for entry in searcher.log)
     searcher.export(TEXTS[3:])
@@ -102,7 +102,7 @@ def test_the_best_of_all_trials_is_kept(chat_target: Any, tmp_path: Path) -> Non
 def test_a_search_that_was_stopped_goes_on_as_it_would_have(chat_target: Any, tmp_path: Path) -> None:
     whole = searched(chat_target, tmp_path / "whole")
     searched(chat_target, tmp_path / "parts", trials=5)
-    parts = searched(chat_target, tmp_path / "parts", trials=12)
+    parts = searched(chat_target, tmp_path / "parts", trials=18)
     parts = searched(chat_target, tmp_path / "parts")
     trials = [json.loads((tmp_path / name / "trials.json").read_text())["trials"] for name in ("whole", "parts")]
     assert trials[0] == trials[1] and whole.settings == parts.settings
