@@ -48,9 +48,7 @@ class Meter:
         # None: no bar unless standard error is a terminal.
         off = None if bar else True
         columns, rows = _screen()
-        self._bar = tqdm(
-            total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR
-        )
+        self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
 
     def __enter__(self) -> Meter:
         return self
