@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _ROW = 0.125
 #: Rows between two drafters.
 _GAP = 0.9
-#: A list of so many pairs fills a page.
-_MOST_ROWS = 60
+#: A list of so many rows fills a page.
+_MOST_ROWS = 70
 _PLAIN_POINT: dict[str, Any] = {"marker": "x", "markersize": 5, "color": "0.45", "linestyle": ""}
 
 
@@ -48,36 +48,40 @@ def pair_list(
     if not settings:
         return None
     shown = dict(list(settings.items())[:MOST_PANELS])
-    order = [(r.config.drafter.title, verifier_title(r.config)) for r in drafting(results)]
-    pairs = [pair for pair in dict.fromkeys(order) if any(pair in found for found in shown.values())]
-    drafters = list(dict.fromkeys(drafter for drafter, _ in pairs))
-    rows, left_out = _rows(drafters, pairs)
-    styles = marks(verifier for _, verifier in pairs)
+    order = dict.fromkeys((r.config.drafter.title, verifier_title(r.config)) for r in drafting(results))
+    groups = [{pair: found[pair] for pair in order if pair in found} for found in shown.values()]
+    shown_pairs = {pair for found in groups for pair in found}
+    drafters = list(dict.fromkeys(drafter for drafter, rule in order if (drafter, rule) in shown_pairs))
+    bands = _bands(drafters, groups)
+    styles = marks(verifier for found in groups for _, verifier in found)
 
-    height = _ROW * (max(rows.values()) + 1) + 0.35
-    figure, found = panels(len(shown), width, height, most=1 if width == "column" else 3, share_x=True)
+    rows = max(bottom for _, bottom in bands.values())
+    figure, panels_of = panels(len(shown), width, _ROW * rows + 0.35, most=1 if width == "column" else 3, share_x=True)
     every: list[Estimate] = []
-    for panel, pairs_of in zip(found, shown.values(), strict=True):
+    for panel, found in zip(panels_of, groups, strict=True):
         panel.axvline(1.0, color="0.55", linewidth=0.8, linestyle="--", zorder=1)
-        for pair, result in pairs_of.items():
-            estimate = value(result.metrics) if result.metrics else None
-            if estimate is not None and pair in rows:
+        for drafter, (top, bottom) in bands.items():
+            mine = [pair for pair in found if pair[0] == drafter]
+            for i, pair in enumerate(mine):
+                metrics = found[pair].metrics
+                estimate = value(metrics) if metrics is not None else None
+                assert estimate is not None
                 every.append(estimate)
-                _point(panel, estimate.value, rows[pair], estimate, styles[pair[1]], across=True)
-    named = {d: [y for (drafter, _), y in rows.items() if drafter == d] for d in drafters}
-    centres = {text(d): sum(ys) / len(ys) for d, ys in named.items() if ys}
-    for panel in found:
+                y = (top + bottom - len(mine)) / 2 + i + 0.5
+                _point(panel, estimate.value, y, estimate, styles[pair[1]], across=True)
+    centres = {text(drafter): (top + bottom) / 2 for drafter, (top, bottom) in bands.items()}
+    for panel in panels_of:
         panel.set_yticks(list(centres.values()), list(centres))
-        panel.set_ylim(max(rows.values()) + 0.9, -0.9)
+        panel.set_ylim(rows + _GAP / 2, -_GAP / 2)
         panel.set_xlim(*visible(every, 1.0))
         panel.grid(False, axis="y")
         panel.tick_params(axis="y", length=0)
-        for above, below in pairwise(ys for ys in named.values() if ys):
-            panel.axhline((max(above) + min(below)) / 2, color="0.92", linewidth=0.5)
+        for (_, above), (below, _) in pairwise(bands.values()):
+            panel.axhline((above + below) / 2, color="0.92", linewidth=0.5)
     titles = [_title(setting, found.values()) for setting, found in shown.items()]
-    label(figure, found, titles, axis, "")
+    label(figure, panels_of, titles, axis, "")
     legend(figure, [entry(name, mark) for name, mark in styles.items()])
-    return figure, len(settings) - len(shown) + left_out
+    return figure, len(settings) - len(shown) + len(drafters) - len(bands)
 
 
 def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
@@ -148,19 +152,17 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _rows(drafters: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[dict[tuple[str, str], float], int]:
-    """The place of each pair from top to bottom, and how many drafters had no room."""
-    rows: dict[tuple[str, str], float] = {}
+def _bands(drafters: Sequence[str], groups: Sequence[Iterable[tuple[str, str]]]) -> dict[str, tuple[float, float]]:
+    """Where each drafter begins and ends, counted in pairs from the top: with room for its pairs in every panel."""
+    bands: dict[str, tuple[float, float]] = {}
     y = 0.0
-    for i, drafter in enumerate(drafters):
-        mine = [pair for pair in pairs if pair[0] == drafter]
-        if rows and len(rows) + len(mine) > _MOST_ROWS:
-            return rows, len(drafters) - i
-        for pair in mine:
-            rows[pair] = y
-            y += 1
-        y += _GAP
-    return rows, 0
+    for drafter in drafters:
+        rows = max(sum(mine == drafter for mine, _ in found) for found in groups)
+        if bands and y + rows > _MOST_ROWS:
+            break
+        bands[drafter] = (y, y + rows)
+        y += rows + _GAP
+    return bands
 
 
 def _point(panel: Axes, x: float, y: float, estimate: Estimate, mark: Mark, across: bool = False) -> None:

@@ -34,7 +34,7 @@ DASHES = ("-", "--", ":", "-.")
 #: Of plain decoding.
 PLAIN = {"color": "0.72", "linewidth": 4, "solid_capstyle": "round", "zorder": 1}
 _PANEL_HEIGHT = 1.45
-_STYLE = {
+_STYLE: Any = {
     "font.family": ["DejaVu Sans"],  # comes with matplotlib, so that a chart looks alike everywhere
     "font.size": 8,
     "axes.titlesize": 8,
@@ -138,7 +138,8 @@ def label(figure: Figure, found: Sequence[Axes], titles: Sequence[str], x: str, 
     parts = [title.split(", ") for title in titles]
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     for panel, title in zip(found, parts, strict=True):
-        columns = max(panel.get_subplotspec().get_gridspec().ncols, 1)
+        place = panel.get_subplotspec()
+        columns = place.get_gridspec().ncols if place is not None else 1
         own = [part for part in title if part not in shared]
         panel.set_title(wrapped(own or title, int(figure.get_figwidth() / columns / 0.068)))
     figure.supxlabel(x, fontsize=8)
@@ -161,7 +162,8 @@ def entry(name: str, mark: Mark, line: bool = False) -> Any:
     """An entry of a legend."""
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], linestyle=mark.dash if line else "", label=text(name), **mark.options)
+    look: dict[str, Any] = mark.options | {"linestyle": mark.dash if line else ""}
+    return Line2D([], [], label=text(name), **look)
 
 
 def swatch(name: str, mark: Mark) -> Any:

@@ -14,7 +14,7 @@ _FILES = {
     "README.md": "This file.",
     "recipe.json": "What was asked for, with every default: `crossdraft run recipe.json` asks for the same.",
     "state.json": "How far the run is: running, interrupted, stopped or finished; cells finished and failed; process "
-    "and host. `crossdraft runs` reads it, and tells a process that was killed by the lock that it left.",
+    "and host. `crossdraft runs` reads it, and knows by the lock whether the process was killed.",
     "environment.json": "Versions, machine, device, and the SHA-256 of every model, of what was measured here.",
     "summary.md": "The tables of the run, with what was skipped, failed or should be known.",
     "summary.csv": "Every number of every cell, a line each; its columns are below.",

@@ -207,10 +207,8 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     (cell / "config.json").write_text(json.dumps(head | {"format": 1}), encoding="utf-8")
     assert error(copy) == f"the run {copy} was written by another version; run its recipe again"
     shutil.rmtree(cell)
-    assert (
-        error(copy)
-        == f"cell {cell.name.rpartition('_')[2]} of the run {copy} is missing or damaged; run its recipe again"
-    )
+    missing = cell.name.rpartition("_")[2]
+    assert error(copy) == f"cell {missing} of the run {copy} is missing or damaged; run its recipe again"
     (copy / "summary.csv").unlink()
     assert error(copy) == f"the run {copy} was cut off before it wrote summary.csv; run its recipe again"
     (copy / "recipe.json").write_text('{"target": "org/name", "verifier": []}', encoding="utf-8")
