@@ -5,7 +5,8 @@ from itertools import product
 from typing import Any
 
 from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.runs.metrics import Piece, RoundRecord
+from crossdraft.framework.runs.metrics import RoundRecord
+from crossdraft.framework.runs.pace import Piece
 
 HERE = {"device": "cpu (toy)", "torch": "2.0", "threads": 2}
 

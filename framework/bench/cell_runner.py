@@ -28,7 +28,8 @@ from ..decoding.fused import Fused
 from ..decoding.loop import Decoder
 from ..models.chat import encode
 from ..models.load import load_model
-from ..runs.metrics import PREFILL, Piece, RoundRecord
+from ..runs.metrics import RoundRecord
+from ..runs.pace import PREFILL, Piece
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
 from ..runs.run_directory import PieceResult

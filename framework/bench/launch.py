@@ -141,6 +141,7 @@ class _Launch:
         self.about = about(outcome.recipe, directory.path, len(self.cells))
         self.results: dict[int, list[CellResult]] = {}
         self.lost: dict[int, str] = {}
+        self.first_failure = False
         self.environments: list[dict[str, Any]] = []
 
     def run(self, most: int) -> None:
@@ -154,7 +155,7 @@ class _Launch:
                 for k, how in ended.items():
                     del running[k]
                     self._gather(k, how)
-                if self.fail_fast and any(one.error for found in self.results.values() for one in found):
+                if self.first_failure:
                     self.outcome.stopped = "a cell failed, and nothing was run after it (--fail-fast)"
                     break
                 if not ended and running:
@@ -186,11 +187,13 @@ class _Launch:
         """Take over what a process has finished, which has ended."""
         group, source = self.groups[k], RunDirectory(self._shard(k).directory(self.directory.path))
         head = source.read_json(FILE)
-        if self.fail_fast and (failed := head.get("failed")):
+        finished = group[0].group in head.get("finished", ())
+        if not finished and self.fail_fast and (failed := head.get("failed")):
             self.results[k] = [CellResult(one, error=failed[one.hash]) for one in group if one.hash in failed]
+            self.first_failure = True
             self.tell(f"{self._title(k)}: a cell failed")
             return
-        if group[0].group not in head.get("finished", ()):
+        if not finished:
             self.lost[k] = self._reason(k, how)
             self.tell(f"{self._title(k)}: not measured, {self.lost[k]}")
             return
@@ -257,5 +260,7 @@ class _Launch:
             more = f"; and {len(self.lost) - 3} more" if len(self.lost) > 3 else ""
             number = f"{len(self.lost)} of {len(self.groups)} groups were not measured"
             self.outcome.stopped = f"{number}, run again to measure them: {each}{more}"
-        if about := joined([*self.environments, self.directory.read_json("environment.json")]):
-            self.directory.write_json("environment.json", about)
+        reused = any(result.reused for result in self.outcome.results)
+        before = [self.directory.read_json("environment.json")] if reused else []
+        if environment := joined([*self.environments, *before]):
+            self.directory.write_json("environment.json", environment)

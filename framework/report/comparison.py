@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, printable
 from ..runs.intervals import Estimate
-from ..runs.metrics import free, paired_difference, prompts_of_pieces, speed_up_ratio
+from ..runs.metrics import free, paired_difference, prompts_of_pieces
+from ..runs.pace import speed_up_ratio
 from ..runs.recipe import RUN_KEYS
 from ..runs.titles import group_title, verifier_title
 from .layout import estimate_text, tabulated

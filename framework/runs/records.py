@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .metrics import Metrics, Piece, RoundRecord
+from .metrics import Metrics, RoundRecord
+from .pace import Piece
 from .recipe import CellConfig, Recipe
 
 

@@ -30,7 +30,8 @@ from pyarrow import parquet
 
 from ..contracts.errors import UsageError
 from ..contracts.files import replace_text
-from .metrics import Metrics, Piece, RoundRecord
+from .metrics import Metrics, RoundRecord
+from .pace import Piece
 from .recipe import CellConfig
 from .records import CellResult
 

@@ -9,7 +9,8 @@ from crossdraft.framework.certificate.tablelm import ToyContext
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.build import build_decoder, configured
-from crossdraft.framework.runs.metrics import Metrics, Piece, RoundRecord, measure
+from crossdraft.framework.runs.metrics import Metrics, RoundRecord, measure
+from crossdraft.framework.runs.pace import Piece
 
 GAMMA = 8
 

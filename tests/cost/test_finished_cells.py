@@ -17,7 +17,8 @@ from crossdraft.framework.cost.finished_cells import (
     statistics,
 )
 from crossdraft.framework.cost.prediction import CellStatistics, predict
-from crossdraft.framework.runs.metrics import Estimate, Metrics, Piece, RoundRecord, measure
+from crossdraft.framework.runs.metrics import Estimate, Metrics, RoundRecord, measure
+from crossdraft.framework.runs.pace import Piece
 from crossdraft.framework.runs.recipe import CellConfig, Strategy
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy

@@ -13,7 +13,8 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.report.comparison import compare_runs, comparison_text
 from crossdraft.framework.report.finished import FinishedRun
-from crossdraft.framework.runs.metrics import measure, prompts_of_pieces, speed_up, speed_up_ratio
+from crossdraft.framework.runs.metrics import measure, prompts_of_pieces
+from crossdraft.framework.runs.pace import speed_up, speed_up_ratio
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [3], "batch_size": [1, 4]}}
 

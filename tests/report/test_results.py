@@ -13,7 +13,8 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
-from crossdraft.framework.runs.metrics import Piece, RoundRecord, measure, speed_up
+from crossdraft.framework.runs.metrics import RoundRecord, measure
+from crossdraft.framework.runs.pace import Piece, speed_up
 from crossdraft.framework.runs.recipe import Recipe
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory

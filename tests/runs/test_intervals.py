@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crossdraft.framework.runs.intervals import Estimate, estimate
-from crossdraft.framework.runs.metrics import Piece, speed_up
+from crossdraft.framework.runs.pace import Piece, speed_up
 
 Sums = np.ndarray
 

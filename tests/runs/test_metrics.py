@@ -11,15 +11,13 @@ from crossdraft.framework.runs.metrics import (
     CategoryMetrics,
     Estimate,
     Metrics,
-    Piece,
     RoundRecord,
     block_efficiency,
     compare,
     measure,
     paired_difference,
-    quiet_seconds,
-    speed_up,
 )
+from crossdraft.framework.runs.pace import Piece, quiet_seconds, speed_up
 
 
 def rounds(*taus: list[int], width: int = 3, limit: int = 9, survival: float | None = None) -> list[RoundRecord]:
