@@ -5,9 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_prompts import error, write
 
+from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.runs.prompts import Prompt, load_prompts
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def error(source: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_prompts(source)
+    return str(caught.value)
 
 
 def sharegpt(*messages: tuple[str, str], **row: Any) -> dict[str, Any]:
