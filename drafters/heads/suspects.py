@@ -77,7 +77,7 @@ def draft_vocabulary(checkpoint: Checkpoint) -> Iterator[Suspect]:
     yield Suspect(
         "d2t holds the target's ids, and is read as offsets",
         "write d2t[i] = id - i into the heads' tensors",
-        change=lambda heads: heads.with_tensors(("t2d",), d2t=offsets),
+        change=lambda heads: heads.with_tensors({"d2t": offsets}, ("t2d",)),
     )
 
 
@@ -87,13 +87,14 @@ def other_embedding(checkpoint: Checkpoint) -> Iterator[Suspect]:
         yield Suspect(
             "the heads' own embedding is not the one that they were trained with, the target's is",
             "leave embed_tokens.weight out of the heads' tensors",
-            change=lambda heads: heads.with_tensors((_EMBEDDING,)),
+            change=lambda heads: heads.with_tensors({}, (_EMBEDDING,)),
         )
 
 
 def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Suspect]:
     """Another scale of the embedding; heads that norm it do not see one."""
-    weight = checkpoint.tensors.get(_EMBEDDING, target.get_input_embeddings().weight)
+    own = checkpoint.tensors.get(_EMBEDDING)
+    weight: Tensor = target.get_input_embeddings().weight if own is None else own
     root = math.sqrt(weight.shape[1])
     for factor, words in ((root, "times"), (1 / root, "over")):
         yield Suspect(
@@ -104,7 +105,7 @@ def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Suspect]:
 
 
 def _scaled(heads: Checkpoint, weight: Tensor, factor: float) -> Checkpoint:
-    return heads.with_tensors((_EMBEDDING,), **{_EMBEDDING: weight.detach().cpu() * factor})
+    return heads.with_tensors({_EMBEDDING: weight.detach().cpu() * factor})
 
 
 def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Suspect]:
@@ -115,7 +116,7 @@ def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Suspect]:
             yield Suspect(
                 f"the inputs of {key} are swapped: it reads the feature first, then the embedding",
                 f"swap the halves of the columns of {key}",
-                change=lambda heads, key=key, halves=halves: heads.with_tensors(**{key: halves}),
+                change=lambda heads, key=key, halves=halves: heads.with_tensors({key: halves}),
             )
 
 
@@ -142,7 +143,7 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
         yield Suspect(
             "features are not normed before fc",
             "leave the norm before fc out of the heads' tensors",
-            change=lambda heads: heads.with_tensors(normed),
+            change=lambda heads: heads.with_tensors({}, normed),
         )
     elif fc is not None:
         width = fc.shape[1] // layers
@@ -152,7 +153,7 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
             yield Suspect(
                 f"features are normed before fc, {how}",
                 f"put the norms beside the heads, as {', '.join(norms)}",
-                change=methodcaller("with_tensors", **norms),
+                change=methodcaller("with_tensors", norms),
             )
 
 
@@ -173,7 +174,7 @@ def shifted_heads(checkpoint: Checkpoint) -> Iterator[Suspect]:
     }
 
     def change(given: Checkpoint) -> Checkpoint:
-        return given.with_tensors(tuple(found), **tensors).with_config(**counts)
+        return given.with_tensors(tensors, tuple(found)).with_config(**counts)
 
     yield Suspect(
         "the first head says the token that the target says itself: heads are off by one",

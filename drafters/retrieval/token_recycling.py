@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
@@ -72,7 +72,7 @@ class TokenRecycling(Drafter):
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
         shape = self.config.shape()
-        self._drawn = "chain" if shape.is_path else "deterministic"
+        self._drawn: Drawn = "chain" if shape.is_path else "deterministic"
         self._levels = [
             (on_device(parents, context.device), on_device(ranks, context.device))
             for parents, ranks in zip(shape.parents, shape.ranks, strict=True)

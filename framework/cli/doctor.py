@@ -165,12 +165,12 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
     ordered = sorted(found[1:], key=lambda one: -1.0 if one.gain is None else one.gain.value, reverse=True)
     for one in (base, *ordered):
         row = one.row
-        known = row is not None and row.block_efficiency is not None
+        efficiency = None if row is None else row.block_efficiency
         lines.append(
             {
                 "if": one.suspect.mistake or "as it is",
                 "accepted at 1, 2, ..": " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
-                "BE": f"{row.block_efficiency.value:.2f}" if known else "-",
+                "BE": f"{efficiency.value:.2f}" if efficiency else "-",
                 "gain [95 %]": estimate_text(one.gain, "+")
                 if one.gain
                 else ""

@@ -6,7 +6,7 @@ Nothing here loads or imports anything heavy: plug-ins name these classes while 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -143,7 +143,7 @@ class Checkpoint:
             raise self.refused(f"{quoted(key)} counts further than the {len(self.tensors)} tensors they hold")
         return int(digits)
 
-    def with_tensors(self, without: tuple[str, ...] = (), **tensors: Tensor) -> Checkpoint:
+    def with_tensors(self, tensors: Mapping[str, Tensor], without: tuple[str, ...] = ()) -> Checkpoint:
         """The same with other tensors, and none whose name is ``without`` or begins so."""
         kept = {key: t for key, t in self.tensors.items() if not any(map(key.startswith, without))}
         return replace(self, tensors={**kept, **tensors})

@@ -221,7 +221,8 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     for documents in ([[]], []):
         with pytest.raises(UsageError, match="holds no tokens"):
             build(documents, tmp_path / "d")
-    for document in ([1, -1], [2**31], [1.5]):
+    wrong: Any = ([1, -1], [2**31], [1.5])
+    for document in wrong:
         with pytest.raises(UsageError, match="must be whole numbers from 0"):
             build([document], tmp_path / "d")
     (tmp_path / "d").mkdir()

@@ -138,7 +138,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         ("[1]", "a prompt is a JSON object, not list"),
         (
             '{"text": "a", "id": 1}',
-            "a prompt needs one of the keys turns, question, prompt; it has: text, id",
+            "a prompt needs one of the keys turns, question, prompt, conversations, messages; it has: text, id",
         ),
         ('{"turns": []}', "'turns' must be a list of texts, and none of them empty"),
         ('{"turns": ["a", " "]}', "'turns' must be a list of texts, and none of them empty"),

@@ -112,8 +112,9 @@ class Datastore:
         """
         manifest = _manifest(path)
         n, ids, tokenizer, digests = (manifest.get(key) for key in ("tokens", "ids", "tokenizer", "sha256"))
-        whole = type(n) is int and type(ids) is int and isinstance(tokenizer, str) and isinstance(digests, dict)
-        if not whole or n < 1 or not 0 < ids <= MOST_IDS:
+        if type(n) is not int or type(ids) is not int or n < 1 or not 0 < ids <= MOST_IDS:
+            raise _damaged(path, MANIFEST, "it lacks a number, or one has a wrong value")
+        if not isinstance(tokenizer, str) or not isinstance(digests, dict):
             raise _damaged(path, MANIFEST, "it lacks a key, or one has a wrong value")
         arrays = []
         for name, kinds in ((TOKENS, (np.int32,)), (SUFFIXES, (np.int32, np.int64))):

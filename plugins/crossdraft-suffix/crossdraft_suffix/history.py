@@ -67,7 +67,7 @@ class History:
         self._back = np.zeros(len(self._sizes) * self.capacity, dtype=np.int32)
         self._head = np.zeros(len(self._sizes) << self._bits, dtype=np.int32)
         # Indexed one by one, a view of the memory is several times faster than the array.
-        self._links, self._heads = memoryview(self._back), memoryview(self._head)
+        self._links, self._heads = self._back.data, self._head.data
         self._tail: list[int] = []
         #: Tokens that were ever added: the place of the next one.
         self.total = 0
