@@ -25,7 +25,7 @@ SIZES = (1, 2, 4, 8)
 #: highest bits of the hash times another odd number (Knuth's multiplicative hashing).
 _BASE, _MIX, _ALL = 0xC2B2AE3D27D4EB4F, 0x9E3779B97F4A7C15, 2**64 - 1
 #: So many tokens or fewer are linked one by one: NumPy begins to be faster behind.
-_FEW = 24
+_FEW = 16
 #: Places are 32-bit integers.
 _LAST = 2**31 - 1
 
