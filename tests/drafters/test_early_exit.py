@@ -58,8 +58,16 @@ def plain(model: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("policy", ["static", {"name": "confidence", "threshold": 0.2}, "heuristic"])
+@pytest.mark.parametrize(
+    "batch_size, policy",
+    [
+        (1, "static"),
+        (8, "static"),
+        (8, {"name": "confidence", "threshold": 0.2}),
+        pytest.param(1, {"name": "confidence", "threshold": 0.2}, marks=pytest.mark.slow),
+        pytest.param(8, "heuristic", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, policy: Any) -> None:
     reference = plain(deep)
     seen: list[Any] = []
@@ -91,8 +99,7 @@ class Counted:
             hook.remove()
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size, temperature", [(1, 0.0), (3, 1.0)])
 def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, temperature: float) -> None:
     """Counted: of a round the first layers see root and draft once, in drafting or after it, and so do the others."""
     seen: list[Any] = []

@@ -45,7 +45,7 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
     return Decoder(lm, made, rule(), sampling=sampling, **loop)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,7 +81,10 @@ class Without(nn.Module):
         return (nothing, None) if self.attention else nothing
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt-neox"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt-neox")]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", *OTHERS])
 def test_a_fork_says_what_a_model_without_the_parts_says(tiny_model: Callable, family: str) -> None:
     """Against a copy of the model whose own modules were exchanged, run by transformers without a cache of ours."""
     lm = TransformersLM(tiny_model(family, copy="forked"), 1, 64)

@@ -61,7 +61,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("drafter, options", CASES)
 def test_greedy_text_is_transformers_own(
     repeating: Any, expected: Any, drafter: Any, options: Any, batch_size: int
