@@ -101,7 +101,13 @@ def read_run(directory: Path, timed: bool = True) -> FinishedRun:
     if not (directory / "recipe.json").is_file():
         what = "has no recipe.json" if directory.is_dir() else "is no directory"
         raise UsageError(f"{directory} {what}; give the directory of a finished run, which crossdraft run named last")
-    recipe = read_recipe(directory / "recipe.json")
+    try:
+        recipe = read_recipe(directory / "recipe.json")
+    except UsageError:  # keys come and go
+        heads = (RunDirectory(file.parent).read_json(file.name) for file in directory.glob("cells/*/config.json"))
+        if any(head.get("format") != FORMAT for head in heads):
+            raise UsageError(f"the run {directory} was written by another version; run its recipe again") from None
+        raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
     run, results = RunDirectory(directory), []
     try:

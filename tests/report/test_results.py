@@ -214,6 +214,9 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     assert error(copy) == f"the run {copy} was cut off before it wrote summary.csv; run its recipe again"
     (copy / "recipe.json").write_text('{"target": "org/name", "verifier": []}', encoding="utf-8")
     assert f"{copy / 'recipe.json'}:1: unknown key 'verifier'; did you mean 'verifiers'?" in report(capsys, copy)[2]
+    cell = sorted((copy / "cells").iterdir())[0]
+    (cell / "config.json").write_text(json.dumps(head | {"format": 1}), encoding="utf-8")
+    assert error(copy) == f"the run {copy} was written by another version; run its recipe again"
     everything = made("failing", failing="token", verifiers=["token"])
     shutil.rmtree(everything / "cells")
     text = (everything / "summary.csv").read_text(encoding="utf-8").splitlines()
