@@ -43,7 +43,7 @@ def speculate(
     """The best draft after ``tail`` that any match in any of some histories gives.
 
     A match of m tokens gives a draft of at most ``factor`` * m. Of equally good ones the first history's is taken,
-    then that of the longest match (G. Oliaro et al., SuffixDecoding, section 3 and algorithm 1).
+    then that of the longest match (G. Oliaro et al., SuffixDecoding, section 3).
     """
     best = Speculation()
     for history in histories:
