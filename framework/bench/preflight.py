@@ -60,6 +60,8 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
 
 
 def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
+    if not hasattr(tokenizer, "__len__"):  # of another backend: how many tokens there are is not known
+        return []
     first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MOST]]
     found = warning(first, len(tokenizer))
     return [found] if found else []

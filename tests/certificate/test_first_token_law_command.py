@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from wrong_rules import Inverted
 
+from crossdraft.framework.certificate.first_token_law import laws_after
 from crossdraft.framework.cli import certify_model
 from crossdraft.framework.contracts.errors import (
     CrossdraftError,
@@ -134,12 +135,11 @@ def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: P
 def test_nan_is_an_error() -> None:
     broken = SimpleNamespace(
         device="cpu",
-        begin=lambda row, tokens: None,
         grow=lambda tokens: (torch.full((1, 1, 5), torch.nan), None),
         keep=lambda counts: None,
     )
     with pytest.raises(NumericalError, match="the target 'x' produced NaN"):
-        certify_model._law_after(broken, [3, 4], Sampling(), "target 'x'")
+        laws_after(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
 
 
 def test_options_that_a_parser_has_already() -> None:

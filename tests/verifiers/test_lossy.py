@@ -146,14 +146,14 @@ def test_json_does_not_call_them_lossless(capsys: Any) -> None:
 def test_tables_mark_them(tmp_path: Path) -> None:
     """In the table and wherever two verifiers are compared; a label does not hide it."""
 
-    def result(drafter: str, verifier: Any) -> CellResult:
+    def result(drafter: str, verifier: Any, tau: int = 1) -> CellResult:
         config = CellConfig.model_validate({"target": "toy", "drafter": drafter, "verifier": verifier})
-        records = [RoundRecord(0, "q", "", 0, i, 1, 2, 2, 2, 9) for i in range(3)]
+        records = [RoundRecord(0, "q", "", 0, i, tau, tau + 1, 2, 2, 9) for i in range(3)]
         seconds = {"draft": 0.0, "target": 1.0, "verify": 0.0, "rest": 0.0, "prefill": 0.0}
-        return CellResult(config, measure(records, [Piece(6, seconds)]), records=records)
+        return CellResult(config, measure(records, [Piece(3 * tau + 3, seconds)]), records=records)
 
     strict = result("prompt-lookup", "token")
-    lossy = [result("prompt-lookup", {"name": name, "label": f"my {name}"}) for name in LOSSY]
+    lossy = [result("prompt-lookup", {"name": name, "label": f"my {name}"}, 2) for name in LOSSY]
     recipe = Recipe.model_validate({"target": "toy", "drafters": ["prompt-lookup"], "verifiers": ["token"]})
     for report in (terminal, summary_markdown):
         text = report(Summary(recipe, tmp_path, [result("none", "token"), strict, *lossy]))

@@ -113,7 +113,7 @@ class Datastore:
         manifest = _manifest(path)
         n, ids, tokenizer, digests = (manifest.get(key) for key in ("tokens", "ids", "tokenizer", "sha256"))
         if type(n) is not int or type(ids) is not int or n < 1 or not 0 < ids <= MOST_IDS:
-            raise _damaged(path, MANIFEST, "it lacks a number, or one has a wrong value")
+            raise _damaged(path, MANIFEST, "it lacks a key, or one has a wrong value")
         if not isinstance(tokenizer, str) or not isinstance(digests, dict):
             raise _damaged(path, MANIFEST, "it lacks a key, or one has a wrong value")
         arrays = []
