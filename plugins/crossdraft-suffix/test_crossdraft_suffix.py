@@ -236,6 +236,7 @@ def test_memory_is_as_large_as_it_says() -> None:
 
 
 def test_options_that_cannot_be() -> None:
-    for options in ({"factor": 0}, {"depth": 65}, {"memory": -1}, {"min_prob": 1.5}):
+    wrong: Any = ({"factor": 0}, {"depth": 65}, {"memory": -1}, {"min_prob": 1.5})
+    for options in wrong:
         with pytest.raises(ValidationError):
             Suffix.Config(**options)

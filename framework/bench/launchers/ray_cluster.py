@@ -32,7 +32,7 @@ class Ray(Launcher):
     def __init__(self, config: RayConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise UsageError("the launcher ray needs Ray: pip install 'crossdraft[ray]'") from None
         self._ray, self._mine = ray, not ray.is_initialized()

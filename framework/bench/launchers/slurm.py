@@ -38,7 +38,7 @@ class Slurm(Launcher):
     def __init__(self, config: SlurmConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
         try:
-            import submitit
+            import submitit  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise UsageError("the launcher slurm needs submitit: pip install 'crossdraft[slurm]'") from None
         self._submitit = submitit

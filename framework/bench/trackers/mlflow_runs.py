@@ -29,7 +29,7 @@ class Mlflow:
 
     def __init__(self) -> None:
         try:
-            from mlflow.tracking import MlflowClient
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise UsageError("the tracker mlflow needs MLflow: pip install 'crossdraft[mlflow]'") from None
         try:
@@ -50,8 +50,8 @@ class Mlflow:
 
     @hookimpl
     def crossdraft_cell_finished(self, cell: Mapping[str, Any]) -> None:
-        from mlflow.entities import Metric, Param
-        from mlflow.utils.time import get_current_time_millis
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]  # an extra
+        from mlflow.utils.time import get_current_time_millis  # pyright: ignore[reportMissingImports]  # an extra
 
         tags = {"mlflow.parentRunId": self._run, "crossdraft.cell": cell["id"]}
         made = self._client.create_run(self._experiment, run_name=title(cell["config"]), tags=tags).info.run_id

@@ -19,7 +19,7 @@ class Trackio:
 
     def __init__(self) -> None:
         try:
-            import trackio
+            import trackio  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise UsageError("the tracker trackio needs Trackio: pip install 'crossdraft[trackio]'") from None
         self._trackio: Any = trackio

@@ -49,7 +49,7 @@ class Combine(Drafter):
             min_length=2, max_length=8, description="names, or mappings with name and options, in order"
         )
         mode: Literal["first", "merge"] = Field(
-            "first", description="first: the first drafter that has something; merge: one tree of all"
+            default="first", description="first: the first drafter that has something; merge: one tree of all"
         )
         nodes: int = Field(default=32, ge=1, le=MOST_NODES, description="most nodes of a merged tree")
 
