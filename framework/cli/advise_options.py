@@ -7,6 +7,7 @@ import argparse
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError
 from ..contracts.limits import MOST_LEVELS, MOST_PROMPTS, MOST_ROWS, MOST_TOKENS
+from .consent import add_consent
 from .cost_options import add_machine, check_machine, check_numbers, integer, integers, number, option
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replayed.add_argument("--prompts", metavar="SOURCE", help="prompts that the target answers here, by plain decoding")
     replayed.add_argument("--responses", type=integer, default=32, metavar="N", help="to so many of them (32)")
     replayed.add_argument("--max-new-tokens", type=integer, default=128, metavar="N", help="of a response (128)")
+    add_consent(replayed)
     about = parser.add_argument_group("what an engine's numbers do not say")
     about.add_argument("--since", metavar="FILE", help="an earlier scrape of the same counters, to count from")
     about.add_argument(
@@ -96,6 +98,8 @@ def _check_replay(args: argparse.Namespace) -> None:
             raise UsageError("--drafter with options is for --replay and --prompts; give its name alone")
         if args.responses != 32 or args.max_new_tokens != 128:
             raise UsageError("--responses and --max-new-tokens say what to decode; they need --prompts")
+        if args.trust_remote_code:
+            raise UsageError("--trust-remote-code is for models that are run: with --replay and --prompts")
         return
     if args.sources or args.since:
         raise UsageError("--replay and --prompts are judged by themselves, without runs or what engines wrote")

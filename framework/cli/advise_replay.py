@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..contracts.errors import UsageError
+from .consent import trusted_beside
 from .decoded import decoded, say
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
     from .replay import alike
     from .replay_candidates import candidates_of
 
+    consent = trusted_beside(args, args.target)
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
     name = " and ".join(args.replay or [])
     sources = list(args.replay or [])
@@ -42,18 +44,35 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
         if sampling is None:
             sampling = Sampling()
             remarks.assume("responses are sampled at temperature 1; say --temperature for another")
-        path = decoded(args.target, args.prompts, sampling, limit=args.responses, most=args.max_new_tokens)
+        path = decoded(
+            args.target,
+            args.prompts,
+            sampling,
+            limit=args.responses,
+            most=args.max_new_tokens,
+            consent=args.target in consent,
+        )
         sources.append(str(path))
         name = f"responses of {args.target} to {args.prompts}"
     # What was decoded here was kept with the log P of the law that it was sampled from.
-    reader = Reader(target=args.target or "", sampling=sampling, processed=not args.replay)
+    reader = Reader(
+        target=args.target or "",
+        sampling=sampling,
+        processed=not args.replay,
+        trust_remote_code=args.target in consent,
+    )
     responses = reader.read(sources)
     first = next(responses, None)
     if first is None:
         raise UsageError(f"{name}: there is no response to replay")
     sampling = sampling or first.sampling
     candidates = candidates_of(
-        args.drafter, args.verifier or [], range(1, DEEPEST + 1), sampling=sampling, target=args.target or reader.target
+        args.drafter,
+        args.verifier or [],
+        range(1, DEEPEST + 1),
+        sampling=sampling,
+        target=args.target or reader.target,
+        trust_remote_code=consent,
     )
     rules = sum(len(candidate.rules) for candidate in candidates)
     say(f"replaying {len(candidates)} drafters, {rules} pairs, gamma 1 to {DEEPEST}; nothing is decoded for that")

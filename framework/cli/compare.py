@@ -6,8 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
+from ..contracts.errors import UsageError, printable
 from ..report.comparison import compare_runs, comparison_text
-from ..report.finished import read_run
+from ..report.finished import FinishedRun, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, or runs that cannot be compared."""
-    comparison = compare_runs(read_run(args.a), read_run(args.b))
+    comparison = compare_runs(_one(args.a), _one(args.b))
     if args.json:
         print(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
     else:
         print(comparison_text(comparison, "github" if args.markdown else "simple"), end="")
     return 0
+
+
+def _one(directory: Path) -> FinishedRun:
+    """The run in a directory, of shards or not."""
+    runs = read_runs([directory])
+    if len(runs) > 1:
+        raise UsageError(f"{printable(str(directory))} holds shards of {len(runs)} recipes; give the shards of one")
+    return runs[0]

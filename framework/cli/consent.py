@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..contracts.errors import UsageError, quoted
@@ -18,6 +18,30 @@ def add_consent(parser: Any) -> None:
         metavar="MODEL",
         help="let this model run Python code from its own directory, after you have read it; repeatable",
     )
+
+
+def texts_in(options: Any) -> Iterator[str]:
+    """Every text in a drafter's options: which of them are models, the drafter alone knows."""
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, dict | list):
+        for one in options.values() if isinstance(options, dict) else options:
+            yield from texts_in(one)
+
+
+def trusted_beside(args: argparse.Namespace, target: str | None) -> frozenset[str]:
+    """`trusted`, among a target and what ``--drafter`` names.
+
+    Raises:
+        UsageError: see `trusted`; a drafter that is no name or mapping.
+    """
+    from ..runs.recipe import Strategy
+
+    if not args.trust_remote_code:
+        return frozenset()
+    drafters = [args.drafter] if isinstance(args.drafter, str) else args.drafter or []
+    options = [Strategy.parse(text, "--drafter").config for text in drafters]
+    return trusted(args, [target or None, *texts_in(options)])
 
 
 def trusted(args: argparse.Namespace, models: Iterable[Any]) -> frozenset[str]:

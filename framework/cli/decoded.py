@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 ROWS, START = 8, 4
 
 
-def decoded(target: str, prompts: str, sampling: Sampling, *, limit: int, most: int, chat: bool | None = None) -> Path:
+def decoded(
+    target: str,
+    prompts: str,
+    sampling: Sampling,
+    *,
+    limit: int,
+    most: int,
+    chat: bool | None = None,
+    consent: bool = False,
+) -> Path:
     """A file of the target's responses, of at most ``most`` tokens, to the first ``limit`` prompts of a source.
 
-    ``chat``: see `models.chat.encode`. Raises UsageError where it cannot be written, or prompts cannot be read.
+    ``chat``: see `models.chat.encode`; ``consent``: `load_model`'s ``trust_remote_code``. Raises UsageError where it
+    cannot be written, or prompts cannot be read.
     """
     from ..models.device import cache_dir
     from ..models.digests import weights_sha256
@@ -49,7 +59,7 @@ def decoded(target: str, prompts: str, sampling: Sampling, *, limit: int, most: 
         f"decoding {len(found)} responses of at most {most} tokens ({len(found) * most} in all) with "
         f"{target}, temperature {sampling.temperature:g}, no drafts"
     )
-    rows = _responses(target, asked, sampling, most, chat)
+    rows = _responses(target, asked, sampling, most, chat, consent)
     for row, prompt in zip(rows, found, strict=True):
         row |= {"id": str(prompt.question_id), "category": prompt.category}
     try:
@@ -61,14 +71,14 @@ def decoded(target: str, prompts: str, sampling: Sampling, *, limit: int, most: 
 
 
 def _responses(
-    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None
+    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, consent: bool
 ) -> list[dict[str, Any]]:
     from ..contracts.rounds import raise_failed
     from ..decoding.generate import pair_decoder
     from ..models.chat import encode
     from ..models.load import load_model
 
-    target = load_model(name)
+    target = load_model(name, trust_remote_code=consent)
     ids = [encode(target.tokenizer, [text], chat=chat) for text in asked]
 
     def decode(some: Sequence[Sequence[int]], tokens: int) -> list[Any]:

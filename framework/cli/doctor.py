@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
+from .consent import add_consent, trusted_beside
 from .decoded import decoded, duration, say
 from .sampling import sampling_from
 
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, help="of the responses (off)")
     parser.add_argument("--dtype", default="auto", help="of the models (auto)")
     parser.add_argument("--device", default="auto", help="that the models are run on (auto)")
+    add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -62,8 +64,9 @@ def main(args: argparse.Namespace) -> int:
     sampling = sampling_from(args)
     strategy = Strategy.parse(args.drafter, "--drafter")
     drafter = configured("drafters", {"name": strategy.name, **strategy.config})
-    target = Target(args.target, sampling, dtype=args.dtype, device=args.device)
-    trials = list(_trials(args, drafter, target))
+    options = {"device": args.device, "trust_remote_code": trusted_beside(args, args.target)}
+    target = Target(args.target, sampling, dtype=args.dtype, **options)
+    trials = list(_trials(args, drafter, target, options))
     found: list[Examined] = []
     start = time.perf_counter()
     for one in examine(drafter, trials, args.gamma):
@@ -79,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trials(args: argparse.Namespace, drafter: Configured, target: Target) -> Iterator[Trial]:
+def _trials(args: argparse.Namespace, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
     from ..contracts.suspect import Suspect
     from ..replay.doctor import Trial, greedy_drafts
     from ..replay.target import Target
@@ -94,7 +97,7 @@ def _trials(args: argparse.Namespace, drafter: Configured, target: Target) -> It
         yield Trial(Suspect(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
     precision = str(target.loaded.model.dtype).removeprefix("torch.")
     if precision != "float32":
-        exact = Target(args.target, target.sampling, dtype="float32", device=args.device)
+        exact = Target(args.target, target.sampling, dtype="float32", **options)
         mistake = f"{precision} is too coarse for the drafter, the target or both"
         yield Trial(Suspect(mistake, "run them with --dtype float32"), exact, responses)
 
@@ -121,8 +124,11 @@ def _has_heads(drafter: Configured) -> bool:
 def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None = None) -> list[Response]:
     from ..replay.responses import Reader
 
-    path = decoded(args.target, args.prompts, sampling, limit=args.responses, most=args.max_new_tokens, chat=chat)
-    return list(Reader(target=args.target, sampling=sampling, processed=True).read([str(path)]))
+    name, consent = args.target, args.target in args.trust_remote_code
+    path = decoded(
+        name, args.prompts, sampling, limit=args.responses, most=args.max_new_tokens, chat=chat, consent=consent
+    )
+    return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
 
 
 def _facts(drafter: Configured, target: LoadedModel) -> list[str]:

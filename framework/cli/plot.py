@@ -9,15 +9,15 @@ from pathlib import Path
 from ..contracts.errors import UsageError, printable
 from ..report.chart_style import FORMATS, WIDTHS
 from ..report.charts import KINDS, draw_to
-from ..report.finished import read_run
+from ..report.finished import read_runs
 from ..report.page import titles_of
 from ..report.selection import finished_cells
-from .selecting import add_where, comma_list
+from .selecting import add_runs, add_where, comma_list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = "; ".join(f"{name}: {kind.shows}" for name, kind in KINDS.items())
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run, runs/NAME-HASH")
+    add_runs(parser)
     parser.add_argument(
         "--kind",
         type=comma_list(KINDS),
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, cells that do not allow a chart that was named."""
-    runs = [read_run(directory) for directory in args.runs]
+    runs = read_runs(args.runs)
     sections = list(zip(titles_of(runs), runs, strict=True))
     cells = finished_cells(sections, args.where)
     written = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
+from .consent import add_consent, trusted_beside
 from .sampling import sampling_from
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of models that are run (auto)")
     parser.add_argument("--device", default="auto", help="that models are run on (auto)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers of every position, as Parquet")
+    add_consent(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, by category too")
     form.add_argument("--csv", action="store_true", help="print a line for each drafter, rule, K, gamma and category")
@@ -93,10 +95,12 @@ def main(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     sampling = _sampling(args)
+    consent = trusted_beside(args, args.target)
     reader = Reader(
         target=args.target,
         sampling=sampling,
         processed=args.logprobs == "processed",
+        trust_remote_code=args.target in consent,
         prompt_tokens=args.prompt_tokens,
         tokens=args.tokens,
         split=args.split,
@@ -118,6 +122,7 @@ def main(args: argparse.Namespace) -> int:
         policies=args.policy or ["static"],
         dtype=args.dtype,
         device=args.device,
+        trust_remote_code=consent,
     )
     found = replay(alike(chain([first], responses), sampling), candidates, args.out)
     if args.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,7 @@ def candidates_of(
     policies: Sequence[str] = ("static",),
     dtype: str = "auto",
     device: str = "auto",
+    trust_remote_code: Collection[str] = (),
 ) -> list[Candidate]:
     """What to replay, in the order in which it was asked for; nothing is loaded before responses are replayed.
 
@@ -81,6 +82,7 @@ def candidates_of(
         drafters: names, or mappings as in recipes.
         sampling: of the responses; None = not known, which drafters with a model cannot do without.
         target: its name; empty if nothing needs it.
+        dtype, device, trust_remote_code: see `Target`.
 
     Raises:
         UsageError: a drafter, rule or policy that cannot be replayed.
@@ -119,7 +121,8 @@ def candidates_of(
         if free := model_free.needs_no_model(cls, config, law):
             forced = partial(_without_model, drafter, max(chosen), law)
         else:
-            beside = beside or SideBySide(_target(title, target, sampling, dtype, device))
+            made_of = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            beside = beside or SideBySide(_target(title, target, sampling, made_of))
             several = max((k for each in rules.values() for k in each), default=1)
             one = beside.add(Asked(drafter, max(chosen), several if several > 1 else 0, tops))
             forced = partial(beside.forced, one)
@@ -213,7 +216,7 @@ def _without_model(
     return lambda texts: model_free.forced(*drafter, texts, depth, sampling)
 
 
-def _target(title: str, name: str, sampling: Sampling | None, dtype: str, device: str) -> Target:
+def _target(title: str, name: str, sampling: Sampling | None, options: dict[str, Any]) -> Target:
     from ..replay.target import Target
 
     if sampling is None:
@@ -223,7 +226,7 @@ def _target(title: str, name: str, sampling: Sampling | None, dtype: str, device
         )
     if not name:
         raise UsageError(f"drafter '{title}' needs a target: --target MODEL, the one that was recorded")
-    return Target(name, sampling, dtype=dtype, device=device)
+    return Target(name, sampling, **options)
 
 
 def _length_is_drawn(drafter: Configured, sampling: Sampling) -> bool:

@@ -9,16 +9,11 @@ from ..contracts.errors import UsageError
 from ..report.finished import read_runs
 from ..report.html import html_page
 from ..report.page import page
+from .selecting import add_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="directory of a finished run, runs/NAME-HASH, or of shards of one, which become one run",
-    )
+    add_runs(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there instead of printing it")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one self-contained page there, to be sent around"

@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import plugins
 from ..contracts.errors import UsageError, quoted
-from .consent import add_consent, trusted
+from .consent import add_consent, texts_in, trusted
 from .tracking import tracking
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
     """Every name in the cells that may be a model's."""
     for cell in cells:
         yield cell.target
-        yield from _texts(cell.drafter.config)
+        yield from texts_in(cell.drafter.config)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -168,12 +168,3 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
         fail_fast=args.fail_fast,
         say=None if args.quiet else say,
     )
-
-
-def _texts(options: Any) -> Iterator[str]:
-    """Every text in a drafter's options: which of them are models, the drafter alone knows."""
-    if isinstance(options, str):
-        yield options
-    elif isinstance(options, dict | list):
-        for one in options.values() if isinstance(options, dict) else options:
-            yield from _texts(one)

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="directory of a finished run, runs/NAME-HASH, or of shards of one, which become one run",
+    )
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 from ..contracts.errors import UsageError, printable
-from ..report.finished import read_run
+from ..report.finished import read_runs
 from ..report.page import titles_of
 from ..report.pivot import FORMATS, pivot, rendered, untold
 from ..report.selection import finished_cells
-from .selecting import add_where, comma_list
+from .selecting import add_runs, add_where, comma_list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run, runs/NAME-HASH")
+    add_runs(parser)
     parser.add_argument(
         "--rows",
         type=comma_list(),
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, keys that leave several cells in one place."""
     if not 0 <= args.digits <= 12:
         raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
-    runs = [read_run(directory) for directory in args.runs]
+    runs = read_runs(args.runs)
     cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
     cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
     if not cells:

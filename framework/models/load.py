@@ -6,7 +6,6 @@ about drafting.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from .digests import weights_sha256
 from .meanwhile import Meanwhile
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
-from .tokenizer import eos_token_ids
+from .tokenizer import check_code_is_here, eos_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -87,11 +86,8 @@ def load_transformers(
     place: torch.device = shares.device if device == "auto" and shares is not None else pick_device(device)
     precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
     shared = shared_embedding_of(found.path)
-    if trust_remote_code and (elsewhere := _code_elsewhere(found.path)):
-        raise ModelError(
-            f"{name} asks for Python code of another repository, {elsewhere}, which trust_remote_code does not cover: "
-            f"copy that code into {found.path} and take '{elsewhere}--' out of the auto_map there"
-        )
+    if trust_remote_code:
+        check_code_is_here(name, found.path)
     if shared is not None and share_with is None:
         check_owner(name, found.path)
     config = read_config(found.path)
@@ -174,20 +170,6 @@ def _owner(name: str, model: str, **options: Any) -> LoadedModel:
             f"{error}; {name} takes its embedding from it: where it needs options of its own, load it and give it as "
             "share_with"
         ) from error
-
-
-def _code_elsewhere(path: Path) -> str | None:
-    """The other repository whose Python code the model at ``path`` asks for (``org/name--module.Class``), if any."""
-    for file in ("config.json", "tokenizer_config.json"):
-        try:
-            found = json.loads((path / file).read_text(encoding="utf-8"))["auto_map"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        references = found.values() if isinstance(found, dict) else [found]
-        for reference in (r for entry in references for r in (entry if isinstance(entry, list) else [entry])):
-            if isinstance(reference, str) and "--" in reference:
-                return reference.partition("--")[0]
-    return None
 
 
 def _fetched(*configs: Any) -> Iterator[str]:

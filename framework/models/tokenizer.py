@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import ModelError, first_line, quoted
@@ -23,13 +24,19 @@ class TokenizerOf:
     eos_token_ids: tuple[int, ...]
 
 
-def load_tokenizer(name: str) -> TokenizerOf:
-    """That of the model called ``name``, see `resolve`. Raises ModelError for one that is missing or damaged."""
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> TokenizerOf:
+    """That of the model called ``name``, see `resolve`.
+
+    ``trust_remote_code``: see `load_model`. Raises ModelError for one that is missing or damaged.
+    """
     from transformers import AutoTokenizer
 
     found = resolve(name)
+    if trust_remote_code:
+        check_code_is_here(name, found.path)
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(found.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(found.path, **options)
     except Exception as error:  # whatever transformers and its backends raise about a bad directory
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
     ends = [tokenizer.eos_token_id]
@@ -55,3 +62,26 @@ def eos_token_ids(name: str, *said: Any) -> tuple[int, ...]:
                 raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
             found.add(one)
     return tuple(sorted(found))
+
+
+def check_code_is_here(name: str, path: Path) -> None:
+    """Raise ModelError for a model at ``path`` that asks for another repository's Python code, which nobody read."""
+    if elsewhere := _code_elsewhere(path):
+        raise ModelError(
+            f"{name} asks for Python code of another repository, {elsewhere}, which trust_remote_code does not cover: "
+            f"copy that code into {path} and take '{elsewhere}--' out of the auto_map there"
+        )
+
+
+def _code_elsewhere(path: Path) -> str | None:
+    """The other repository whose Python code the model at ``path`` asks for (``org/name--module.Class``), if any."""
+    for file in ("config.json", "tokenizer_config.json"):
+        try:
+            found = json.loads((path / file).read_text(encoding="utf-8"))["auto_map"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        references = found.values() if isinstance(found, dict) else [found]
+        for reference in (r for entry in references for r in (entry if isinstance(entry, list) else [entry])):
+            if isinstance(reference, str) and "--" in reference:
+                return reference.partition("--")[0]
+    return None

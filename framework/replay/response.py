@@ -58,12 +58,14 @@ class Reading:
         target: whose tokenizer turns texts into token ids; empty = no text may have to be.
         sampling: what responses that do not say were sampled with; None = that is not known.
         processed: log-probabilities of a file are of the law that was sampled from, after temperature and truncation.
+        trust_remote_code: let the target's tokenizer run Python code of its own.
         assumed: what was taken for granted, and of how many responses.
     """
 
     target: str = ""
     sampling: Sampling | None = None
     processed: bool = False
+    trust_remote_code: bool = False
     assumed: Counter[str] = field(default_factory=Counter)
     _tokenizer: TokenizerOf | None = None
 
@@ -74,7 +76,7 @@ class Reading:
                 raise UsageError(
                     f"{where}: it holds text, not token ids; name the model whose tokenizer it takes: --target MODEL"
                 )
-            self._tokenizer = load_tokenizer(self.target)
+            self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +27,19 @@ class Target:
 
     Args:
         dtype, device: see `load_model`; of drafting models, too.
+        trust_remote_code: names of the models that may run Python code of their own.
     """
 
-    def __init__(self, name: str, sampling: Sampling, *, dtype: str = "auto", device: str = "auto"):
-        self.name, self.sampling = name, sampling
+    def __init__(
+        self,
+        name: str,
+        sampling: Sampling,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: Collection[str] = (),
+    ):
+        self.name, self.sampling, self._trusted = name, sampling, frozenset(trust_remote_code)
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._drafting: dict[tuple[str, bool], LoadedModel] = {}
         self._heads: Callable[[str], Checkpoint] = load_checkpoint
@@ -38,7 +47,7 @@ class Target:
     @cached_property
     def loaded(self) -> LoadedModel:
         """With its weights."""
-        return load_model(self.name, **self._options)
+        return load_model(self.name, trust_remote_code=self.name in self._trusted, **self._options)
 
     def make(self, rows: int, longest: int, room: int) -> DraftContext:
         """A `MakeContext` over its slots."""
@@ -59,7 +68,7 @@ class Target:
             if found.backend != TRANSFORMERS:
                 return None
             config = read_config(Path(found.path))
-            known = load_tokenizer(self.name)
+            known = load_tokenizer(self.name, trust_remote_code=self.name in self._trusted)
         except CrossdraftError:  # loading it says what is wrong, if it comes to that
             return None
         nested = config.get("text_config")
@@ -90,6 +99,9 @@ class Target:
         """A drafting model, once; by itself where the target is not there."""
         key = name, target.model is None
         if key not in self._drafting:
-            alone = target.model is None
-            self._drafting[key] = load_model(name, **self._options) if alone else load_drafting_model(name, target)
+            consent = name in self._trusted
+            if target.model is None:
+                self._drafting[key] = load_model(name, trust_remote_code=consent, **self._options)
+            else:
+                self._drafting[key] = load_drafting_model(name, target, trust_remote_code=consent)
         return self._drafting[key]

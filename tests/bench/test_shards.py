@@ -76,6 +76,15 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert page == report(capsys, run) and page.count("\n## ") == 1
     assert "cells have no numbers" not in page
 
+    told = []
+    for directories in ([run], shards, [whole]):
+        assert cli.main(["table", *map(str, directories), "--cols", "batch_size", "--value", "mean_tau,tokens"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] == told[2]
+    assert cli.main(["compare", str(run), str(whole), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert len(compared["pairs"]) == 2 and not any(compared["only"])
+
     part = report(capsys, shards[0])
     assert "- note: 2 of 4 cells have no numbers: they failed, or belong to a shard that is not here" in part
 
@@ -140,6 +149,9 @@ def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsy
         assert seconds and not any(seconds) and not any(piece["rounds"] for piece in found["pieces"])
         assert found["metrics"]["speed_up"] is None and found["metrics"]["tokens_per_second"] == 0
     assert "not timed (--untimed)" in report(capsys, run)
+    assert cli.main(["table", str(run), "--value", "tokens_per_second"]) == 2
+    assert "'tokens_per_second'" in capsys.readouterr().err
+    assert cli.main(["table", str(run), "--value", "tokens"]) == 0 and "prompt-lookup" in capsys.readouterr().out
     for command in (["cost", "--run", str(run)], ["advise", str(run)]):
         assert cli.main(command) == 2
         assert f"the run {run} was not timed (--untimed); run its recipe on a" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 Path({marker!r}).touch()
 
 class MarkedConfig(LlamaConfig):
-    model_type = "marked"
+    model_type = "{kind}"
 
 class MarkedForCausalLM(LlamaForCausalLM):
     config_class = MarkedConfig
@@ -48,10 +48,10 @@ def edit(file: Path, **changes: Any) -> None:
 def marked(directory: Path, where: str = "") -> Path:
     """A model that needs code of its own; the file that the code would leave. ``where``: whose code that is."""
     save_model(directory)
-    marker = directory.with_suffix(".ran")
-    (directory / "marked.py").write_text(CODE.format(marker=str(marker)))
+    marker, kind = directory.with_suffix(".ran"), f"marked-{directory.name}"
+    (directory / "marked.py").write_text(CODE.format(marker=str(marker), kind=kind))
     code = {"AutoConfig": f"{where}marked.MarkedConfig", "AutoModelForCausalLM": f"{where}marked.MarkedForCausalLM"}
-    edit(directory / "config.json", model_type="marked", auto_map=code)
+    edit(directory / "config.json", model_type=kind, auto_map=code)
     return marker
 
 
@@ -94,7 +94,7 @@ def test_a_tokenizer_of_another_model_needs_its_own(tmp_path: Path) -> None:
     marked(tmp_path / "target")
     save_model(tmp_path / "small")
     marker = tmp_path / "tokenizer.ran"
-    (tmp_path / "small" / "marked.py").write_text(CODE.format(marker=str(marker)))
+    (tmp_path / "small" / "marked.py").write_text(CODE.format(marker=str(marker), kind="small"))
     code = {"AutoTokenizer": [None, "marked.MarkedTokenizer"]}
     edit(tmp_path / "small" / "tokenizer_config.json", tokenizer_class="MarkedTokenizer", auto_map=code)
     target = load_model(str(tmp_path / "target"), trust_remote_code=True, dtype="float32")
@@ -139,6 +139,9 @@ COMMANDS = {
     "certify": "certify --model {target} --drafter {small} --prompt w5 --raw --draws 100",
     "cost": "cost --target {target} --drafter {small} --batch-size 1 --width 1 --context 8 --repeats 1",
     "run": "run {recipe} --out {out}",
+    "replay": "replay {responses} --target {target} --drafter {drafter} --temperature 1 --gamma 1",
+    "doctor": "doctor --target {target} --drafter {drafter} --prompts {prompts} --max-new-tokens 2 --gamma 1",
+    "advise": "advise --prompts {prompts} --target {target} --drafter {drafter} --max-new-tokens 18 --cost {costs}",
 }
 
 
@@ -155,11 +158,15 @@ def test_every_command_asks_for_consent_model_by_model(
         f"target: {target}\nprompts: {prompts}\nmax_new_tokens: 2\n"
         f"drafters: [{{name: small-lm, model: {small}, gamma: 1}}]\nverifiers: [token]\n"
     )
-    names = {"target": target, "small": small, "recipe": recipe, "out": tmp_path / "runs"}
+    responses, costs = tmp_path / "responses.jsonl", tmp_path / "costs.csv"
+    responses.write_text('{"prompt": "w5 w6", "response": "w7 w8", "ended": true}\n')
+    costs.write_text("batch_size,width,context,seconds\n1,1,8,0.1\n1,8,8,0.2\n1,17,8,0.3\n")
+    names = {"target": target, "small": small, "recipe": recipe, "out": tmp_path / "runs", "prompts": prompts}
+    names |= {"responses": responses, "costs": costs, "drafter": f"{{name: small-lm, model: {small}}}"}
     argv = [part.format(**names) for part in COMMANDS[command].split()]
     for allowed, ran in [([], [False, False]), ([target], [True, False]), ([target, small], [True, True])]:
         main([*argv, *(word for name in allowed for word in ("--trust-remote-code", str(name)))])
-        said = capsys.readouterr().err
+        said = "".join(capsys.readouterr())
         assert ("it brings Python code of its own" in said) == (not all(ran)), said
         assert [marker.exists() for marker in markers] == ran
         for module in [name for name in sys.modules if name.startswith("transformers_modules")]:
