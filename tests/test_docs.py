@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -144,9 +143,8 @@ def run_command(words: list[str]) -> None:
     if words[0] == "pytest" and words[1:]:
         # A few of the kit's tests; tests/third_party runs all of them on like strategies.
         few = ["-k", "traits or (keep and not law)"]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *few, *words[1:]]
-        found = subprocess.run(command, capture_output=True, text=True)
-        assert found.returncode == 0, found.stdout
+        # In this process: another one would take ten seconds to load PyTorch and transformers.
+        assert pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *few, *words[1:]]) == 0
     elif words[0] == "crossdraft":
         if any("<hash>" in word for word in words):  # a run that the reader has made
             assert main(shortened(["run", "quickstart"])) == 0
@@ -159,7 +157,9 @@ def shortened(arguments: list[str]) -> list[str]:
     """The same command, on less: a page shows what takes minutes."""
     if arguments[:1] == ["run"]:
         few = ["--set", "matrix.batch_size=[1, 2]"] if "smollm2-batch" in arguments else []
-        return [*arguments, "--limit", "2", "--set", "max_new_tokens=4", *few, "--quiet"]
+        return [*arguments, "--limit", "1", "--set", "max_new_tokens=4", *few, "--quiet"]
+    if arguments[:1] == ["doctor"]:
+        return [*arguments, "--responses", "1", "--max-new-tokens", "8"]
     if arguments[:1] == ["train"]:
         few = ["--tokens", "40", "--write-batch", "8", "--max-response", "6", "--questions", "my-prompts.jsonl"]
         return [*arguments, *few, "--epochs", "1", "--measure", "none"]
