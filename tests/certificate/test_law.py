@@ -170,7 +170,12 @@ class WithoutResidual:
 
 
 @pytest.mark.parametrize(
-    "drafter, verifier", [("small-lm", "token"), ("dynamic-threshold", "block"), ("prompt-lookup", "token")]
+    "drafter, verifier",
+    [
+        ("small-lm", "token"),
+        pytest.param("dynamic-threshold", "block", marks=pytest.mark.slow),
+        pytest.param("prompt-lookup", "token", marks=pytest.mark.slow),
+    ],
 )
 def test_a_residual_without_q_is_seen(sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str) -> None:
     assert p_value(sample(drafter, careless(verifier), CONTROL), exact_law) < 1e-6

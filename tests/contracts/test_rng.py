@@ -97,7 +97,7 @@ def test_impossible_and_certain_coins(monkeypatch: pytest.MonkeyPatch, uniform: 
 @pytest.mark.parametrize("varying", ["stream", "position"])
 def test_uniformity(varying: str) -> None:
     """Chi-square of the high bits, of the low bits, and of neighbouring numbers."""
-    n = 100_000
+    n = 30_000
     running, fixed = list(range(n)), [17] * n
     u = (uniforms(0, running, fixed) if varying == "stream" else uniforms(0, fixed, running)).numpy()
 

@@ -114,7 +114,7 @@ def pair(random: Any, n: int, each: int, drift: float) -> tuple[list[Piece], lis
 
 def speed_up_coverage(n: int, each: int, drift: float, times: int) -> float:
     random = np.random.default_rng([n, each])
-    many = [found for _ in range(4) if (found := speed_up(*pair(random, 300, each, 0.0))) is not None]
+    many = [found for _ in range(3) if (found := speed_up(*pair(random, 200, each, 0.0))) is not None]
     truth = float(np.mean([found.value for found in many]))
     return coverage(lambda: (speed_up(*pair(random, n, each, drift)), truth), times)
 

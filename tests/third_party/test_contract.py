@@ -76,6 +76,7 @@ class TestWindow(DrafterContract):
     setting = TinyModel()
 
 
+@pytest.mark.slow  # as Medusa, among the built-in ones
 class TestLinearHead(DrafterContract):
     drafter = "linear-head"
     setting = TinyModel()
