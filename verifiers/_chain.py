@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.tensors import eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30
@@ -103,11 +104,6 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     for first in range(0, v, step):
         mass += total(subtract(p[..., first : first + step], q[..., first : first + step], minus))
     return mass
-
-
-def eager_on_cpu(like: Tensor) -> bool:
-    """Whether operations are done one by one by this processor: then its cache counts, and values may be looked at."""
-    return like.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:

@@ -43,7 +43,7 @@ class Sampling(Options):
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
             p = torch.zeros_like(logits).scatter_(-1, best, 1.0)
-            return p, logits.gather(-1, best).squeeze(-1).isfinite()
+            return p, logits.gather(-1, best).squeeze(-1).abs() < torch.inf
         warpers = self.warpers()
         if warpers:
             rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
@@ -51,7 +51,7 @@ class Sampling(Options):
                 rows = warper(None, rows)  # these warpers do not look at the ids
             logits = rows.view(logits.shape)
         p = logits.softmax(-1)
-        return p, ~p[..., 0].isnan()
+        return p, p[..., 0] >= 0
 
     def warpers(self) -> list:
         """The warpers of transformers that make this law, in order; none at temperature 0, which takes the argmax."""
