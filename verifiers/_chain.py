@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
-from ..framework.contracts.tensors import eager_on_cpu
+from ..framework.contracts.tensors import counting, eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30
@@ -78,7 +78,7 @@ def longest(accepted: Tensor) -> Tensor:
     n = accepted.shape[1]
     if not n:
         return accepted.sum(1)
-    return (accepted * torch.arange(1, n + 1, device=accepted.device)).amax(1)
+    return (accepted * counting(n + 1, accepted.device)[1:]).amax(1)
 
 
 def inner_excess(draft: Draft, p: Tensor, minus: Tensor) -> Tensor:

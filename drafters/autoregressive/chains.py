@@ -41,10 +41,14 @@ def grow_chain(
     steps, sampled = max(wanted), sampling.temperature > 0
     length = on_device(list(wanted), root.device)
     going = torch.ones_like(length, dtype=torch.bool) if policy.asks else None
-    logits, drafted, laws, finite = root, [], [], []
+    logits, drafted, laws = root, [], []
+    finite: list[Tensor] = []  # at temperature 0; otherwise the laws tell
     for i in range(steps + one_more):
-        q, fine = sampling.checked_law(logits)
-        finite.append(fine)
+        if sampled:
+            q = sampling.law(logits)
+        else:
+            q, fine = sampling.checked_law(logits)
+            finite.append(fine)
         laws.append(q)
         if i == steps:
             break
@@ -66,6 +70,7 @@ def grow_chain(
     if policy.asks and not policy.keeps_last and width:
         width = int(length.max())  # one more look at the device: fewer target rows
     tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
-    q = torch.stack(laws, 1)[:, : width + one_more] if sampled else None
-    fine = torch.stack(finite, 1).all(1) if finite else torch.ones_like(length, dtype=torch.bool)
+    q = torch.stack(laws, 1) if sampled else None
+    fine = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
+    q = None if q is None else q[:, : width + one_more]
     return Draft.chain(tokens, length, q, finite=fine)

@@ -249,7 +249,7 @@ def _drawn(
 
 
 def ordered(scores: Tensor, k: int) -> Tensor:
-    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest id (topk says nothing)."""
+    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest id (not so topk)."""
     best = []
     for _ in range(k):
         best.append(scores.argmax(-1))

@@ -352,8 +352,8 @@ class Decoder:
             taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
         logits, hidden = self.target.grow(tokens, parents, **begun)
         p, finite = self.sampling.checked_law(logits)
-        # Rows that are padded past their own draft compute something there that nobody reads.
-        fine = finite[:, 0] & (finite[:, 1:] | ~draft.valid).all(1)
+        # Rows that are padded past their own draft compute something there that nobody reads: valid means finite.
+        fine = finite[:, 0] & (draft.valid <= finite[:, 1:]).all(1)
         return Scores(p, fine, logits, hidden, taken_up)
 
     def _free(self, row: int) -> None:

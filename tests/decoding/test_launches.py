@@ -17,7 +17,7 @@ B, VOCAB = 32, 1300  # a vocabulary of several blocks, the last one cut: the lon
 LIMITS = [
     ("none", {}, "token", 60),
     ("small-lm", {"gamma": 5}, "block", 200),
-    ("small-lm-iid", {"gamma": 5, "K": 2}, "multipath-block", 400),
+    ("small-lm-iid", {"gamma": 5, "K": 2}, "multipath-block", 680),
     ("small-lm-tree", {"branching": [4, 2, 2]}, "traversal", 500),
 ]
 
