@@ -155,13 +155,14 @@ def rounds(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callab
 
 def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
     """Medians over the rounds: ``ms`` of a round; per cent of it in ``passes`` and, outside them, by phase."""
-    seconds, found = decoder.stopwatch.seconds, []
+    found = []
 
     def timed(make: Callable) -> Any:
-        before = dict(seconds)
+        before = dict(decoder.stopwatch.seconds)
         for clock in clocks:
             clock.take()
         out = make()
+        seconds = decoder.stopwatch.seconds
         spent = {phase: seconds[phase] - before[phase] for phase in PHASES}
         passes = {"target": clocks[0].take(), "draft": clocks[1].take()}
         total = sum(spent.values())

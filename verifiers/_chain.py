@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.tensors import counting, eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30
@@ -77,7 +78,7 @@ def longest(accepted: Tensor) -> Tensor:
     n = accepted.shape[1]
     if not n:
         return accepted.sum(1)
-    return (accepted * torch.arange(1, n + 1, device=accepted.device)).amax(1)
+    return (accepted * counting(n + 1, accepted.device)[1:]).amax(1)
 
 
 def inner_excess(draft: Draft, p: Tensor, minus: Tensor) -> Tensor:
@@ -103,11 +104,6 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     for first in range(0, v, step):
         mass += total(subtract(p[..., first : first + step], q[..., first : first + step], minus))
     return mass
-
-
-def eager_on_cpu(like: Tensor) -> bool:
-    """Whether operations are done one by one by this processor: then its cache counts, and values may be looked at."""
-    return like.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:

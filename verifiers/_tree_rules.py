@@ -6,11 +6,14 @@ that its elder siblings were drawn before it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
-from ._chain import eager_on_cpu, total
+from ..framework.contracts.tensors import columns, eager_on_cpu, take_rows
+from ._chain import total
 
 
 class Children:
@@ -51,16 +54,32 @@ class Children:
 
     def law(self, entry: int, like: Tensor) -> Tensor:
         """``[B, V]``: q of one entry per row; ``like [B, V]`` gives the width and dtype of a point mass."""
-        draft, node = self.draft, self.node[:, entry]
-        q = draft.law_of(node, like)
-        if draft.drawn == "iid" and not self._copies:
-            # Without copies a later child is one that differs from its elder siblings: drawn from the rest.
-            elder = draft.elder[self._rows, node]
-            kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
-            q = q.scatter_reduce(1, draft.tokens, kept, "amin")
-            mass = total(q)[:, None].to(q.dtype)
-            q = torch.where(mass > 0, q / mass, q)
+        node = self.node[:, entry]
+        q = self.draft.law_of(node, like)
+        if self.draft.drawn == "iid" and not self._copies:
+            q = without_elder(self.draft, q[:, None], self.draft.elder[self._rows, node][:, None]).squeeze(1)
         return q
+
+
+def laws_of_nodes(draft: Draft, nodes: Sequence[int], like: Tensor) -> Tensor:
+    """``[B, n, V]``: the laws of n ``nodes``, each given its elder siblings; ``like [B, n, V]`` shapes point masses."""
+    if draft.q is None:
+        return torch.zeros_like(like).scatter_(2, columns(draft.tokens, nodes)[..., None], 1.0)
+    q = columns(draft.q, nodes) if draft.law is None else take_rows(draft.q, columns(draft.law, nodes))
+    return without_elder(draft, q, columns(draft.elder, nodes)) if draft.drawn == "iid" else q
+
+
+def without_elder(draft: Draft, q: Tensor, elder: Tensor) -> Tensor:
+    """Laws of merged i.i.d. sequences: a later child is one that differs from its elder siblings, drawn from the rest.
+
+    Args:
+        q: ``[B, n, V]``, the law of each draw.
+        elder: ``[B, n, N]`` bool, the elder siblings of n nodes.
+    """
+    kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
+    q = q.scatter_reduce(2, draft.tokens[:, None].expand_as(kept), kept, "amin")
+    mass = total(q)[..., None].to(q.dtype)
+    return torch.where(mass > 0, q / mass, q)
 
 
 def none(rows: Tensor) -> bool:
@@ -110,5 +129,4 @@ def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:
     """The verdict that accepts the path down to ``node [B]`` (-1 = nothing) and emits ``token [B]`` after it."""
     if not draft.width:
         return Verdict(torch.zeros_like(token), token)
-    tau = torch.where(node >= 0, draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), 0)
-    return Verdict(tau, token, path=None if draft.is_chain else draft.path_to(node))
+    return Verdict(draft.depth_of(node), token, path=None if draft.is_chain else draft.path_to(node))

@@ -30,9 +30,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from ..framework.contracts.draft import Draft, Verdict, take_rows
+from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.tensors import counting, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import HUGE, cached, joint, total
 from ._tree_rules import at_token, choose, none, ratio, residual, settle, stop_at
@@ -173,22 +174,22 @@ def highest_path(
 ) -> Tensor:
     """``[B, L]``: the nodes of the highest-ranked of ``members [B, K]`` in ``sequences [B, K, L]``.
 
-    Ranked by ``score [B, N]``; -1 where there is none: past its end, before level ``start [B]``, and in rows that are
-    not ``walking [B]``.
+    Ranked by ``score [B, N]`` where two first differ, ties by id; -1 where there is none: past its end, before level
+    ``start [B]``, and in rows that are not ``walking [B]``. Members agree before that level and are equally long.
     """
-    flat = sequences.clamp(min=0).flatten(1)
-    tokens, ranks = (values.gather(1, flat).view_as(sequences).unbind(2) for values in (draft.tokens, score))
-    levels = torch.arange(sequences.shape[2], device=start.device)
-    inside = (sequences >= 0) & ((levels >= start[:, None]) & walking[:, None])[:, None]
-    path = []
-    for nodes, x, rank, here in zip(sequences.unbind(2), tokens, ranks, inside.unbind(2), strict=True):
-        chooser = members & here
-        rank = torch.where(chooser, rank, -1)
-        y = torch.where(rank == rank.amax(1, keepdim=True), x, -1).amax(1, keepdim=True)  # ties by id
-        chosen = chooser & (x == y)
-        path.append(torch.where(chosen, nodes, -1).amax(1))
-        members = torch.where(here.any(1, keepdim=True), chosen, members)
-    return torch.stack(path, 1)
+    nodes = sequences.clamp(min=0).flatten(1)
+    tokens, ranks = (values.gather(1, nodes).view_as(sequences) for values in (draft.tokens, score))
+    x, y, rank, other = tokens[:, :, None], tokens[:, None], ranks[:, :, None], ranks[:, None]
+    inside = (sequences >= 0) & ((counting(sequences.shape[2], start.device) >= start[:, None]) & walking[:, None])[
+        :, None
+    ]
+    differ = (x != y) & inside[:, :, None]
+    below = differ & ((rank < other) | ((rank == other) & (x < y)))  # [B, K, K, L]
+    at = differ.long().argmax(3, keepdim=True)  # where they part
+    beaten = (below.gather(3, at).squeeze(3) & members[:, None]).any(2)
+    highest = (members & ~beaten).long().argmax(1)[:, None, None].expand(-1, 1, sequences.shape[2])
+    path = torch.where(inside & members[:, :, None], sequences, -1)
+    return path.gather(1, highest).squeeze(1)
 
 
 def laws_of(draft: Draft) -> Tensor:

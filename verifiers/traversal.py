@@ -13,19 +13,28 @@ Nodes are visited depth first, children before their parent; each is accepted wi
 children left it. The first one accepted ends the visit and Y ~ its p. All credits depend on the draft alone,
 so they are computed first (top down), and the coins are tossed afterwards (bottom up). One child per node is
 block verification.
+
+What is kept of a node is its *share* a p, a law times its credit, and its *rest* 1 - a. A failure divides both:
+
+    d = S + 1 - a,   a p <- (a p - q_j)_+ / d,   1 - a <- (1 - a) / d
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..framework.contracts.draft import Draft, Verdict, take_rows
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.fixed_tree import Children, constant, families, nodes_of
+from ..framework.contracts.rng import RoundRng, first_accepted
+from ..framework.contracts.tensors import columns, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._tree_rules import Children, choose, ratio, residual, stop_at
+from ._chain import total
+from ._tree_rules import at_token, choose, laws_of_nodes, stop_at
 
 
 class Traversal(Verifier):
@@ -38,35 +47,82 @@ class Traversal(Verifier):
         return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        children = Children(draft)
-        rows = torch.arange(draft.batch_size, device=p.device)
-        law = p.clone()  # of every node, index node + 1
-        credit = torch.ones(draft.batch_size, draft.width + 1, dtype=torch.float64, device=p.device)
-        for j in range(len(children)):
-            parent, valid = children.parent[:, j] + 1, children.valid[:, j]
-            a, before = credit[rows, parent], take_rows(law, parent)
-            q = children.law(j, before)
-            credit[:, j + 1] = torch.where(valid, (a * ratio(before, q, children.token[:, j])).clamp(max=1), 0.0)
-            after, s = residual(before, q, a)
-            left = s + (1 - a)
-            updated = torch.where(left > 0, s / left, 1.0)
-            credit[rows, parent] = torch.where(valid, updated, a)
-            law[rows, parent] = choose(valid, after, before)
-        at, searching = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
-        for step, node in enumerate(self.leaves_first(draft).unbind(1)):
-            h = torch.where(searching, credit[rows, node + 1], 0.0)
-            accepted = rng.accept(h[:, None], index=step).squeeze(1)
-            at = torch.where(accepted, node, at)
-            searching = searching & ~accepted
-        return stop_at(draft, at, rng.draw(take_rows(law, at + 1)))
+        shape = ((1,),) * draft.width if draft.is_chain else draft.children
+        shares, rests = node_by_node(draft, p) if shape is None else level_by_level(draft, p, shape)
+        order = leaves_first(draft, shape)
+        visited = first_accepted(rng, (1 - rests[:, 1:]).gather(1, order))
+        at = functional.pad(order, (0, 1), value=-1).gather(1, visited[:, None]).squeeze(1)
+        # A node without children is left with P; so is one of which nothing is left, where only rounding can end.
+        held = shares.shape[1]
+        law, weights = take_rows(p, at + 1), take_rows(shares, (at + 1).clamp(max=held - 1))
+        whole = (weights.sum(1) <= 0) | (at + 1 >= held)
+        return stop_at(draft, at, rng.draw(choose(whole, law, weights)))
 
-    @staticmethod
-    def leaves_first(draft: Draft) -> Tensor:
-        """``[B, N]`` int64: the nodes in the order of a depth-first visit that reports a node after its children."""
-        if not draft.width:
-            return draft.tokens
+
+def level_by_level(draft: Draft, p: Tensor, shape: Children) -> tuple[Tensor, Tensor]:
+    """Shares ``[B, M + 1, V]`` of the root and the M nodes above the last level, rests ``[B, N + 1]`` of all nodes.
+
+    Children of different parents are judged at the same time, siblings one after the other.
+    """
+    judge = _Judge(draft, p)
+    shares = {node: p[:, node + 1] for node in range(-1, nodes_of(shape[:-1]))}
+    rests = {-1: torch.zeros(draft.batch_size, dtype=torch.float64, device=p.device)}
+    for level in families(shape):
+        level.sort(key=lambda family: -len(family[1]))  # those with one more child are at the front
+        parents = [parent for parent, _ in level]
+        rest = torch.stack([rests[parent] for parent in parents], 1)
+        share = columns(p, [parent + 1 for parent in parents]) * (1 - rest)[..., None].to(p.dtype)
+        for rank in range(len(level[0][1])):
+            nodes = [children[rank] for _, children in level if rank < len(children)]
+            credit, share, rest = judge(nodes, share[:, : len(nodes)], rest[:, : len(nodes)])
+            uncredited = 1 - credit
+            for i, (node, parent) in enumerate(zip(nodes, parents, strict=False)):
+                rests[node], rests[parent], shares[parent] = uncredited[:, i], rest[:, i], share[:, i]
+    in_order = [rests[node] for node in range(-1, draft.width)]
+    return torch.stack(list(shares.values()), 1), torch.stack(in_order, 1)
+
+
+def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a tree whose shape the host does not know; shares ``[B, N + 1, V]`` of all nodes."""
+    judge, rows = _Judge(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
+    shares, rests = p.clone(), torch.zeros(p.shape[:2], dtype=torch.float64, device=p.device)
+    for node in range(draft.width):
+        parent = draft.parents[:, node : node + 1] + 1
+        credit, share, rest = judge([node], take_rows(shares, parent), rests.gather(1, parent))
+        shares[rows, parent] = share
+        shares[:, node + 1] *= credit.to(p.dtype)
+        rests.scatter_(1, parent, rest)
+        rests[:, node + 1 : node + 2] = 1 - credit
+    return shares, rests
+
+
+class _Judge:
+    """Judges ``nodes``, one child each of n parents: their credits, and the parents' shares and rests if they fail."""
+
+    def __init__(self, draft: Draft, p: Tensor):
+        self._draft, self._off = draft, ~draft.valid
+        self._on = draft.valid.to(p.dtype)[..., None]
+
+    def __call__(self, nodes: Sequence[int], share: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``share [B, n, V]`` and ``rest [B, n]`` float64 of the parents; a node that is not valid changes nothing."""
+        token, off = columns(self._draft.tokens, nodes), columns(self._off, nodes)
+        q = laws_of_nodes(self._draft, nodes, share)
+        credit = (at_token(share, token) / at_token(q, token)).clamp_(max=1).masked_fill_(off, 0.0)
+        left = torch.addcmul(share, q, columns(self._on, nodes), value=-1).clamp_(min=0)
+        # 0 where the draft cannot fail: then there is nothing to divide.
+        mass = (total(left) + rest).masked_fill_(off, 1.0).clamp_(min=torch.finfo(left.dtype).tiny)
+        return credit, left.div_(mass[..., None].to(left.dtype)), rest / mass
+
+
+def leaves_first(draft: Draft, shape: Children | None) -> Tensor:
+    """``[B, N]`` int64: the nodes in the order of a depth-first visit that reports a node after its children."""
+    if not draft.width:
+        return draft.tokens
+    if shape is not None:
+        left = constant(shape, "leaves first", draft.tokens.device)
+    else:
         size = draft.lineage.sum(1)  # nodes of each subtree
         before = 1 + (draft.elder * size[:, None]).sum(2)  # itself and the subtrees of its elder siblings
         entered = (draft.lineage * before[:, None]).sum(2)  # position at which the visit enters it, from 1
         left = entered - draft.depth + size
-        return torch.where(draft.valid, left, left + 2 * draft.width).argsort(1)
+    return torch.add(left, ~draft.valid, alpha=2 * draft.width).argsort(1)

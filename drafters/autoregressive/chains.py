@@ -40,17 +40,21 @@ def grow_chain(
     """
     steps, sampled = max(wanted), sampling.temperature > 0
     length = on_device(list(wanted), root.device)
-    going, finite = torch.ones_like(length, dtype=torch.bool), torch.ones_like(length, dtype=torch.bool)
+    going = torch.ones_like(length, dtype=torch.bool) if policy.asks else None
     logits, drafted, laws = root, [], []
+    finite: list[Tensor] = []  # at temperature 0; otherwise the laws tell
     for i in range(steps + one_more):
-        q, fine = sampling.checked_law(logits)
-        finite = finite & fine
+        if sampled:
+            q = sampling.law(logits)
+        else:
+            q, fine = sampling.checked_law(logits)
+            finite.append(fine)
         laws.append(q)
         if i == steps:
             break
         token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
         drafted.append(token)
-        if policy.asks:
+        if going is not None:
             # At temperature 0 q is one-hot; what the model believes is its own softmax.
             going = going & policy.goes_on(logits, q if sampled else logits.float().softmax(-1), token)
             # A token that was looked at must stay. One that nobody looked at, drawn from a law at which the row had
@@ -61,9 +65,12 @@ def grow_chain(
         if i + 1 < steps + one_more:
             logits = expand(token[:, None])[:, 0]
     width = len(drafted)
-    length = length.clamp(max=width)
+    if width < steps:
+        length = length.clamp(max=width)
     if policy.asks and not policy.keeps_last and width:
         width = int(length.max())  # one more look at the device: fewer target rows
     tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
-    q = torch.stack(laws, 1)[:, : width + one_more] if sampled else None
-    return Draft.chain(tokens, length, q, finite=finite)
+    q = torch.stack(laws, 1) if sampled else None
+    fine = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
+    q = None if q is None else q[:, : width + one_more]
+    return Draft.chain(tokens, length, q, finite=fine)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device
+from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
@@ -52,14 +52,15 @@ class DraftModel:
         missing = [h[held:] for h, held in zip(sequences.history, self.lm.lengths, strict=True)]
         counts = [len(tokens) for tokens in missing]  # 0 for a free slot
         width = max(counts)
-        padded = on_device([tokens + [0] * (width - len(tokens)) for tokens in missing], sequences.device)
-        logits, _ = self.lm.grow(padded)
+        # The last column says where a row ends: one copy to the device.
+        padded = [[*tokens, *[0] * (width - len(tokens)), max(len(tokens) - 1, 0)] for tokens in missing]
+        fed = on_device(padded, sequences.device)
+        logits, _ = self.lm.grow(fed[:, :-1])
         self.lm.keep(counts)
         self.fed = 0
         if width == min(counts):
             return logits[:, -1]
-        last = on_device(counts, sequences.device) - 1
-        return logits[torch.arange(len(missing), device=sequences.device), last]
+        return take_rows(logits, fed[:, -1])
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Feed nodes ``[B, W]``, see `LM.grow`; logits ``[B, W, V]`` after each of them."""
@@ -94,7 +95,5 @@ class DraftModel:
         if place is None or verdict.path is None:
             self.lm.keep(counts)
             return
-        path = place.gather(1, verdict.path.clamp(min=0))
-        wanted = on_device(counts, path.device)[:, None]
-        order = torch.arange(path.shape[1], device=path.device)
-        self.lm.keep(counts, torch.where(order < wanted, path, -1)[:, : max(counts)])
+        path = functional.pad(place, (1, 0), value=-1).gather(1, verdict.path + 1)
+        self.lm.keep(counts, path[:, : max(counts)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from typing import Literal
@@ -15,10 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...framework.contracts.draft import Draft, Drawn, on_device
+from ...framework.contracts.draft import Draft, Drawn
+from ...framework.contracts.fixed_tree import Children, Family, constant, families
 from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
+from ...framework.contracts.tensors import columns
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -47,6 +50,12 @@ class Shape:
     @property
     def is_path(self) -> bool:
         return all(len(level) == 1 for level in self.ranks)
+
+    @cached_property
+    def children(self) -> Children:
+        """How many children each node has, see `fixed_tree`."""
+        above = [1, *map(len, self.ranks)]
+        return tuple(tuple(map(level.count, range(width))) for width, level in zip(above, self.parents, strict=False))
 
     def cut(self, levels: int) -> Shape:
         """Its first levels."""
@@ -155,83 +164,97 @@ def grow_fixed(
     Returns:
         the draft, and ``[B, N]`` the index at which each node was fed, -1 for the last level.
     """
-    levels = len(shape.ranks)
-    logits, above, drawn = root[:, None], torch.full_like(limit, -1)[:, None], 0
-    above_valid = torch.ones_like(above, dtype=torch.bool)
-    tokens, parents, valid, laws = [], [], [], []
-    finite = torch.ones_like(above_valid[:, 0])
-    for level, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
-        children = [[r for p, r in zip(parent, rank, strict=True) if p == node] for node in range(above.shape[1])]
-        chosen = []
-        for node, ranks in enumerate(children):
-            if ranks:
-                *found, fine = _siblings(logits[:, node], ranks, siblings, sampling, rng, drawn)
-                chosen.append(found)
-                finite = finite & fine
-                drawn += len(ranks)
-        token = torch.cat([t for t, _, _ in chosen], 1)
-        of = on_device(parent, token.device)
-        ok = torch.cat([v for _, v, _ in chosen], 1) & above_valid[:, of] & (level < limit[:, None])
+    children, b = shape.children, len(root)
+    parents, depth, lineage, fed = (
+        constant(children, what, root.device) for what in ("parents", "depth", "lineage", "fed")
+    )
+    logits, above, first = root[:, None], -1, 0  # of the level above: its first node
+    tokens, drawn, laws, finite = [], [], [], []
+    for level, ranks in zip(families(children), shape.ranks, strict=True):
+        if siblings == "top-k":
+            token, some, fine = _most_probable(logits, level, above, ranks)
+        else:
+            token, some, rows, fine = _drawn(logits, level, above, siblings, sampling, rng)
+            laws += rows
         tokens.append(token)
-        parents.append(above[:, of])
-        valid.append(ok)
-        laws += [q for _, _, rows in chosen for q in rows]
-        first = sum(t.shape[1] for t in tokens[:-1])
-        above = torch.arange(first, first + token.shape[1], device=token.device).expand_as(token)
-        above_valid = ok
-        if level + 1 < levels:
-            logits = expand(token, parents[-1])
-    token = torch.cat(tokens, 1)
-    order = torch.arange(token.shape[1], device=token.device).expand_as(token)
+        drawn.append(some)
+        finite.append(fine)
+        above, first = first, first + len(ranks)
+        if first < shape.nodes:
+            logits = expand(token, parents[above:first].expand(b, -1))
+    there = torch.cat(drawn, 1) & (depth[1:] <= limit[:, None])
     draft = Draft(
-        tokens=token,
-        parents=torch.cat(parents, 1),
-        valid=torch.cat(valid, 1),
+        tokens=torch.cat(tokens, 1),
+        parents=parents.expand(b, -1),
+        valid=~(lineage & ~there[:, None]).any(2),  # what hangs below a node that is not there is not there either
         q=torch.stack(laws, 1) if laws else None,
         drawn="chain" if shape.is_path else DRAWN[siblings],
-        levels=levels,
-        finite=finite,
+        levels=len(children),
+        children=None if shape.is_path else children,
+        finite=torch.cat(finite, 1).all(1),
     )
-    return draft, torch.where(order < token.shape[1] - len(shape.ranks[-1]), order, -1)
+    return draft, fed.expand(b, -1)
 
 
-def _siblings(
-    logits: Tensor, ranks: Sequence[int], siblings: Siblings, sampling: Sampling, rng: RoundRng, index: int
+def _most_probable(
+    logits: Tensor, level: Sequence[Family], above: int, ranks: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes of a level by their ``ranks``; see `_drawn`."""
+    most = max(ranks) + 1
+    ranked = ordered(logits, most)
+    scores = logits.gather(2, ranked)
+    places = [(parent - above) * most for parent, nodes in level for _ in nodes]
+    chosen = [place + rank for place, rank in zip(places, ranks, strict=True)]
+    token, score = (columns(values.flatten(1), chosen) for values in (ranked, scores))
+    return token, score > -torch.inf, ~scores[..., 0].isnan()  # a NaN is ranked first
+
+
+def _drawn(
+    logits: Tensor, level: Sequence[Family], above: int, siblings: Siblings, sampling: Sampling, rng: RoundRng
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
-    """Children of one node per row: tokens and whether there is one, both ``[B, k]``, their k laws ``[B, V]``, and
-    whether the logits were free of NaN ``[B]``."""
-    if siblings == "top-k":
-        ranked = ordered(logits, max(ranks) + 1)
-        best = ranked[:, list(ranks)]
-        # A NaN is ranked first.
-        return best, logits.gather(1, best) > -torch.inf, [], ~logits.gather(1, ranked[:, :1]).squeeze(1).isnan()
-    left, finite = sampling.checked_law(logits)
-    tokens, valid, laws = [], [], []
-    for j in range(len(ranks)):
-        mass = left.sum(1, keepdim=True)
-        left = torch.where(mass > 0, left / torch.where(mass > 0, mass, 1), left) if j else left
-        some = mass.squeeze(1) > 0
-        if siblings == "greedy" and j + 1 < len(ranks):
-            token = left.argmax(1)
-            law = torch.zeros_like(left).scatter_(1, token[:, None], 1.0)
-        else:
-            law = left
-            # No mass left: nothing to draw. The number is used up all the same, which keeps the others in place.
-            token = rng.draw(torch.where(some[:, None], law, torch.ones_like(law)), "draft", index + j)
-        tokens.append(token)
-        valid.append(some)
-        laws.append(law)
-        left = left.scatter(1, token[:, None], 0.0)
-    return torch.stack(tokens, 1), torch.stack(valid, 1), laws, finite
+    """The nodes of a level, drawn at the same time but for siblings, which come one after the other.
+
+    Args:
+        logits: ``[B, P, V]`` of the nodes of the level above, of which ``above`` is the first one's number.
+
+    Returns:
+        tokens and whether there is one, both ``[B, W]``; the W laws ``[B, V]``; whether logits were free of NaN
+        ``[B, P]``.
+    """
+    left, fine = sampling.checked_law(logits)
+    level = sorted(level, key=lambda family: -len(family[1]))  # who has one more child is at the front
+    left, some = columns(left, [parent - above for parent, _ in level]), torch.ones_like(fine)
+    token, found = some, {}
+    for rank in range(len(level[0][1])):
+        nodes = [children[rank] for _, children in level if rank < len(children)]
+        n = len(nodes)
+        if rank:
+            left = left[:, :n].scatter(2, token[:, :n, None], 0.0)
+            mass = left.sum(2)
+            some = mass > 0
+            left.div_((mass + ~some)[..., None])  # without mass there is nothing to draw
+        # Of a greedy draft all siblings but the youngest are the most probable ones.
+        taken = sum(rank + 1 < len(children) for _, children in level) if siblings == "greedy" else 0
+        parts: list[tuple[Tensor, Tensor]] = []
+        if taken:
+            best = left[:, :taken].argmax(2)
+            parts.append((best, torch.zeros_like(left[:, :taken]).scatter_(2, best[..., None], 1.0)))
+        if taken < n:
+            parts.append((draw_each(rng, left[:, taken:n], "draft", nodes[taken:]), left[:, taken:n]))
+        token = torch.cat([part for part, _ in parts], 1) if len(parts) > 1 else parts[0][0]
+        laws = [row for _, rows in parts for row in rows.unbind(1)]
+        found |= {node: (token[:, i], some[:, i], laws[i]) for i, node in enumerate(nodes)}
+    tokens, there, rows = zip(*(found[node] for node in sorted(found)), strict=True)
+    return torch.stack(tokens, 1), torch.stack(there, 1), list(rows), fine
 
 
 def ordered(scores: Tensor, k: int) -> Tensor:
-    """``[B, k]``: indices of the k largest ``scores [B, V]``, largest first, ties by lowest id (topk promises none)."""
+    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest id (not so topk)."""
     best = []
     for _ in range(k):
-        best.append(scores.argmax(1))
-        scores = scores.scatter(1, best[-1][:, None], -torch.inf)
-    return torch.stack(best, 1)
+        best.append(scores.argmax(-1))
+        scores = scores.scatter(-1, best[-1][..., None], -torch.inf)
+    return torch.stack(best, -1)
 
 
 def grow_dynamic(

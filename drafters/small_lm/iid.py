@@ -16,8 +16,9 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
 from ...framework.contracts.limits import MOST_SIBLINGS
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
+from ...framework.contracts.tensors import counting
 from ..autoregressive.trees import check_size
 from .small_lm import ChainConfig, SmallLM
 
@@ -70,27 +71,26 @@ class SmallLMIid(Drafter):
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        q, finite = self.sampling.checked_law(self.model.root(sequences))
-        laws = [q[:, None]]
-        tokens = [torch.stack([rng.draw(q, "draft", j) for j in range(k)], 1)]
-        fed = torch.full_like(tokens[0], -1)
+        law, fine = self.sampling.checked_law(self.model.root(sequences))
+        laws, finite = [law[:, None]], [fine[:, None]]
+        tokens = [draw_each(rng, laws[0].expand(-1, k, -1), "draft", range(k))]
+        order = counting(k * steps, law.device).expand(len(law), -1)  # of nodes as they are fed, K a level
         for i in range(1, steps):
-            q, fine = self.sampling.checked_law(self.model.grow(tokens[-1], fed))
-            finite = finite & fine.all(1)
-            fed = torch.arange((i - 1) * k, i * k, device=fed.device).expand_as(fed)
-            laws.append(q)
-            tokens.append(torch.stack([rng.draw(q[:, j], "draft", i * k + j) for j in range(k)], 1))
-        length = on_device(sequences.limit, sequences.device).clamp(max=steps)
+            above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
+            law, fine = self.sampling.checked_law(self.model.grow(tokens[-1], above))
+            laws.append(law)
+            finite.append(fine)
+            tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
+        length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
         draft = Draft.iid(torch.stack(tokens, 2), length, torch.cat(laws, 1))
-        draft.finite = finite
+        draft.finite = torch.cat(finite, 1).all(1)
         # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
         assert draft.sequences is not None
-        b = draft.batch_size
-        order = torch.arange(steps, device=fed.device) * k + torch.arange(k, device=fed.device)[:, None]
-        order = torch.where(torch.arange(steps, device=fed.device) < steps - 1, order, -1).expand(b, k, steps)
-        slot = torch.where(draft.sequences >= 0, draft.sequences, draft.width)
-        place = torch.full((b, draft.width + 1), -1, dtype=torch.long, device=fed.device)
-        self._place = place.scatter_(1, slot.reshape(b, -1), order.reshape(b, -1))[:, : draft.width]
+        fed = [[i * k + j if i < steps - 1 else -1 for i in range(steps)] for j in range(k)]
+        slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # past its end a sequence lands in a spare column
+        place = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
+        fed = on_device(fed, slot.device).flatten().expand_as(slot)
+        self._place = place.scatter_(1, slot, fed)[:, : draft.width]
         self._levels = steps - 1
         return draft
 

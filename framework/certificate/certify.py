@@ -89,7 +89,10 @@ class Enumeration:
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
         w = weights.double()
-        return torch.from_numpy(self._decide((purpose, index), (w / w.sum(-1, keepdim=True)).numpy()))
+        mass = w.sum(-1, keepdim=True)
+        # Of weights that are all 0 comes a token that means nothing: the first one.
+        law = torch.where(mass == 0, torch.eye(1, w.shape[1], dtype=w.dtype), w / mass)
+        return torch.from_numpy(self._decide((purpose, index), law.numpy()))
 
     def _decide(self, key: tuple[str, int], probability: np.ndarray) -> np.ndarray:
         """One decision for every row: ``probability [B, outcomes]`` -> the outcome each row takes ``[B]``."""

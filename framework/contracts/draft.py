@@ -13,6 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from .fixed_tree import Children, constant
+from .tensors import counting, descent, eager_on_cpu, on_device, take_rows
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
 #: ``chain``: no node has two children.
@@ -44,6 +48,8 @@ class Draft:
             all sequences of a row are equally long. ``None`` for other drafts.
         levels: depth of the deepest node there can be, if the drafter knows it (rules that walk down level by
             level save time); ``None`` = N.
+        children: of a tree that is the same in all rows, settled before anything was drawn: how many children each
+            node has, see `fixed_tree`. Rules judge such a tree level by level; ``None`` = another tree.
         probes: so many of the last nodes are scored, but are no candidates: the verifier never sees them, and the
             drafter finds what the target says after them in ``Scores`` (lookahead's window). A probe's parent may be a
             candidate or a probe; probes do not count towards ``sequences.limit``.
@@ -67,6 +73,7 @@ class Draft:
     drawn: Drawn = "chain"
     sequences: Tensor | None = None
     levels: int | None = None
+    children: Children | None = None
     probes: int = 0
     finite: Tensor | None = None
     begun: Any = None
@@ -82,7 +89,7 @@ class Draft:
         """
         if not isinstance(length, Tensor):
             tokens, length = tokens[:, : max(length, default=0)], on_device(list(length), tokens.device)
-        order = torch.arange(tokens.shape[1], device=tokens.device)
+        order = counting(tokens.shape[1], tokens.device)
         return cls(
             tokens=tokens,
             parents=(order - 1).expand_as(tokens),
@@ -130,36 +137,31 @@ class Draft:
             q: ``[B, 1 + (L - 1) K, V]``: row 0 is the law of every first token, row ``1 + (i - 1) K + k`` that of
                 token i of sequence k (i = 1, 2, ..).
         """
-        b, k, depth = tokens.shape
-        inside = (torch.arange(depth, device=tokens.device) < length[:, None])[:, None].expand(b, k, depth)
+        (b, k, depth), device = tokens.shape, tokens.device
+        inside = (counting(depth, device) < length[:, None])[:, None].expand(b, k, depth)
         same = (tokens[:, :, None] == tokens[:, None]).long().cumprod(-1)  # [B, k, k', i]: equal up to token i
         first = same.argmax(2)  # the first sequence that shares sequence k's prefix of i + 1 tokens
-        new = (first == torch.arange(k, device=tokens.device)[:, None]) & inside
-        flat = new.transpose(1, 2).reshape(b, -1)  # level by level
-        index = (flat.long().cumsum(1) - 1).view(b, depth, k).transpose(1, 2)
+        new = (first == counting(k, device)[:, None]) & inside
+        count = new.transpose(1, 2).reshape(b, -1).cumsum(1)  # level by level
+        index = (count - 1).view(b, depth, k).transpose(1, 2)
         sequences = torch.where(inside, index.gather(1, first), -1)
-        width = int(flat.sum(1).max()) if flat.shape[1] else 0  # the one look at the device: fewer target rows
+        # Fewer target rows, where the host may look for nothing.
+        width = int(count[:, -1].max()) if k * depth and eager_on_cpu(tokens) else k * depth
         if not width:
-            return cls.empty(b, tokens.device)
-        parents = torch.cat([sequences.new_full((b, k, 1), -1), sequences[:, :, :-1]], 2)
-        row = torch.arange(k, device=tokens.device)[:, None] + 1 + k * (torch.arange(depth, device=tokens.device) - 1)
+            return cls.empty(b, device)
+        parents = functional.pad(sequences[:, :, :-1], (1, 0), value=-1)
         # Siblings name the same row, that of the first sequence through their parent.
-        through = torch.cat([first[:, :, :1], first[:, :, :-1]], 2)
-        law = row.clamp(min=0).expand(b, k, depth).gather(1, through)
-        law[:, :, 0] = 0
-        slot = torch.where(new, sequences, width)  # copies land in a spare column
-
-        def compact(values: Tensor, fill: int) -> Tensor:
-            out = values.new_full((b, width + 1), fill)
-            return out.scatter_(1, slot.reshape(b, -1), values.reshape(b, -1))[:, :width]
-
-        order = torch.arange(width, device=tokens.device)
+        law = functional.pad(first[:, :, :-1] + 1 + counting(depth - 1, device, k), (1, 0))
+        slot = torch.where(new, sequences, width).flatten(1)  # copies land in a spare column
+        compact = torch.zeros(b, 3, width + 1, dtype=torch.long, device=device)
+        compact.scatter_(2, slot[:, None].expand(-1, 3, -1), torch.stack([tokens, parents + 1, law], 1).flatten(2))
+        tokens, above, law = compact[:, :, :width].unbind(1)
         return cls(
-            tokens=compact(tokens, 0),
-            parents=compact(parents, -1),
-            valid=order < flat.sum(1, keepdim=True),
+            tokens=tokens,
+            parents=above - 1,
+            valid=counting(width, device) < count[:, -1:],
             q=q,
-            law=compact(law, 0),
+            law=law,
             drawn="iid",
             sequences=sequences,
             levels=depth,
@@ -193,7 +195,7 @@ class Draft:
         n = self.width - self.probes
         nodes = {"tokens": self.tokens[:, :n], "parents": self.parents[:, :n], "valid": self.valid[:, :n]}
         law = None if self.law is None else self.law[:, :n]
-        return replace(self, **nodes, law=law, probes=0)
+        return replace(self, **nodes, law=law, children=None, probes=0)
 
     def trimmed(self, most: int) -> Draft:
         """A chain without its columns beyond ``most``, which no row has room for; other drafts as they are."""
@@ -242,12 +244,9 @@ class Draft:
             return (order[:, None] >= order).expand(self.batch_size, n, n)
         if not n:
             return self.valid[..., None].expand(self.batch_size, 0, 0)
-        reach = torch.eye(n, device=self.tokens.device).expand(self.batch_size, n, n).clone()
-        has_parent = (self.parents >= 0).float()[..., None]
-        reach.scatter_add_(2, self.parents.clamp(min=0)[..., None], has_parent)
-        for _ in range(max(n - 1, 1).bit_length()):  # each squaring doubles the generations reached
-            reach = (reach @ reach > 0).float()
-        return reach > 0
+        if self.children is not None:
+            return constant(self.children, "lineage", self.tokens.device).expand(self.batch_size, n, n)
+        return descent(self.parents, n if self.levels is None else self.levels)
 
     @cached_property
     def elder(self) -> Tensor:
@@ -258,12 +257,22 @@ class Draft:
     @cached_property
     def depth(self) -> Tensor:
         """``[B, N]`` int64, 1 for a child of the root."""
+        if self.children is not None:
+            return constant(self.children, "depth", self.tokens.device)[1:].expand_as(self.tokens)
         return self.lineage.sum(-1)
 
+    def depth_of(self, node: Tensor) -> Tensor:
+        """``[B]`` int64: the depth of ``node [B]``, 0 for the root (-1)."""
+        if self.children is not None:
+            return constant(self.children, "depth", node.device).index_select(0, node + 1)
+        return torch.where(node >= 0, self.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), 0)
+
     def path_to(self, node: Tensor) -> Tensor:
-        """``[B, N]`` int64: nodes from the root's child down to ``node [B]``, padded with -1 (node -1: all padding)."""
+        """``[B, D]`` int64: nodes from the root's child down to ``node [B]``, padded with -1 (node -1: all padding)."""
         if self.width == 0:
             return self.tokens.clone()
+        if self.children is not None:
+            return constant(self.children, "paths", node.device).index_select(0, node + 1)
         index = node.clamp(min=0)
         on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
         order = torch.arange(self.width, device=node.device).expand_as(self.tokens)
@@ -271,25 +280,6 @@ class Draft:
         slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
         padded.scatter_(1, slot, torch.where(on_path, order, -1))
         return padded[:, : self.width]
-
-
-def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """``[B, V]`` (``[B, L, V]``): a copy of the rows ``index [B]`` (``[B, L]``) of ``rows [B, M, V]``."""
-    b, m, v = rows.shape
-    if b == 1:
-        return rows[0].index_select(0, index.flatten()).view(*index.shape, v)
-    order = torch.arange(b, device=index.device).view(-1, *(1,) * (index.dim() - 1))
-    if rows.is_contiguous():  # on a CPU several times faster than indexing
-        return rows.view(b * m, v).index_select(0, (order * m + index).flatten()).view(*index.shape, v)
-    return rows[order, index]
-
-
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """Nested lists of integers as an int64 tensor on ``device``, without waiting for the device.
-
-    Copying from ordinary memory waits; pinned memory is handed out again only once its copy is made.
-    """
-    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @dataclass
@@ -335,11 +325,11 @@ class Verdict:
 
 @dataclass
 class Sequences:
-    """The committed tokens of every slot, on the host and on the device: what a drafter may look at.
+    """The committed tokens of every slot: what a drafter may look at.
 
     Attributes:
         history: per slot, the committed tokens (prompt and output) as a list; empty for a free slot.
-        tokens: ``[B, max_length]`` int64 on the device, the same tokens.
+        tokens: ``[B, max_length]`` int64 on the device, the same tokens; written when they are read.
         limit: per slot, how many tokens a draft may be deep this round (tokens still wanted minus the one
             the verifier always adds); 0 for a free slot.
         stream: per slot, the number of the random stream (the prompt's index in the run).
@@ -361,13 +351,27 @@ class Sequences:
 
     @property
     def device(self) -> torch.device:
-        return self.tokens.device
+        return self._held.device
 
     def append(self, row: int, new: Sequence[int]) -> None:
         """Commit ``new`` tokens to slot ``row``."""
-        start = len(self.history[row])
+        self._written[row] = min(self._written[row], len(self.history[row]))
         self.history[row].extend(new)
-        if self.device.type == "cpu":  # the certificate and small models do little else
-            self.tokens.numpy()[row, start : start + len(new)] = new
-        else:
-            self.tokens[row, start : start + len(new)] = on_device(new, self.device)
+
+    def _hold(self, tokens: Tensor) -> None:
+        self._held, self._written = tokens, [len(history) for history in self.history]
+
+    def _up_to_date(self) -> Tensor:
+        missing = [
+            (row, place, history[place])
+            for row, (history, written) in enumerate(zip(self.history, self._written, strict=True))
+            for place in range(written, len(history))
+        ]
+        if missing:
+            rows, places, tokens = on_device(list(zip(*missing, strict=True)), self.device)
+            self._held[rows, places] = tokens
+            self._written = [len(history) for history in self.history]
+        return self._held
+
+
+Sequences.tokens = property(Sequences._up_to_date, Sequences._hold)  # type: ignore[assignment]

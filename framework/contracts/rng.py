@@ -20,6 +20,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from .tensors import columns, counting
 
 #: What a number is drawn for. Each purpose has its own sub-stream, indices count within it.
 PURPOSES = ("draft", "accept", "residual", "other")
@@ -72,39 +75,65 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> n
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
-    """Index per row of ``weights [B, V]`` by inverse CDF in float64: ``uniform [B]`` in [0, 1) finds a block of tokens,
-    ``within [B]`` in [0, 1) a token in it; a small vocabulary is one block, found by ``uniform`` alone. Always below V.
+    """Index per row of ``weights [.., V]`` by inverse CDF in float64: ``uniform [..]`` in [0, 1) finds a block of
+    tokens, ``within [..]`` in [0, 1) a token in it; a small vocabulary is one block, found by ``uniform`` alone. Always
+    below V.
 
     Why two: passes that differ by rounding alone (in other batches, say) should draw the same token. A uniform falls
     between the two places of a step of the CDF as often as the step moved. With one number there are V steps, each
     moved by the rounding of all before it; with two, V / BLOCK and BLOCK. A running sum over all V is also many times
     slower than sums of blocks. A block is summed in the weights' own precision, at least float32.
     """
-    v = weights.shape[1]
+    v = weights.shape[-1]
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
     if v <= SMALL:
-        return _find(weights, uniform)
+        return _find(weights, uniform).clamp_(max=v - 1)
     whole = v // BLOCK * BLOCK
-    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    sums = weights[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < v:
-        sums = torch.cat([sums, weights[:, whole:].sum(1, keepdim=True)], 1)
-    first = _find(sums, uniform) * BLOCK
-    token = first[:, None] + torch.arange(BLOCK, device=weights.device)
+        sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
+    block = _find(sums, uniform).clamp_(max=sums.shape[-1] - 1)
+    token = torch.add(counting(BLOCK, weights.device), block[..., None], alpha=BLOCK)
     if whole < v:
-        inside = weights.gather(1, token.clamp(max=v - 1)).masked_fill(token >= v, 0.0)
-        return (first + _find(inside, within)).clamp_(max=v - 1)  # past the end where the weights are NaN or 0
-    return first + _find(weights.gather(1, token), within)
+        inside = weights.gather(-1, token.clamp(max=v - 1)).masked_fill_(token >= v, 0.0)
+    else:
+        inside = weights.gather(-1, token)
+    return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
 
 
 def _find(weights: Tensor, uniform: Tensor) -> Tensor:
-    """``[B]``: the first index at which the running sum of ``weights [B, n]`` exceeds that share of its end."""
-    cdf = weights.cumsum(1, dtype=torch.float64)
-    end = cdf[:, -1]
-    # Rounding must not put the threshold at the end itself.
-    threshold = torch.minimum(uniform * end, torch.nextafter(end, torch.zeros_like(end)))
-    found = torch.searchsorted(cdf, threshold[:, None], right=True)
-    return found.squeeze(1).clamp_(max=cdf.shape[1] - 1)  # past the end where the weights are NaN or 0
+    """``[..]``: the first index at which the running sum of ``weights [.., n]`` exceeds that share of its end; n where
+    the weights are NaN or 0.
+
+    The share of a normal number is below the number itself, as ``uniform`` is at most 1 - 2^-53.
+    """
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    threshold = uniform * cdf[..., -1]
+    return torch.searchsorted(cdf, threshold[..., None], right=True).squeeze(-1)
+
+
+def draw_each(rng: RoundRng, weights: Tensor, purpose: str, indices: Sequence[int]) -> Tensor:
+    """``[B, n]``: what ``rng.draw`` says of every column of ``weights [B, n, V]``, by its own of n ``indices``."""
+    if isinstance(rng, UniformRound):
+        return rng.draw_each(weights, purpose, indices)
+    drawn = [rng.draw(column, purpose, index) for column, index in zip(weights.unbind(1), indices, strict=True)]
+    return torch.stack(drawn, 1)
+
+
+def first_accepted(rng: RoundRng, h: Tensor) -> Tensor:
+    """``[B]``: the first column of ``h [B, n]`` (probabilities) whose coin says yes, n where none does.
+
+    Coin i has index i. Coins behind the first yes are not needed: for a source that enumerates outcomes they have one.
+    """
+    b, n = h.shape
+    if isinstance(rng, UniformRound):
+        return functional.pad(rng.accept(h), (0, 1), value=True).max(1).indices
+    found = torch.full((b,), n, device=h.device)
+    for i in range(n):
+        accepted = rng.accept(torch.where(found == n, h[:, i], 0.0)[:, None], index=i).squeeze(1)
+        found = torch.where(accepted, i, found)
+    return found
 
 
 class CounterRng:
@@ -141,12 +170,14 @@ class UniformRound:
         Raises:
             ValueError: a number of this round is asked for twice, which would correlate two decisions.
         """
-        used = self._used.setdefault(purpose, set())
-        wanted = set(range(index, index + n))
+        self._use(purpose, range(index, index + n))
+        return self.table(index + n)[PURPOSES.index(purpose), :, index : index + n]
+
+    def _use(self, purpose: str, indices: Sequence[int]) -> None:
+        used, wanted = self._used.setdefault(purpose, set()), set(indices)
         if used & wanted:
             raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this round")
         used |= wanted
-        return self.table(index + n)[PURPOSES.index(purpose), :, index : index + n]
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         return self.uniform(purpose, index, h.shape[1]) < h
@@ -155,6 +186,12 @@ class UniformRound:
         uniform = self.uniform(purpose, index, 1)[:, 0]
         within = self.table(index + 1)[len(PURPOSES) + PURPOSES.index(purpose), :, index]
         return inverse_cdf(weights, uniform, within)
+
+    def draw_each(self, weights: Tensor, purpose: str, indices: Sequence[int]) -> Tensor:
+        """See the function `draw_each`."""
+        self._use(purpose, indices)
+        numbers, row = self.table(max(indices) + 1), PURPOSES.index(purpose)
+        return inverse_cdf(weights, *(columns(numbers[i], indices) for i in (row, len(PURPOSES) + row)))
 
 
 class CounterRound(UniformRound):

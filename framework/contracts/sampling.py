@@ -31,27 +31,34 @@ class Sampling(Options):
 
     def law(self, logits: Tensor) -> Tensor:
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
-        return self.checked_law(logits)[0]
+        if self.temperature == 0:
+            return self.checked_law(logits)[0]
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if warpers := self.warpers():
+            rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
+            for warper in warpers:
+                rows = warper(None, rows)  # these warpers do not look at the ids
+            logits = rows.view(logits.shape)
+        return logits.softmax(-1)
 
     def checked_law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`law`, and whether each row ``[...]`` of logits was free of NaN and +inf.
 
         The check costs no pass over V: a softmax spreads one NaN over its row, an argmax points at it.
         """
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        if self.temperature == 0:
-            best = logits.argmax(-1, keepdim=True)
-            p = torch.zeros_like(logits).scatter_(-1, best, 1.0)
-            return p, logits.gather(-1, best).squeeze(-1).isfinite()
-        warpers = self.warpers()
-        if warpers:
-            rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
-            for warper in warpers:
-                rows = warper(None, rows)  # these warpers do not look at the ids
-            logits = rows.view(logits.shape)
-        p = logits.softmax(-1)
-        return p, ~p[..., 0].isnan()
+        if self.temperature > 0:
+            p = self.law(logits)
+            return p, self.sound(p)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        best = logits.argmax(-1, keepdim=True)
+        p = torch.zeros_like(logits).scatter_(-1, best, 1.0)
+        return p, logits.gather(-1, best).squeeze(-1).abs() < torch.inf
+
+    @staticmethod
+    def sound(p: Tensor) -> Tensor:
+        """Whether laws ``[..., V]`` at a temperature above 0 came of logits without NaN and +inf, ``[...]``."""
+        return p[..., 0] >= 0
 
     def warpers(self) -> list:
         """The warpers of transformers that make this law, in order; none at temperature 0, which takes the argmax."""

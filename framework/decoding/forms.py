@@ -13,6 +13,7 @@ from torch import Tensor
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftTraits
 from ..contracts.errors import ContractError, UsageError
+from ..contracts.fixed_tree import problem
 
 #: Of what dtype q may be, and how far the sum of a row may then be from 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -24,7 +25,7 @@ def check_draft(
     """Raise ContractError, naming the ``drafter``, for a draft whose form breaks the contract; looks at no value."""
     if not isinstance(draft, Draft):
         raise broken(drafter, f"proposed a {type(draft).__name__}", "propose() returns a Draft")
-    who, like, b = drafter, sequences.tokens, sequences.batch_size
+    who, like, b = drafter, sequences, sequences.batch_size
     if isinstance(draft.tokens, Tensor) and draft.tokens.dim() == 2 and len(draft.tokens) != b:
         raise broken(who, f"drafted {len(draft.tokens)} rows for {b} slots", "a draft has a row for every slot")
     n = _check_tensor(who, "draft.tokens", draft.tokens, "B N", (b, None), (torch.long,), like).shape[1]
@@ -59,6 +60,11 @@ def check_draft(
     if draft.levels is not None and not 0 <= draft.levels <= traits.depth:
         what = f"made a draft of {draft.levels} levels, deeper than traits.depth = {traits.depth}"
         raise broken(who, what, "traits say how deep a draft can be")
+    if draft.children is not None and (reason := problem(draft.children, candidates)):
+        what = f"made draft.children, which {reason}"
+        raise broken(
+            who, what, "they say how many children each node has, level by level; None = not settled beforehand"
+        )
     if (draft.sequences is None) == (draft.drawn == "iid"):
         what = f"made a draft '{draft.drawn}' {'without' if draft.sequences is None else 'with'} draft.sequences"
         raise broken(who, what, "'iid' drafts have them, and no others; Draft.iid makes them")
@@ -93,7 +99,7 @@ def _check_tensor(
     axes: str,
     sizes: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
-    like: Tensor,
+    like: Tensor | Sequences,
 ) -> Tensor:
     """``value`` if it is a tensor of those ``sizes`` (None = any) and dtypes beside ``like``; else ContractError."""
 

@@ -96,7 +96,13 @@ class Fused(Verifier):
         fields |= {"q": draft.q, "law": draft.law, "sequences": draft.sequences}
         given = {name: tensor for name, tensor in fields.items() if tensor is not None}
         inputs = [p, *given.values(), *self.rule.held(draft)]
-        key = (tuple(given), draft.drawn, draft.levels, *((t.shape, t.stride(), t.dtype) for t in inputs))
+        key = (
+            tuple(given),
+            draft.drawn,
+            draft.levels,
+            draft.children,
+            *((t.shape, t.stride(), t.dtype) for t in inputs),
+        )
         compiled = self._known.get(key)
         if compiled is None and not (self.compiling and key in self._known and self.compiled < MOST_SHAPES):
             if self.compiling:
@@ -118,11 +124,11 @@ class Fused(Verifier):
 
     def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformRound) -> _Compiled:
         """Code for ``inputs``: p, the ``given`` fields of the draft, held state; its own takes the uniforms too."""
-        drawn, levels = draft.drawn, draft.levels
+        settled = {"drawn": draft.drawn, "levels": draft.levels, "children": draft.children}
 
         def judged(rng: RoundRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             fields: dict[str, Any] = {"q": None, **dict(zip(given, tensors, strict=False))}
-            plain = _PlainDraft(drawn=drawn, levels=levels, **fields)
+            plain = _PlainDraft(**settled, **fields)
             verdict, *new = self.rule.judge(plain, p, rng, *tensors[len(given) :])
             return verdict.length, verdict.token, verdict.path, verdict.survival, *new
 

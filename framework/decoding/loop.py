@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
@@ -340,21 +341,20 @@ class Decoder:
         seqs = self.sequences
         root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
         tokens = torch.cat([root, draft.tokens], 1)
-        if draft.is_chain:
-            parents = None
-        else:  # node 0 of the grown tree is the root
-            parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], 1)
-        # Rows that are padded past their own draft compute something there that nobody reads.
-        inside = torch.cat([torch.ones_like(root, dtype=torch.bool), draft.valid], 1)
+        # Node 0 of the grown tree is the root.
+        parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
         begun: dict[str, Any] = {}
         taken_up = None
         if draft.begun is not None and (fed := draft.begun.fed) is not None:
             width = min(fed.shape[1], tokens.shape[1])
             begun = {"begun": draft.begun}
-            taken_up = ((fed[:, :width] == tokens[:, :width]) | ~inside[:, :width]).all(1)
+            same = fed[:, :width] == tokens[:, :width]
+            taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
         logits, hidden = self.target.grow(tokens, parents, **begun)
         p, finite = self.sampling.checked_law(logits)
-        return Scores(p, (finite | ~inside).all(1), logits, hidden, taken_up)
+        # Rows that are padded past their own draft compute something there that nobody reads: valid means finite.
+        fine = finite[:, 0] & (draft.valid <= finite[:, 1:]).all(1)
+        return Scores(p, fine, logits, hidden, taken_up)
 
     def _free(self, row: int) -> None:
         self.sequences.history[row] = []

@@ -18,9 +18,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
+from ..contracts.tensors import descent, on_device
 from .architectures import sliding_window, text_config
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
@@ -57,8 +58,12 @@ class RaggedLM:
         self.cache = RaggedCache(batch_size, max_length)
         self._run = runner_for(model)
         self._forks: WeakSet[Any] = WeakSet()  # they follow for as long as somebody drafts with them
+        # What is added to the score of a slot that a query sees, and of one that it does not.
+        dtype = model.dtype
+        self._seen, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=self.device).unbind()
+        self._columns = torch.arange(max_length, device=self.device)
         self._grown = 0  # speculative nodes of every row
-        self._tree: Tensor | None = None  # [B, grown, grown] bool, node i descends from (or is) node j
+        self._tree: Tensor | None = None  # [B, grown] int64, the parent of each of them; None = chains
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = sliding_window(config)
         if self._layer_types and "sliding_attention" not in self._layer_types:
@@ -120,8 +125,7 @@ class RaggedLM:
         tensors = {"tokens": tokens, "starts": on_device([n + first for n in self.lengths], self.device), **inputs}
         if parents is not None or self._tree is not None:
             if self._tree is None:
-                chain = torch.ones(first, first, dtype=torch.bool, device=self.device).tril()
-                self._tree = chain.expand(self.batch_size, -1, -1)
+                self._tree = torch.arange(-1, first - 1, device=self.device).expand(self.batch_size, -1)
             if parents is None:
                 parents = torch.arange(first - 1, total - 1, device=self.device).expand_as(tokens)
             tensors |= {"parents": parents, "tree": self._tree}
@@ -173,33 +177,38 @@ class RaggedLM:
             start: the first slot where it is the same in all rows; ``None`` = where ``starts [B]`` says.
             layers: whose hidden states are wanted.
             parents: ``[B, W]``, see `LM.grow`; ``None`` = chains.
-            tree: ``[B, grown, grown]`` bool, node i grown before descends from (or is) node j.
+            tree: ``[B, grown]``, the parents of the nodes grown before.
 
         Returns:
-            logits ``[B, W, V]``, hidden states ``[B, W, L, H]`` or None, the tree with the new nodes or None.
+            logits ``[B, W, V]``, hidden states ``[B, W, L, H]`` or None, the parents of old and new nodes or None.
         """
-        column = torch.arange(reach, device=self.device)
-        slots = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        column, slots = self._columns[:reach], starts[:, None]
+        if tokens.shape[1] > 1:
+            slots = slots + self._columns[: tokens.shape[1]]
         if tree is None:
             allowed, key_positions, positions = column <= slots[..., None], None, slots
         else:
             assert parents is not None
-            first, tree = tree.shape[1], extend_tree(tree, parents)
-            committed = starts[:, None] - first
-            depth = tree.sum(-1)  # [B, total], 1 for the first speculative node
-            relative = column - committed  # [B, reach], which speculative node a slot holds
-            node = relative.clamp(0, tree.shape[1] - 1)
-            seen = tree[:, first:].gather(2, node[:, None].expand(-1, tokens.shape[1], -1))
-            speculative = (relative >= 0) & (relative < tree.shape[1])
-            allowed = torch.where(speculative[:, None], seen, (relative < 0)[:, None])
-            positions = committed + depth[:, first:] - 1
-            key_positions = torch.where(speculative, committed + depth.gather(1, node) - 1, column)
+            first = tree.shape[1]
+            tree = torch.cat([tree, parents], 1) if first else parents
+            above = descent(tree, tree.shape[1])
+            # A query sees every committed slot, its own node and those above it, and nothing that lies behind.
+            seen = functional.pad(functional.pad(above[:, first:], (1, 0), value=True), (0, 1), value=False)
+            before = starts[:, None] - (first + 1)  # the last committed slot
+            node = (column - before).clamp_(0, tree.shape[1] + 1)
+            allowed = seen.gather(2, node[:, None].expand(-1, tokens.shape[1], -1))
+            depth = above.sum(-1)
+            positions, key_positions = before + depth[:, first:], None
+            if self._window is not None or self._chunk is not None:
+                speculative = (node > 0) & (node <= tree.shape[1])
+                key_positions = before + depth.gather(1, (node - 1).clamp_(0, tree.shape[1] - 1))
+                key_positions = torch.where(speculative, key_positions, column)
         place = Placement(slots, reach, start)
         return *self._forward(tokens, place, positions, allowed, key_positions, inputs, layers), tree
 
     def _compact(self, path: Tensor, committed: Tensor) -> Outputs:
         """Move nodes ``path [B, D]`` (-1 = none) behind the ``committed [B]`` slots of their row."""
-        target = committed[:, None] + torch.arange(path.shape[1], device=self.device)
+        target = committed[:, None] + self._columns[: path.shape[1]]
         self.cache.move(torch.where(path >= 0, committed[:, None] + path, target), target)
         return ()
 
@@ -217,7 +226,7 @@ class RaggedLM:
         """One pass: ``tokens [R, W]`` at ``positions [R, W]``, ``allowed [R, W, reach]`` bool."""
         self.cache.placement = placement
         position_ids = positions.expand_as(tokens)
-        if self.context_length is not None:
+        if self.context_length is not None and placement.reach > self.context_length:
             # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
             position_ids = position_ids.clamp(max=self.context_length - 1)
         extra: dict[str, Any] = dict(inputs)
@@ -257,22 +266,4 @@ class RaggedLM:
         return masks if self._layer_types else masks["sliding_attention"]
 
     def _additive(self, allowed: Tensor) -> Tensor:
-        dtype = self.model.dtype
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
-
-
-def extend_tree(tree: Tensor, parents: Tensor) -> Tensor:
-    """Add W nodes to a tree: ``[B, n, n]`` bool and their ``parents [B, W]`` -> ``[B, n + W, n + W]`` bool.
-
-    Entry ``[b, i, j]`` says that node i descends from (or is) node j; parents come before children, -1 = the root's.
-    """
-    n, width = tree.shape[1], parents.shape[1]
-    grown = torch.zeros(len(tree), n + width, n + width, device=tree.device)
-    grown[:, :n, :n] = tree
-    grown[:, n:].scatter_(2, parents.clamp(min=0)[..., None], (parents >= 0).float()[..., None])
-    grown.diagonal(dim1=1, dim2=2).fill_(1)
-    # A square doubles the generations that are known; from a new node it is at most W to an old one, which knows all.
-    for _ in range(width.bit_length()):
-        grown = (grown @ grown > 0).float()
-    return grown > 0
+        return torch.where(allowed, self._seen, self._hidden)[:, None]

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..contracts.draft import Draft, Scores, Verdict
 from ..contracts.errors import ContractError
+from ..contracts.tensors import counting
 
 #: What is wrong with a q, and what to do.
 NOT_FINITE = "reported a q that is NaN or infinite"
@@ -52,57 +53,69 @@ def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, l
         draft: what of it was judged: a chain is trimmed.
         logprobs: of emitted tokens, too. A gather, and no pass over p.
     """
-    if draft.width:
-        order = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
-        path = order if verdict.path is None else verdict.path.clamp(0, draft.width - 1)
-        along = draft.tokens.gather(1, path)
-    else:
+    if verdict.path is None:
         along = draft.tokens
-    emitted = torch.cat([along, torch.zeros_like(verdict.token)[:, None]], 1)
+    else:
+        along = draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1)) if draft.width else draft.tokens
+    emitted = torch.cat([along, verdict.token[:, None]], 1)
     # A length beyond the path is found on the host; until then nothing may be written beyond the table.
     emitted.scatter_(1, verdict.length.clamp(0, along.shape[1])[:, None], verdict.token[:, None])
-    chain = drafted.is_chain or not draft.width
-    depth = drafted.count if chain else torch.where(draft.valid, draft.depth, 0).amax(1)
-    fine = torch.ones_like(scores.finite)
-    drafter_finite = fine if draft.finite is None else draft.finite
-    taken_up = fine if scores.taken_up is None else scores.taken_up
-    q = fine if draft.q is None else draft.q.sum((1, 2))
-    survival = fine if verdict.survival is None else verdict.survival.sum(1)
-    # float64 holds every token id exactly.
-    meta = [verdict.length, drafted.count, depth, scores.finite, drafter_finite, taken_up, q, survival]
-    parts = [torch.stack(meta, 1).double(), emitted.double()]
+    told = {"tau": verdict.length, "nodes": drafted.count, "target_finite": scores.finite}
+    if not drafted.is_chain and draft.width:
+        told["depth"] = (draft.depth * draft.valid).amax(1)
+    if draft.finite is not None:
+        told["drafter_finite"] = draft.finite
+    if scores.taken_up is not None:
+        told["taken_up"] = scores.taken_up
+    if draft.q is not None:
+        told["q"] = draft.q.sum((1, 2)).double()  # with one float64 all are, which holds every token id exactly
+    if verdict.survival is not None:
+        told["survival"] = verdict.survival.sum(1).double()
+    parts = [torch.stack(list(told.values()), 1), emitted]
     if logprobs:
         parts.append(_logprobs(emitted, verdict, scores))
-    width, host = emitted.shape[1], torch.cat(parts, 1).tolist()
+    ends = len(told), len(told) + emitted.shape[1]
     return [
-        Row(
-            *(int(tau), int(nodes), int(depth), bool(target), bool(drafter), bool(taken_up), q, survival),
-            [int(token) for token in rest[:width]],
-            rest[width:],
-        )
-        for tau, nodes, depth, target, drafter, taken_up, q, survival, *rest in host
+        _row(dict(zip(told, row, strict=False)), row[slice(*ends)], row[ends[1] :])
+        for row in torch.cat(parts, 1).tolist()
     ]
+
+
+def _row(told: Mapping[str, float], tokens: list[float], logprobs: list[float]) -> Row:
+    """What was told of a row; what was not is as it should be, and a chain is as deep as it has nodes."""
+    nodes = int(told["nodes"])
+    return Row(
+        tau=int(told["tau"]),
+        nodes=nodes,
+        depth=int(told.get("depth", nodes)),
+        target_finite=bool(told["target_finite"]),
+        drafter_finite=bool(told.get("drafter_finite", True)),
+        taken_up=bool(told.get("taken_up", True)),
+        q=told.get("q", 1.0),
+        survival=told.get("survival", 1.0),
+        tokens=[int(token) for token in tokens],
+        logprobs=logprobs,
+    )
 
 
 def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
     """``[B, D + 1]`` float64: log p of each of ``emitted [B, D + 1]``, which follow the root and a path."""
     (_, laws, vocab), width = scores.p.shape, emitted.shape[1]
     if verdict.path is None:
-        after = torch.arange(width, device=emitted.device)
+        after = counting(width, emitted.device, vocab)
     else:
-        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp(0, laws - 1)
+        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, laws - 1) * vocab
     # A verdict that names no token is found on the host.
-    index = after * vocab + emitted.clamp(0, vocab - 1)
-    return scores.p.flatten(1).gather(1, index).double().log()
+    index = emitted.clamp(0, vocab - 1) + after
+    return scores.p.flatten(1).gather(1, index).double().log_()
 
 
 def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
-    """Indices, in the grown tree, of the root and the accepted nodes; None if they are its first ones."""
+    """Indices, in the grown tree, of the root and accepted nodes, -1 behind them; None if they are its first ones."""
     if verdict.path is None:
         return None
-    root = torch.zeros_like(verdict.token)[:, None]
-    inside = verdict.path.clamp(max=draft.width - 1)  # rows whose numbers are wrong may name any node
-    return torch.cat([root, torch.where(inside >= 0, inside + 1, -1)], 1)
+    inside = verdict.path.clamp(-1, draft.width - 1)  # rows whose numbers are wrong may name any node
+    return functional.pad(torch.where(inside >= 0, inside + 1, inside), (1, 0))
 
 
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:

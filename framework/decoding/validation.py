@@ -17,6 +17,7 @@ from torch import Tensor
 from ..contracts.draft import Draft, Sequences, Verdict, on_device
 from ..contracts.drafter import DraftTraits
 from ..contracts.errors import ContractError, CrossdraftError, NumericalError
+from ..contracts.fixed_tree import constant
 from .forms import TOLERANCE, check_draft, check_verdict
 from .transfer import FINITE_Q, NOT_FINITE, accepted_too_many, emitted_outside, too_deep
 
@@ -81,7 +82,17 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
     n = nodes.width
     if not n:
         return faults
-    nodes = replace(nodes, parents=nodes.parents.clamp(-1, n - 1))
+    deepest = traits.depth if nodes.levels is None else nodes.levels
+    if nodes.children is not None:
+        said = constant(nodes.children, "parents", tokens.device)
+        faults.append(
+            _Fault(
+                nodes.parents != said,
+                lambda row, node: f"hung node {node} below node {int(draft.parents[row, node])}, not {int(said[node])}",
+                "draft.children say how many children each node has, which stand side by side, level by level",
+            )
+        )
+    nodes = replace(nodes, parents=nodes.parents.clamp(-1, n - 1), levels=None, children=None)
     if nodes.is_chain:
         before = torch.cat([torch.ones_like(valid[:, :1]), nodes.valid[:, :-1]], 1)
         faults += [
@@ -116,7 +127,6 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
     )
     depth = torch.where(nodes.valid, depth, 0).amax(1)
     most = [limit if history else 0 for limit, history in zip(sequences.limit, sequences.history, strict=True)]
-    deepest = traits.depth if nodes.levels is None else nodes.levels
     faults += [
         _Fault(
             depth > on_device(most, depth.device),
@@ -127,7 +137,7 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
             depth > deepest,
             lambda row: (
                 f"drafted {int(depth[row])} tokens deep, deeper than "
-                f"{'traits.depth' if nodes.levels is None else 'draft.levels'} = {deepest}"
+                f"{'traits.depth' if draft.levels is None else 'draft.levels'} = {deepest}"
             ),
             "say how deep a draft can be",
         ),

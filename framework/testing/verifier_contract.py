@@ -170,7 +170,7 @@ class VerifierContract:
         """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
         for label, draft, p, _, streams, position in self.recorded(2):
             tensors = {name: t.to("meta") for name in FIELDS if (t := getattr(draft, name)) is not None}
-            away = Draft(**tensors, drawn=draft.drawn, levels=draft.levels)
+            away = Draft(**tensors, drawn=draft.drawn, levels=draft.levels, children=draft.children)
             rng = CounterRng(0).round(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
@@ -227,4 +227,4 @@ class NoMask(TorchDispatchMode):
 def _rows(draft: Draft, rows: slice) -> Draft:
     """Some rows of a draft, as wide as all of them."""
     tensors = {name: t[rows] for name in FIELDS if (t := getattr(draft, name)) is not None}
-    return Draft(**tensors, drawn=draft.drawn, levels=draft.levels)
+    return Draft(**tensors, drawn=draft.drawn, levels=draft.levels, children=draft.children)

@@ -21,10 +21,10 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.tensors import descent
 from crossdraft.framework.decoding import build, graphs
 from crossdraft.framework.decoding import ragged_lm as lm_module
 from crossdraft.framework.decoding.graphs import Graphs
-from crossdraft.framework.decoding.ragged_lm import extend_tree
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
@@ -195,10 +195,10 @@ def test_large_passes_are_not_recorded(tiny_model: Callable, monkeypatch: Any) -
     assert lm.recorder.recorded == 0
 
 
-@pytest.mark.parametrize("grown, width", [(0, 1), (0, 7), (3, 1), (4, 6)])
-def test_a_tree_is_extended_by_its_parents(grown: int, width: int) -> None:
+@pytest.mark.parametrize("total", [1, 4, 7, 10, 70, 140])
+def test_who_descends_from_whom(total: int) -> None:
     """Against following the parents one by one; chains are the deepest trees there are."""
-    total, generator = grown + width, torch.Generator().manual_seed(grown + width)
+    generator = torch.Generator().manual_seed(total)
     rows = [[int(torch.randint(-1, i, (), generator=generator)) if i else -1 for i in range(total)] for _ in range(20)]
     parents = torch.tensor([*rows, list(range(-1, total - 1))])
     want = torch.zeros(len(parents), total, total, dtype=torch.bool)
@@ -208,7 +208,7 @@ def test_a_tree_is_extended_by_its_parents(grown: int, width: int) -> None:
             while at >= 0:
                 want[row, node, at] = True
                 at = of[at]
-    assert torch.equal(extend_tree(want[:, :grown, :grown], parents[:, grown:]), want)
+    assert torch.equal(descent(parents, total), want)
 
 
 @torch.inference_mode()

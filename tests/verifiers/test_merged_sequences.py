@@ -7,7 +7,7 @@ from random_trees import SEEDS, random_draft
 
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.verifiers._tree_rules import Children
-from crossdraft.verifiers.traversal import Traversal
+from crossdraft.verifiers.traversal import leaves_first
 
 
 @settings(deadline=None, max_examples=30)
@@ -89,7 +89,7 @@ def as_draft(parents: list[list[int]], counts: list[int]) -> Draft:
 @given(tree=families())
 def test_a_visit_reports_a_node_after_its_children(tree: tuple[list[list[int]], list[int]]) -> None:
     parents, counts = tree
-    visits = Traversal.leaves_first(as_draft(parents, counts)).tolist()
+    visits = leaves_first(as_draft(parents, counts), None).tolist()
     for family, count, visit in zip(parents, counts, visits, strict=True):
 
         def below(node: int, family: list[int] = family[:count]) -> list[int]:

@@ -1,0 +1,103 @@
+"""Counting what a round asks of a device, where there is none: operations that would launch a kernel or a copy."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: They make room or another view, and launch nothing.
+_NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")
+#: How the host reads values.
+_READS = ("tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "item", "__index__")
+
+
+class Launches(TorchDispatchMode):
+    """Counts while it is entered, but not inside the forward passes of ``models``.
+
+    Views and allocations do not count, nor does work on tensors without entries; a list that is copied to the device
+    does. Shortcuts that strategies take where the host may look for nothing, on a CPU, are not taken meanwhile.
+
+    Attributes:
+        work: kernels and copies to the device, by name.
+        reads: how often the host read values, and so waited, by kind.
+        passes: forward passes of the models.
+    """
+
+    def __init__(self, *models: torch.nn.Module):
+        super().__init__()
+        self.work: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self.passes = self._inside = 0
+        self._left: list[Callable[[], None]] = []
+        for model in models:
+            model.register_forward_pre_hook(self._enter_pass)
+            model.register_forward_hook(self._leave_pass, always_call=True)
+
+    def _enter_pass(self, *_: Any) -> None:
+        self.passes += not self._inside
+        self._inside += 1
+
+    def _leave_pass(self, *_: Any) -> None:
+        self._inside -= 1
+
+    def __enter__(self) -> Launches:
+        for name in _READS:
+            self._replace(Tensor, name, self._counted(getattr(Tensor, name), self.reads, name))
+        self._replace(torch, "from_numpy", self._counted(torch.from_numpy, self.work, "from_numpy"))
+        for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
+            if hasattr(module, "eager_on_cpu"):
+                self._replace(module, "eager_on_cpu", lambda like: False)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._left:
+            self._left.pop()()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._inside and _works(func, out):
+            self.work[str(func)] += 1
+        return out
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        own = getattr(owner, name)
+        self._left.append(lambda: setattr(owner, name, own))
+        setattr(owner, name, value)
+
+    def _counted(self, function: Callable, counter: Counter[str], name: str) -> Callable:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                counter[name] += 1
+            with self._paused():
+                return function(*args, **kwargs)
+
+        return counted
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What a counted call does is part of it."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+
+def _works(func: Any, out: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if name == "lift_fresh":  # a tensor of a list
+        return True
+    views = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+    if views or name.startswith(_NO_WORK):
+        return False
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return not tensors or any(tensor.numel() for tensor in tensors)
