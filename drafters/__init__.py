@@ -55,6 +55,11 @@ def crossdraft_register_drafters(register):
         f"{__name__}.small_lm.heuristic_schedule:HeuristicSchedule",
         summary="a smaller model drafts more after a draft accepted whole, else less",
     )
+    register(
+        "universal",
+        f"{__name__}.other_tokenizer.universal:Universal",
+        summary="a model with another tokenizer drafts a chain: from the tokens that both have, or as text",
+    )
     register("small-lm-iid", f"{__name__}.small_lm.iid:SmallLMIid", summary="a smaller model draws K sequences")
     register(
         "small-lm-tree",

@@ -293,7 +293,7 @@ class _Pair:
                 "draft length or the number of rounds"
             )
         start = len(self.toy.prompt) - 1
-        context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start)
+        context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start, words=self.toy.words)
         # How far a wrong rule leads is what is measured here; forms and counts are checked all the same.
         options = {"rng": rng, "on_round": self._look, "validate": "never"}
         return build_decoder(context, lambda context: self.build(context, self.gamma), self.verifier(), **options)

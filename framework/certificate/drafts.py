@@ -6,7 +6,7 @@ Nothing here imports PyTorch before a drafter is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
@@ -14,6 +14,7 @@ from ..contracts.errors import UsageError
 
 if TYPE_CHECKING:
     from ..contracts.drafter import DraftContext, Drafter
+    from .tablelm import Toy
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class DraftKind:
     drafter: str
     options: Callable[[int], dict[str, Any]]
     summary: str
-
     #: Its drafts follow from the last token, so that states which end alike are enumerated once.
-    markov = True
+    markov: bool = True
+    #: It is for toys whose drafter has tokens of its own (`Toy.words`), and for no others.
+    translated: bool = False
 
     def config(self, gamma: int) -> tuple[type[Drafter], Any]:
         """The drafter's class and its validated config."""
@@ -76,6 +78,25 @@ DRAFTS: dict[str, DraftKind] = {
 }
 
 
+#: ``--draft`` for toys whose drafter has tokens of its own.
+TRANSLATED: dict[str, DraftKind] = {
+    "tli": DraftKind(
+        "universal",
+        lambda gamma: {"model": "toy", "mode": "tli", "gamma": gamma, "temperature": 1},
+        "a chain that is sampled by a drafter with other tokens, from those that target and drafter share",
+        markov=False,
+        translated=True,
+    ),
+    "slem": DraftKind(
+        "universal",
+        lambda gamma: {"model": "toy", "mode": "slem", "gamma": gamma},
+        "the most probable text of a drafter with other tokens, in the target's",
+        markov=False,
+        translated=True,
+    ),
+}
+
+
 def _iid(gamma: int, k: int) -> dict[str, Any]:
     return {"model": "toy", "gamma": gamma, "K": k, "temperature": 1}
 
@@ -92,6 +113,7 @@ class NamedDrafter:
     label: str
     cls: type[Drafter]
     options: Any
+    translated: bool = False
 
     markov = False
 
@@ -131,33 +153,41 @@ def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
     models = {key: "toy" for key, field in fields.items() if field.is_required() and field.annotation is str}
     cls, config = configured("drafters", {**models, **strategy.config, "name": strategy.name})
     found = NamedDrafter(strategy.title, cls, config)
-    _try(found)
-    return found
+    return replace(found, translated=_translates(found))
 
 
-def _try(found: NamedDrafter) -> None:
-    """Raise UsageError if a drafter cannot be built for a target that is a table."""
+def _translates(found: NamedDrafter) -> bool:
+    """Whether a drafter asks for a model with tokens of its own. UsageError if none can be built for a table."""
+    from .toys import built_in_toys, toys_of_two_vocabularies
+
+    if not (reason := _refusal(found, built_in_toys()[0])):
+        return False
+    if not _refusal(found, toys_of_two_vocabularies()[0]):
+        return True
+    raise UsageError(
+        f"drafter '{found.drafter}' cannot be enumerated, because the targets here are tables of probabilities: "
+        f"{reason}; crossdraft.testing.DrafterContract tries it with setting = TinyModel()"
+    )
+
+
+def _refusal(found: NamedDrafter, toy: Toy) -> str:
+    """Why a drafter cannot be built for a target that is a table."""
     import torch
 
     from ..contracts.errors import CrossdraftError
     from ..contracts.sampling import Sampling
     from .tablelm import ToyContext
-    from .toys import built_in_toys
 
-    toy, sampling = built_in_toys()[0], Sampling()
+    sampling = Sampling()
     reason = ""
     try:
         if found.cls.traits(found.options, sampling).hidden_layers:
             reason = "it reads the target's hidden states"
         else:
             with torch.inference_mode():
-                found.build(ToyContext(toy.target, toy.drafter, sampling, 1), 1)
+                found.build(ToyContext(toy.target, toy.drafter, sampling, 1, words=toy.words), 1)
     except CrossdraftError as error:
         reason = str(error)
     except Exception as error:  # whatever a third party's drafter may raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if reason:
-        raise UsageError(
-            f"drafter '{found.drafter}' cannot be enumerated, because the targets here are tables of probabilities: "
-            f"{reason}; crossdraft.testing.DrafterContract tries it with setting = TinyModel()"
-        )
+    return reason

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from ..contracts.drafter import DraftContext
 from ..contracts.errors import ModelError
+from ..contracts.lm import LM
+from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
+from ..decoding.fitted import fitted
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,15 @@ class Toy:
         name: what tables call it.
         gamma: draft length.
         target, drafter: ``[V + 1, V]`` float64; row x is the law after token x, row V the law of the first token.
+        words: what the target's tokens and the drafter's spell, where these are not the same; then the drafter may have
+            another number of tokens, and its first one follows row x like the others.
     """
 
     name: str
     gamma: int
     target: Tensor
     drafter: Tensor
+    words: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -107,7 +114,8 @@ class ToyContext(DraftContext):
     Args:
         target, drafter: tables, see `TableLM`.
         max_length: of the slots, in tokens.
-        start: of both models, see `TableLM`.
+        start: of both models, see `TableLM`; of the target alone where there are ``words``.
+        words: see `Toy`.
     """
 
     def __init__(
@@ -118,8 +126,10 @@ class ToyContext(DraftContext):
         batch_size: int,
         max_length: int = 256,
         start: int | None = None,
+        words: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
     ):
-        self._drafter, self._start = drafter, start
+        self._drafter, self._words = drafter, words
+        self._start = start if words is None else None
         super().__init__(
             sampling=sampling,
             batch_size=batch_size,
@@ -128,7 +138,29 @@ class ToyContext(DraftContext):
             device=target.device,
             target=TableLM(target, batch_size, fork=drafter, start=start),
             target_name="toy",
+            tokenizer=None if words is None else tokenizer_of(words[0]),
         )
 
-    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> TableLM:
-        return TableLM(self._drafter, self.batch_size, start=self._start)
+    def load_model(self, name: str) -> LoadedModel:
+        if self._words is None:
+            return super().load_model(name)
+        return LoadedModel(None, tokenizer_of(self._words[1]), name, "a table", "", (), None)
+
+    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+        if self._words is not None and ids is None:
+            raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
+        lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)
+        return fitted(lm, self.vocab_size, ids, unknown)
+
+
+@cache
+def tokenizer_of(words: tuple[str, ...]) -> Any:
+    """A tokenizer of transformers whose token i spells ``words[i]``; it says a text in as few tokens as it can."""
+    from transformers import PreTrainedTokenizerFast
+
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import Unigram
+
+    tokenizer: Any = Tokenizer(Unigram([(word, -1.0) for word in words]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -27,7 +27,8 @@ _NUMBER = re.compile(
 def read_toys(path: Path) -> list[Toy]:
     """Toys from a JSON file: name -> ``{"model": {V, gamma, target_start, target_rows, draft_start, draft_rows}}``.
 
-    Probabilities are numbers or fractions as strings; other keys are ignored.
+    Probabilities are numbers or fractions as strings; other keys are ignored. With ``target_tokens`` and
+    ``draft_tokens``, lists of texts, the drafter has tokens of its own, and as many rows as these.
 
     Raises:
         UsageError: no such file, not JSON, or a model that is no pair of probability tables; says where.
@@ -60,6 +61,11 @@ def built_in_toys() -> list[Toy]:
     return read_toys(Path(__file__).with_name("toys.json"))
 
 
+def toys_of_two_vocabularies() -> list[Toy]:
+    """W1 and W2, whose drafters have tokens of their own: W1 shares two of three, W2 all, and has another one."""
+    return read_toys(Path(__file__).with_name("two_vocabularies.json"))
+
+
 def _toy(name: str, entry: Any, file: str) -> Toy:
     if not name or not name.isprintable():
         raise UsageError(f"{file}: {name!a} is no name that could be printed")
@@ -79,14 +85,35 @@ def _toy(name: str, entry: Any, file: str) -> Toy:
             f"{LARGEST_TABLE:,} that are allowed"
         )
 
+    words = _words(model, vocab, where)
+
     def table(kind: str) -> torch.Tensor:
-        rows = model[f"{kind}_rows"]
+        rows, vocab = model[f"{kind}_rows"], sizes[kind]
         if not isinstance(rows, list) or len(rows) != vocab:
             raise UsageError(f"{where}.model.{kind}_rows must have V = {vocab} rows")
         named = [(f"{kind}_rows[{i}]", row) for i, row in enumerate(rows)] + [(f"{kind}_start", model[f"{kind}_start"])]
         return torch.tensor([_law(row, vocab, f"{where}.model.{key}") for key, row in named], dtype=torch.float64)
 
-    return Toy(name, gamma, table("target"), table("draft"))
+    sizes = {"target": vocab, "draft": vocab if words is None else len(words[1])}
+    return Toy(name, gamma, table("target"), table("draft"), words)
+
+
+def _words(model: dict[str, Any], vocab: int, where: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """What tokens spell, of the target and of the drafter; None if the toy does not say."""
+    keys = ("target_tokens", "draft_tokens")
+    if not any(key in model for key in keys):
+        return None
+    found = []
+    for key in keys:
+        words = model.get(key)
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+            raise UsageError(f"{where}.model.{key} must be a list of texts, because the other one of {keys} is")
+        if len(set(words)) != len(words) or (len(words) + 1) * len(words) > LARGEST_TABLE:
+            raise UsageError(f"{where}.model.{key} must be texts that differ, and few")
+        found.append(tuple(words))
+    if len(found[0]) != vocab:
+        raise UsageError(f"{where}.model.target_tokens must have V = {vocab} texts")
+    return found[0], found[1]
 
 
 def _is_integer(value: Any, least: int) -> bool:

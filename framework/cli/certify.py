@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..certificate.drafts import DRAFTS, DraftKind, NamedDrafter, named_drafter
+from ..certificate.drafts import DRAFTS, TRANSLATED, DraftKind, NamedDrafter, named_drafter
 from ..contracts.errors import ContractError, UnknownNameError, UsageError
 from . import certify_model, certify_samples
 
@@ -32,9 +32,12 @@ Drafts = Mapping[str, DraftKind | NamedDrafter]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``crossdraft certify``."""
-    labels = "; ".join(f"{label}: {kind.summary}" for label, kind in DRAFTS.items())
+    labels = "; ".join(f"{label}: {kind.summary}" for label, kind in (DRAFTS | TRANSLATED).items())
     parser.add_argument(
-        "--toy", type=Path, metavar="FILE", help="JSON file of exact models (default: T0, G1 to G4 and D6, built in)"
+        "--toy",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of exact models (default: T0, G1 to G4, D6, W1 and W2, built in)",
     )
     parser.add_argument(
         "--verifier",
@@ -97,10 +100,10 @@ def main(args: argparse.Namespace) -> int:
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
     from ..certificate.effort import check_law
-    from ..certificate.toys import built_in_toys, read_toys
+    from ..certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
 
     drafts = _drafts(args)
-    toys = read_toys(args.toy) if args.toy else built_in_toys()
+    toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
     for toy in toys:
         check_law(toy.name, toy.vocab_size, args.rounds or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
@@ -138,10 +141,11 @@ def _drafts(args: argparse.Namespace) -> Drafts:
     if args.drafter is None:
         if args.drafter_option:
             raise UsageError("--drafter-option is for the drafter that --drafter names; add it")
+        known = DRAFTS | TRANSLATED
         for label in args.draft or ():
-            if label not in DRAFTS:
-                raise UnknownNameError.among("draft label", label, DRAFTS)
-        return {label: DRAFTS[label] for label in args.draft or DRAFTS}
+            if label not in known:
+                raise UnknownNameError.among("draft label", label, known)
+        return {label: known[label] for label in args.draft or known}
     if args.draft:
         raise UsageError("--draft and --drafter both say what drafts; leave one of them out")
     found = named_drafter(args.drafter, args.drafter_option or ())
@@ -170,6 +174,11 @@ def _rows(
     rows, incompatible, left_out = [], {}, {}
     for toy in toys:
         for label, kind in drafts.items():
+            if kind.translated != (toy.words is not None):
+                if args.toy and (args.draft or args.drafter):
+                    need = "needs" if kind.translated else "cannot have"
+                    incompatible[f"toy {toy.name}: {label} {need} a drafter with tokens of its own"] = None
+                continue
             known: dict[Any, Bounds] = {}
             for verifier in verifiers:
                 try:

@@ -58,6 +58,8 @@ class DraftTraits:
             leave it out.
         adapts: what or how long it drafts depends on how earlier rounds went, not on the committed tokens alone (a
             schedule of lengths, a bandit). Such drafts cannot be told from a text, so replay refuses them.
+        nested: a shorter draft, of a smaller gamma, is the beginning of a longer one, so that replay can tell all
+            lengths from the longest. Text that is made tokens of once it is drafted is not like that.
     """
 
     drawn: Drawn | None
@@ -69,6 +71,7 @@ class DraftTraits:
     temperature_zero_only: bool = False
     levels: int | None = None
     adapts: bool = False
+    nested: bool = True
 
     def problem(self) -> str | None:
         """What is wrong with these traits, for people; None if a draft can be as they say."""
@@ -85,7 +88,7 @@ class DraftTraits:
             isinstance(self.branching, tuple) and all(_is_count(n) and n for n in self.branching)
         ):
             return f"branching={quoted(self.branching)}, which is no tuple of numbers of children"
-        for key in ("point_mass", "replayable", "temperature_zero_only", "adapts"):
+        for key in ("point_mass", "replayable", "temperature_zero_only", "adapts", "nested"):
             if not isinstance(value := getattr(self, key), bool):
                 return f"{key}={quoted(value)}, which is neither True nor False"
         return None

@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn import functional
 
-from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
 from ..contracts.lm import LM
 
@@ -53,11 +52,11 @@ class MappedLM(FittedLM):
         super().__init__(lm, len(ids))
         if int(ids.max()) >= lm.vocab_size or not 0 <= unknown < lm.vocab_size:
             raise ModelError(f"a map of ids leads outside of the model's {lm.vocab_size} ids")
-        self._ids = ids.to(lm.device)
-        self._fed = self._ids.where(self._ids >= 0, unknown)
+        self._read = ids.where(ids >= 0, unknown).cpu()  # prompts come from the host
+        self._ids, self._fed = ids.to(lm.device), self._read.to(lm.device)
 
     def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        return self._lm.begin(row, self._fed[on_device(list(prompt), self._fed.device)].tolist())
+        return self._lm.begin(row, self._read[list(prompt)].tolist())
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits, hidden = self._lm.grow(self._fed[tokens], parents)

@@ -269,6 +269,8 @@ def _checked(cls: type[Drafter], config: Any, sampling: Sampling) -> DraftTraits
     traits = cls.traits(config, sampling)
     if traits.adapts:
         raise unforced(cls.name, "how it drafts depends on how earlier rounds went")
+    if not traits.nested:
+        raise unforced(cls.name, "a shorter draft of it is no beginning of a longer one")
     if traits.drawn not in (None, "chain", "iid"):
         raise unforced(cls.name, f"it drafts trees ('{traits.drawn}'), for which no identity is known")
     if traits.temperature_zero_only and sampling.temperature:

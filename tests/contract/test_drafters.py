@@ -1,8 +1,12 @@
 """Every built-in drafter, and every option that changes what it drafts, through the contract kit."""
 
 import pytest
+import torch
 
-from crossdraft.testing import DrafterContract, TinyModel
+from crossdraft.framework.certificate.tablelm import ToyContext
+from crossdraft.framework.certificate.toys import toys_of_two_vocabularies
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.testing import DrafterContract, TinyModel, Toys
 
 
 class TestNone(DrafterContract):
@@ -129,6 +133,44 @@ class TestBatchSizePolicy(DrafterContract):
     drafter = "small-lm"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "batch-size", "lengths": [[1, 3], [2, 2], [3, 1]]}}
     remembers = True  # a sequence's drafts depend on how many there are beside it
+
+
+class OtherTokens(Toys):
+    """The target of `Toys`, whose drafter has six tokens, four of them the target's."""
+
+    words = (("a", "b", " a", " b", "ba"), ("b", " a", "ab", "a", "ba", " "))
+    drafts = 6_000  # its rows are read on the host, one by one
+    toys = property(lambda self: toys_of_two_vocabularies())
+
+    def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> ToyContext:
+        generator = torch.Generator().manual_seed(5)
+        tables = [
+            (1.5 * torch.randn(n + 1, n, generator=generator, dtype=torch.float64)).softmax(-1).to(device)
+            for n in map(len, self.words)
+        ]
+        return ToyContext(*tables, sampling, batch_size, words=self.words)
+
+
+class TestUniversal(DrafterContract):
+    drafter = "universal"
+    options = {"model": "toy", "gamma": 3}
+    setting = OtherTokens()
+
+
+@pytest.mark.slow
+class TestUniversalText(DrafterContract):
+    drafter = "universal"
+    options = {"model": "toy", "gamma": 3, "mode": "slem"}
+    setting = OtherTokens()
+    asks_device = True
+
+
+@pytest.mark.slow
+class TestUniversalUnderConfidence(DrafterContract):
+    drafter = "universal"
+    options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
+    setting = OtherTokens()
+    asks_device = True
 
 
 class TestJacobi(DrafterContract):

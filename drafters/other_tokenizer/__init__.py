@@ -1,0 +1,1 @@
+"""Drafters with a language model that has another tokenizer than the target."""
