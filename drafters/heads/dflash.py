@@ -134,8 +134,9 @@ class DFlashHead(nn.Module):
             first: ``[B]``, where in its row the block begins; ``None`` = there is none, keys and values are all.
         """
         cos, sin = self.rotary_emb(features, position_ids)
+        layers: Any = self.layers
         if first is None:
-            for i, layer in enumerate(self.layers):
+            for i, layer in enumerate(layers):
                 self._keys(layer.self_attn, i, features, cos, sin, past_key_values)
             return BlockOutput(None, features)
         rows = torch.arange(len(first), device=first.device)[:, None]
@@ -143,7 +144,7 @@ class DFlashHead(nn.Module):
         assert attention_mask is not None
         mask = attention_mask[rows[:, 0], :, place[:, -1]][:, :, None].expand(-1, -1, self.block_size, -1)
         hidden = self.embed_tokens(input_ids[rows, place]) * self.scale
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(layers):
             block = layer.input_layernorm(hidden)
             read = features.scatter(1, place[..., None].expand_as(block), block)
             keys, values = self._keys(layer.self_attn, i, read, cos, sin, past_key_values)
