@@ -23,6 +23,26 @@ def crossdraft_register_drafters(register):
     )
     register("eagle", f"{__name__}.heads.eagle:Eagle", summary="a head that continues the target's last features")
     register("eagle3", f"{__name__}.heads.eagle3:Eagle3", summary="a head on features of three of the target's layers")
+    register(
+        "dflash",
+        f"{__name__}.heads.dflash:DFlash",
+        summary="a few layers on the target's features draft a block in one pass, its tokens independently",
+    )
+    register(
+        "dspark",
+        f"{__name__}.heads.dspark:DSpark",
+        summary="a block in one pass, each of its tokens told the one before it",
+    )
+    register(
+        "p-eagle",
+        f"{__name__}.heads.p_eagle:PEagle",
+        summary="an EAGLE-3 head that drafts all its tokens in one pass",
+    )
+    register(
+        "mlp-speculator",
+        f"{__name__}.heads.mlp_speculator:MlpSpeculator",
+        summary="small stages behind the target's last feature, each told the token before it",
+    )
     register("mtp", f"{__name__}.heads.mtp:Mtp", summary="the target's own module of multi-token prediction")
     register(
         "early-exit",

@@ -193,12 +193,15 @@ class Eagle3(FeatureDrafter):
         return read_head(self.context.load_heads(self.config.model), target, self.config.layers)
 
 
-def read_head(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None = None) -> Eagle3Head:
+def read_head(
+    checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None = None, make: type[Eagle3Head] = Eagle3Head
+) -> Eagle3Head:
     """The head in ``checkpoint``.
 
     Args:
         target: a causal LM of transformers, whose embedding it takes if it has none.
         layers: the hidden states that it is to be given, if not `LAYERS`.
+        make: `Eagle3Head`, or what is more than one.
 
     Raises:
         ModelError: no EAGLE-3 head, names or shapes that do not fit, or a head that was made for other hidden states.
@@ -206,6 +209,8 @@ def read_head(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | Non
     raw, tensors = checkpoint.config, renamed(checkpoint.tensors)
     if not is_eagle3(tensors):
         raise checkpoint.refused("they are no EAGLE-3 heads: neither midlayer.hidden_norm nor layers.0.hidden_norm")
+    if make is Eagle3Head and "mask_hidden" in tensors:
+        raise checkpoint.refused("they are P-EAGLE's (mask_hidden); take drafter 'p-eagle'")
     config = layer_config(checkpoint, tensors)
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     size, vocab = config.hidden_size, len(output)
@@ -214,8 +219,11 @@ def read_head(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | Non
     embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
     output = table(checkpoint, tensors, "lm_head.weight", output, (rows, size))
     width = _feature_size(checkpoint, target, layers)
-    speculators = "speculators_config" in raw
-    head = Eagle3Head(
+    for key, name in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
+        if raw.get(key) and not any(tensor.startswith(name) for tensor in tensors):
+            raise checkpoint.refused(f"config.json says {key}, but there is no tensor {name}*")
+    feed_normed, head_norm = _normed(raw)
+    head = make(
         config,
         embed,
         width,
@@ -224,14 +232,25 @@ def read_head(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | Non
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm=sum(key.startswith("fc_norm.") for key in tensors),
-        # One key, two meanings: speculators feeds the normed output back, SpecForge norms before the head.
-        feed_normed=speculators and bool(raw.get("norm_output")),
-        head_norm=speculators or bool(raw.get("norm_output", True)),
+        feed_normed=feed_normed,
+        head_norm=head_norm,
         fc_bias="fc.bias" in tensors,
         biased=biased(tensors),
     )
     checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
     return head
+
+
+def _normed(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Is the normed output fed back, and is the output normed before the head? What ``norm_output`` says.
+
+    One key, two meanings. In EAGLE-3.1, and wherever such heads are served, true is that the normed output is fed back;
+    it is normed before the head in any case. SpecForge's earlier heads say false where it is not normed there. Those of
+    EAGLE-3.1 name ``fc_norm`` beside it, and speculators' are EAGLE-3.1's.
+    """
+    said = config.get("norm_output")
+    newer = "speculators_config" in config or "fc_norm" in config
+    return bool(said), said is None or bool(said) or newer
 
 
 def named_layers(checkpoint: Checkpoint) -> list[int] | None:

@@ -98,14 +98,15 @@ class FeatureHead(nn.Module, ABC):
             attention_mask: additive ``[B, 1, W, keys]``; ``None`` = causal over the W pairs (then without a cache).
             position_ids: ``[B, W]``; 0, 1, .. by default.
             past_key_values: a transformers cache that the layers append to.
-            logits_to_keep: the last so many positions, 0 = all; ``[B]`` = one position of each row.
+            logits_to_keep: the last so many positions, 0 = all; ``[B]`` or ``[B, n]`` = one or n positions of each row.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         mask = self._windows(input_ids.shape[1]) if attention_mask is None else attention_mask
         out = self.advance(self.embed_tokens(input_ids), features, position_ids, mask, past_key_values)
         if isinstance(logits_to_keep, Tensor):
-            kept = out[torch.arange(len(out), device=out.device), logits_to_keep][:, None]
+            rows = torch.arange(len(out), device=out.device)[:, None]
+            kept = out[rows, logits_to_keep.view(len(out), -1)]
         else:
             kept = out[:, -logits_to_keep:]
         return HeadOutput(self.lm_head(self.scored(kept)), self.recurrent(out))
@@ -164,7 +165,7 @@ class FeatureLM:
         self._lm.keep(counts)
         #: ``[B, 1 + grown, H]``: the feature after the last pair, then those of the nodes grown since.
         self._features = hidden[torch.arange(len(last), device=self.device), last]
-        return self._wide(logits)[:, 0]
+        return widened(logits, self.head.target_ids, self.vocab_size)[:, 0]
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Add drafted nodes, see :meth:`LM.grow`; returns logits ``[B, W, V]``. A chain grows one node at a time."""
@@ -175,7 +176,7 @@ class FeatureLM:
         logits, hidden = self._lm.grow(tokens, parents, features=features)
         assert hidden is not None
         self._features = torch.cat([self._features, hidden[:, :, 0]], 1)
-        return self._wide(logits)
+        return widened(logits, self.head.target_ids, self.vocab_size)
 
     def forget(self) -> None:
         """Drop all drafted nodes."""
@@ -184,11 +185,14 @@ class FeatureLM:
     def retire(self, row: int) -> None:
         self._lm.retire(row)
 
-    def _wide(self, logits: Tensor) -> Tensor:
-        """Logits of a reduced vocabulary -> ``[.., V]``, -inf elsewhere: q is 0 there, and [p - q]+ covers the rest."""
-        ids = self.head.target_ids
-        if ids is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        wide[..., ids] = logits
-        return wide
+
+def widened(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits ``[.., Vd]`` of a reduced vocabulary, ``ids [Vd]`` -> ``[.., V]``; ``ids`` None = they are whole.
+
+    -inf elsewhere: q is 0 there, and [p - q]+ covers the rest.
+    """
+    if ids is None:
+        return logits
+    wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    wide[..., ids] = logits
+    return wide

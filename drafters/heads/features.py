@@ -11,18 +11,15 @@ never trained on a token without a feature.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import ContractError, ModelError
+from ...framework.contracts.draft import Draft, Sequences, on_device
+from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
@@ -40,6 +37,7 @@ from ..autoregressive.trees import (
     tree_shape,
 )
 from .feature_head import FeatureHead, FeatureLM
+from .feature_reader import FeatureReader
 
 
 class HeadConfig(StrategyConfig):
@@ -107,27 +105,15 @@ class HeadConfig(StrategyConfig):
         return "top-k" if target.at(self.temperature).temperature == 0 else self.siblings
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(FeatureReader):
     """Base of the drafters with such heads. A subclass says which layers it reads and loads its head."""
 
     Config = HeadConfig
     config: HeadConfig
+    head: FeatureHead
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        if context.target_model is None:
-            raise ModelError(
-                f"drafter '{self.name}' reads the features of its target and shares its embedding, but this target is "
-                "no transformers model"
-            )
-        self.head = self.load().to(context.device).eval()
-        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places. And none of the
-        # target's, whose embedding and head need not be of one precision.
-        shared = {id(weight) for weight in context.target_model.parameters()}
-        for weight in self.head.parameters():
-            if id(weight) not in shared:
-                weight.data = weight.data.to(self.head.dtype)
-        self.sampling = context.sampling.at(self.config.temperature)
         own = self.config
         room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
         self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
@@ -135,17 +121,6 @@ class FeatureDrafter(Drafter):
         self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None
         self.siblings: Siblings = own.chosen(context.sampling)
-        self._wanted = [0] * context.batch_size
-        self._pending: list[list[Tensor]] = [[] for _ in range(context.batch_size)]  # features not yet fed
-
-    @abstractmethod
-    def load(self) -> FeatureHead:
-        """The head. Raises ModelError for a checkpoint that does not fit."""
-
-    @classmethod
-    def layers(cls, config: Any) -> tuple[float, ...]:
-        """The layers whose hidden states the head reads, see `DraftTraits.hidden_layers`."""
-        return (-1,)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -177,32 +152,16 @@ class FeatureDrafter(Drafter):
     def remembers(cls, config: Any) -> bool:
         return config.tree is None and config.policy.start(config.gamma, 1).remembers
 
-    def reset(self) -> None:
-        self.policy.reset()
-
-    @property
-    def passes(self) -> int:
-        return self.lm.passes
-
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
         self.policy.begin(row)
         if len(prompt) == 1:
             self.lm.begin(row, [], self._none())
             return
-        if hidden is None:
-            raise ContractError(
-                f"drafter '{self.name}' needs the target's hidden states of layers {self.layers(self.config)}, but "
-                "the target returned none; build it with the drafter's traits.hidden_layers"
-            )
-        features = self.head.fuse(hidden)
+        features = self._features(hidden)
         # The last pair, the root's, is fed with the first draft.
         self.lm.begin(row, list(prompt[1:]), features[:-1])
         self._pending[row] = [features[-1:]]
-
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self._pending[row] = []
-        self.lm.retire(row)
 
     def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
         has_pair = [len(history) > 1 for history in sequences.history]
@@ -236,31 +195,12 @@ class FeatureDrafter(Drafter):
         expand = (lambda tokens, parents: self.lm.grow(tokens)) if shape.is_path else self.lm.grow
         return grow_fixed(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
 
-    def observe(
-        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
-    ) -> None:
-        assert scores.hidden is not None
-        kept = max(accepted) + 1
-        rows = torch.arange(len(accepted), device=scores.hidden.device)[:, None]
-        path = torch.arange(kept, device=rows.device).expand(len(accepted), -1)  # node i of the draft is position i + 1
-        if verdict.path is not None:
-            path = torch.cat([torch.zeros_like(rows), verdict.path.clamp(min=0) + 1], 1)[:, :kept]
-        features = self.head.fuse(scores.hidden[rows, path])
-        for row, (history, tau) in enumerate(zip(sequences.history, accepted, strict=True)):
-            if history:
-                self._pending[row].append(features[row, : tau + 1])
-        self.policy.observe(accepted, self._wanted)
-
     def _catch_up(self, sequences: Sequences) -> Tensor:
         """Feed the pairs that were committed since, with the target's features; logits ``[B, V]`` after the root."""
-        features = [torch.cat(rows) if rows else self._none() for rows in self._pending]
-        self._pending = [[] for _ in features]
+        features = self._taken()
         counts = [len(rows) for rows in features]
         tokens = [history[held + 1 :] for history, held in zip(sequences.history, self.lm.lengths, strict=True)]
         assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"
         width = max(counts)
         padded = on_device([t + [0] * (width - len(t)) for t in tokens], sequences.device)
         return self.lm.commit(padded, pad_sequence(features, batch_first=True), counts)
-
-    def _none(self) -> Tensor:
-        return torch.empty(0, self.head.embed_tokens.embedding_dim, dtype=self.head.dtype, device=self.context.device)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...framework.contracts.errors import ModelError
 from .eagle_weights import shared, table, write
+from .experts import stacked, unscaled
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .suspects import other_embedding, swapped_inputs
@@ -68,6 +69,13 @@ class MtpHead(FeatureHead):
                 "module of multi-token prediction is made of; use 'eagle' or 'eagle3' heads"
             )
         config = copy.deepcopy(target.config.get_text_config())
+        if getattr(config, "layer_types", None):
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
+        # Of the kind of the last one: a model with experts may begin with layers that have none.
+        layer = type(layers[-1])(config, config.num_hidden_layers - 1)
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = 0  # its place in the cache
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None):
             config.layer_types = ["full_attention"]
@@ -78,7 +86,7 @@ class MtpHead(FeatureHead):
         self.embed_tokens = nn.Embedding(vocab, size, _weight=embedding, _freeze=True)
         self.enorm, self.hnorm, self.norm = (type(norm)(size, eps=eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer = type(layers[-1])(config, 0)
+        self.layer = layer
         self.lm_head = shared(target.get_output_embeddings().weight if head is None else head)
         self.rotary_emb = copy.deepcopy(rotary)
 
@@ -113,21 +121,21 @@ def module_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     target's, ``embed_tokens`` and ``shared_head.head``; the decoder layer's own keys lie beside them. Qwen's: ``mtp.``
     with ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm`` and ``layers.0.*``.
     """
-    if any(key.startswith("mtp.") for key in tensors):
-        found = {key.removeprefix("mtp."): t for key, t in tensors.items() if key.startswith("mtp.")}
+    if any(name.startswith("mtp.") for name in tensors):
+        found = {name.removeprefix("mtp."): name for name in tensors if name.startswith("mtp.")}
     else:
-        parts = [(match, t) for key, t in tensors.items() if (match := _DEEPSEEK.fullmatch(key))]
+        parts = [(match, name) for name in tensors if (match := _DEEPSEEK.fullmatch(name))]
         indices = [int(match[1]) for match, _ in parts if match[2] == "eh_proj.weight"]
-        found = {match[2]: t for match, t in parts if indices and int(match[1]) == min(indices)}
+        found = {match[2]: name for match, name in parts if indices and int(match[1]) == min(indices)}
     out = {}
-    for key, tensor in found.items():
+    for key, name in found.items():
         if re.match(r"layers\.[1-9]", key) or key.endswith("rotary_emb.inv_freq"):
             continue
         for old, own in _RENAMED.items():
             if key.startswith(old):
                 key = own + key.removeprefix(old)
                 break
-        out[key if key.startswith(_OWN) else f"layer.{key}"] = tensor
+        out[key if key.startswith(_OWN) else f"layer.{key}"] = tensors[name]  # read now, and no other
     return out
 
 
@@ -135,7 +143,8 @@ class Mtp(FeatureDrafter):
     """Drafts a chain, a fixed tree or a dynamic tree with the target's module of multi-token prediction.
 
     ``model`` is the target's own checkpoint, if the module is in it, or a directory with the module alone; see
-    `module_of` for the names. Of several modules the first is used.
+    `module_of` for the names. Of several modules the first is used, and nothing but its tensors is read. Experts are
+    one tensor each, or stacked as the target's own; float8 with scales of blocks is unscaled.
     """
 
     name = "mtp"
@@ -153,9 +162,12 @@ class Mtp(FeatureDrafter):
             raise checkpoint.refused(
                 "there is no module of multi-token prediction in them: neither keys mtp.* nor model.layers.{L}.eh_proj"
             )
+        tensors = unscaled(checkpoint, tensors)
         embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         shape = (self.context.vocab_size, embedding.shape[1])
         embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, shape)
         head = MtpHead(target, embed, table(checkpoint, tensors, "lm_head.weight", output, shape))
-        checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
+        checkpoint.fill(
+            head, stacked(checkpoint, tensors, head.state_dict()), shared=("embed_tokens.weight", "lm_head.weight")
+        )
         return head

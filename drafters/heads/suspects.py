@@ -6,6 +6,7 @@ was not written down, the halves of ``fc`` in another order, a target that scale
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,13 @@ from ...framework.contracts.suspect import Suspect
 #: Rotary bases that models are published with.
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 _EMBEDDING = "embed_tokens.weight"
+#: Of so many hidden states every order is tried.
+MOST_PERMUTED = 3
 _MEDUSA = re.compile(r"((?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..+)")
 
 
 def other_layers(read: Sequence[int], depth: int) -> Iterator[Suspect]:
-    """Hidden states ``read`` of a target with ``depth`` layers: ids off by one, or in another order."""
+    """Hidden states ``read`` of a target with ``depth`` layers: ids off by one, or (of a few) in another order."""
     for by in (1, -1):
         layers = tuple(i + by for i in read)
         if min(layers) >= 0 and max(layers) <= depth:
@@ -36,6 +39,8 @@ def other_layers(read: Sequence[int], depth: int) -> Iterator[Suspect]:
                 f"write layers: {list(layers)}",
                 {"layers": layers},
             )
+    if len(read) > MOST_PERMUTED:
+        return
     for layers in permutations(read):
         if layers != tuple(read):
             yield Suspect(
@@ -110,8 +115,9 @@ def _scaled(heads: Checkpoint, weight: Tensor, factor: float) -> Checkpoint:
 
 def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Suspect]:
     """The projection ``name`` of embedding and feature side by side, which stand the other way round."""
-    for key, weight in checkpoint.tensors.items():
-        if key.endswith(name) and weight.dim() == 2:
+    for key in [key for key in checkpoint.tensors if key.endswith(name)]:
+        weight = checkpoint.tensors[key]
+        if weight.dim() == 2:
             halves = torch.cat(list(weight.chunk(2, 1))[::-1], 1)
             yield Suspect(
                 f"the inputs of {key} are swapped: it reads the feature first, then the embedding",
@@ -129,21 +135,27 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
         f"write norm_before_residual: {str(not before).lower()} into the heads' config.json",
         change=lambda heads: heads.with_config(norm_before_residual=not before),
     )
-    speculators = "speculators_config" in config
-    after = bool(config.get("norm_output", not speculators))
-    what = "what is fed back is" if speculators else "the head reads its output"
-    yield Suspect(
-        f"{what} {'not ' if after else ''}normed",
-        f"write norm_output: {str(not after).lower()} into the heads' config.json",
-        change=lambda heads: heads.with_config(norm_output=not after),
-    )
+    said = config.get("norm_output")
+    for mistake, value in (
+        ("what is fed back is the normed output", True),
+        ("what is fed back is the output before its norm", None),
+        ("the head reads the output without its norm", False),
+    ):
+        if value == said or (value is False and ("speculators_config" in config or "fc_norm" in config)):
+            continue  # as it is, or nothing that this key says in heads like these
+        yield Suspect(
+            mistake,
+            f"write norm_output: {json.dumps(value)} into the heads' config.json",
+            change=methodcaller("with_config", norm_output=value),
+        )
     normed = ("input_norm.", "fc_norm.")
     fc = checkpoint.tensors.get("fc.weight")
     if any(key.startswith(normed) for key in checkpoint.tensors):
+        told = {key: False for key in ("norm_before_fc", "fc_norm") if config.get(key)}
         yield Suspect(
             "features are not normed before fc",
             "leave the norm before fc out of the heads' tensors",
-            change=lambda heads: heads.with_tensors({}, normed),
+            change=lambda heads: heads.with_tensors({}, normed).with_config(**told),
         )
     elif fc is not None:
         width = fc.shape[1] // layers

@@ -121,7 +121,8 @@ class Checkpoint:
         name: as the user wrote it.
         path: the directory.
         config: ``config.json`` as it stands.
-        tensors: by key, on the CPU, in the dtype they are stored in.
+        tensors: by key, on the CPU, in the dtype they are stored in; of safetensors each is read when it is
+            asked for.
         source: where the files came from, for people.
         sha256: digest of the files, see `models.weights_sha256`.
     """
@@ -129,7 +130,7 @@ class Checkpoint:
     name: str
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     source: str
     sha256: str
 

@@ -9,12 +9,14 @@ run code, is refused.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import ModelError, first_line
 from ..contracts.models import Checkpoint
-from .configs import read_config
+from ..contracts.reading import kind_of
+from .configs import read_config, weight_map
 from .digests import weight_files, weights_sha256
 from .resolve import resolve
 
@@ -35,22 +37,76 @@ def load_checkpoint(name: str) -> Checkpoint:
     path = found.path
     config = read_config(path)
     files = weight_files(path)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        here = _safetensors(file) if file.suffix == ".safetensors" else _pytorch(file)
-        if twice := sorted(here.keys() & tensors.keys()):
-            raise ModelError(f"{path} holds {twice[0]} in more than one file ({file.name} is one of them)")
-        tensors |= here
+    if files and files[0].suffix == ".safetensors":
+        tensors: Mapping[str, Tensor] = Shards(_places(path, files))
+    else:
+        tensors = {}
+        for file in files:
+            here = _pytorch(file)
+            _once(path, file, here.keys() & tensors.keys())
+            tensors |= here
     if not tensors:
         raise ModelError(f"{path} holds no tensors; is it a directory of heads?")
     return Checkpoint(name, path, config, tensors, found.source, weights_sha256(path))
 
 
-def _safetensors(file: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+class Shards(Mapping[str, "Tensor"]):
+    """The tensors of safetensors files by name, each read when it is asked for, and kept.
+
+    A module that lies in the checkpoint of a large model is read without the model.
+
+    Args:
+        places: the file of each tensor.
+    """
+
+    def __init__(self, places: Mapping[str, Path]):
+        self._places = places
+        self._open: dict[Path, Any] = {}
+        self._read: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            file = self._places[name]
+            if file not in self._open:
+                self._open[file] = _opened(file)
+            try:
+                self._read[name] = self._open[file].get_tensor(name)
+            except Exception as error:  # of safetensors, the disk
+                raise ModelError(f"{file} is damaged, or lacks {name}: {first_line(error)}") from None
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _places(path: Path, files: list[Path]) -> dict[str, Path]:
+    """The file of each tensor; of files that an index names, from the index alone."""
+    index, places = path / "model.safetensors.index.json", {}
+    if kind_of(index):
+        places = {name: path / shard for name, shard in weight_map(index).items()}
+    for file in sorted(set(files) - set(places.values())):
+        names = list(_opened(file).keys())
+        _once(path, file, places.keys() & set(names))
+        places |= dict.fromkeys(names, file)
+    return places
+
+
+def _once(path: Path, file: Path, twice: set[str]) -> None:
+    if twice:
+        raise ModelError(f"{path} holds {min(twice)} in more than one file ({file.name} is one of them)")
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import safe_open
 
     try:
-        return load_file(file)
+        return safe_open(file, "pt")
     except Exception as error:  # of safetensors, struct, the disk
         raise ModelError(f"{file} is damaged or no safetensors file: {first_line(error)}") from None
 

@@ -103,14 +103,17 @@ def check_files(directory: Path) -> None:
 
 def shards_of(index: Path) -> set[str]:
     """The files that ``model.safetensors.index.json`` names. Raises ModelError for an index that is none."""
-    weight_map = read_json(index, INDEX_BYTES, error=ModelError).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    return set(weight_map(index).values())
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight, by ``model.safetensors.index.json``. Raises ModelError for an index that is none."""
+    found = read_json(index, INDEX_BYTES, error=ModelError).get("weight_map")
+    if not isinstance(found, dict) or not found:
         raise ModelError(f"{index}: it has no weight_map, the mapping of every weight to its file")
-    shards = set()
-    for weight, shard in weight_map.items():
+    for weight, shard in found.items():
         if not isinstance(shard, str) or flaw(shard, UNPRINTABLE) or Path(shard).name != shard or len(shard) > 255:
             raise ModelError(
                 f"{index}: the file of the weight {quoted(weight)} is {quoted(shard)}; it names one beside it"
             )
-        shards.add(shard)
-    return shards
+    return found

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from crossdraft.drafters.heads.dflash import DFlashHead
+from crossdraft.drafters.heads.dspark import DSparkHead
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
-from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.drafters.heads.eagle_weights import config_json, make_config, write
 from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.mlp_speculator import Speculator
 from crossdraft.drafters.heads.mtp import MtpHead
+from crossdraft.drafters.heads.p_eagle import PEagleHead
 from crossdraft.testing import DrafterContract, TinyModel
 
 LAYERS = (1, 2, 3)
@@ -35,6 +39,21 @@ def heads(tmp_path_factory: Any) -> Path:
         ids = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11])
         Eagle3Head(config, embedding, 3 * 16, target_ids=ids).save(root / "eagle3", layers=LAYERS[1:] + LAYERS[:1])
         MtpHead(target).save(root / "mtp")
+        block: dict[str, Any] = {"head": output, "block_size": 4, "mask_token": 12}
+        made: dict[str, Any] = {
+            "dflash": DFlashHead(config, embedding, 3 * 16, **block),
+            "dspark": DSparkHead(
+                config, embedding, 3 * 16, **block, from_anchor=True, kind="gated", rank=4, confidence=20
+            ),
+            "p-eagle": PEagleHead(config, embedding, 3 * 16, head=output),
+            "mlp-speculator": Speculator(3, 13, 16, 8),
+        }
+        said = {"block_size": 4, "mask_token_id": 12, "markov_head_type": "gated", "n_predict": 3}
+        for name, module in made.items():
+            tensors = {
+                k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
+            }
+            write(root / name, config_json(config, name, **said), tensors)
     return root
 
 
@@ -96,3 +115,32 @@ class TestEagle3DynamicTree(Heads):
 class TestMtp(Heads):
     drafter = "mtp"
     options = {"gamma": 2}
+
+
+class TestDSpark(Heads):
+    drafter = "dspark"
+    options = {"layers": [1, 2, 3], "gamma": 3}
+
+
+@pytest.mark.slow
+class TestDSparkUntilItExpectsLittle(Heads):
+    drafter = "dspark"
+    options = {"layers": [1, 2, 3], "gamma": 3, "confidence": 0.5}
+    asks_device = True
+
+
+@pytest.mark.slow
+class TestDFlash(Heads):
+    drafter = "dflash"
+    options = {"layers": [1, 2, 3], "gamma": 3}
+
+
+@pytest.mark.slow
+class TestPEagle(Heads):
+    drafter = "p-eagle"
+    options = {"layers": [1, 2, 3], "gamma": 3}
+
+
+@pytest.mark.slow
+class TestMlpSpeculator(Heads):
+    drafter = "mlp-speculator"

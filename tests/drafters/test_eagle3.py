@@ -196,6 +196,8 @@ def layouts() -> dict[str, tuple[dict[str, Tensor], dict[str, Any], dict[str, An
         "two layers": (plus(official(), **layer("layers__1__", H)), {**CONFIG, "num_hidden_layers": 2}, {}),
         "speculators": (speculators(official()), nested(), {}),
         "a sliding window": (speculators(official()), sliding, {"window": 3}),
+        "3.1": (plus(official(), **fc_norm), {**CONFIG, "fc_norm": True, "norm_output": True}, {"feed_normed": True}),
+        "3.1, nothing fed back normed": (official(), {**CONFIG, "fc_norm": False, "norm_output": False}, {}),
         "speculators 3.1": (
             speculators(plus(official(), **fc_norm)),
             nested(**flags),
@@ -362,6 +364,12 @@ def with_d2t(d2t: Tensor) -> dict[str, Tensor]:
 def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tensor], sentence: str) -> None:
     with pytest.raises(ModelError, match=rf"the heads 'head' do not load: .*{sentence}.*\(somewhere\)"):
         load(target, tensors, CONFIG)
+
+
+@pytest.mark.parametrize("key, name", [("fc_norm", "fc_norm"), ("norm_before_fc", "input_norm")])
+def test_norms_that_the_config_names_and_nobody_brought_are_refused(target: Any, key: str, name: str) -> None:
+    with pytest.raises(ModelError, match=rf"config.json says {key}, but there is no tensor {name}\.\*"):
+        load(target, official(), {**CONFIG, key: True})
 
 
 def test_a_config_without_sizes_is_refused(target: Any) -> None:

@@ -1,0 +1,104 @@
+"""What every drafter holds whose head reads the target's hidden states: those that were committed and not yet fed.
+
+The features of committed tokens are the target's own, from the very pass that verified them: of the accepted path of a
+round, the root first. They wait here until the head is fed again, so its keys and values depend on the committed
+tokens alone, whatever was drafted and rejected on the way.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.drafter import DraftContext, Drafter, StrategyConfig
+from ...framework.contracts.errors import ContractError, ModelError
+from ..autoregressive.length_policy import LengthPolicy
+
+
+class FeatureReader(Drafter):
+    """Base of the drafters with a head over features. A subclass loads the head and makes ``lm`` and ``policy``.
+
+    Attributes:
+        head: the module, on the target's device; it has ``embed_tokens``, ``dtype`` and ``fuse``.
+        lm: its slots, whatever they count.
+    """
+
+    config: Any
+    lm: Any
+    policy: LengthPolicy
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        if context.target_model is None:
+            raise ModelError(
+                f"drafter '{self.name}' reads the features of its target and shares its embedding, but this target is "
+                "no transformers model"
+            )
+        self.head = self.load().to(context.device).eval()
+        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places. And none of the
+        # target's, whose embedding and head need not be of one precision.
+        shared = {id(weight) for weight in context.target_model.parameters()}
+        for weight in self.head.parameters():
+            if id(weight) not in shared:
+                weight.data = weight.data.to(self.head.dtype)
+        self.sampling = context.sampling.at(self.config.temperature)
+        self._wanted = [0] * context.batch_size
+        self._pending: list[list[Tensor]] = [[] for _ in range(context.batch_size)]  # features not yet fed
+
+    @abstractmethod
+    def load(self) -> Any:
+        """The head. Raises ModelError for a checkpoint that does not fit."""
+
+    @classmethod
+    def layers(cls, config: Any) -> tuple[float, ...]:
+        """The layers whose hidden states the head reads, see `DraftTraits.hidden_layers`."""
+        return (-1,)
+
+    def reset(self) -> None:
+        self.policy.reset()
+
+    @property
+    def passes(self) -> int:
+        return self.lm.passes
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._pending[row] = []
+        self.lm.retire(row)
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        assert scores.hidden is not None
+        kept = max(accepted) + 1
+        rows = torch.arange(len(accepted), device=scores.hidden.device)[:, None]
+        path = torch.arange(kept, device=rows.device).expand(len(accepted), -1)  # node i of the draft is position i + 1
+        if verdict.path is not None:
+            path = torch.cat([torch.zeros_like(rows), verdict.path.clamp(min=0) + 1], 1)[:, :kept]
+        features = self.head.fuse(scores.hidden[rows, path])
+        for row, (history, tau) in enumerate(zip(sequences.history, accepted, strict=True)):
+            if history:
+                self._pending[row].append(features[row, : tau + 1])
+        self.policy.observe(accepted, self._wanted)
+
+    def _features(self, hidden: Tensor | None) -> Tensor:
+        """Those of a prompt ``[len(prompt) - 1, H]``, from the target's hidden states."""
+        if hidden is None:
+            raise ContractError(
+                f"drafter '{self.name}' needs the target's hidden states of layers {self.layers(self.config)}, but "
+                "the target returned none; build it with the drafter's traits.hidden_layers"
+            )
+        return self.head.fuse(hidden)
+
+    def _taken(self) -> list[Tensor]:
+        """Per row, the features ``[n, H]`` that were committed and not yet fed; from here on they count as fed."""
+        features = [torch.cat(rows) if rows else self._none() for rows in self._pending]
+        self._pending = [[] for _ in features]
+        return features
+
+    def _none(self) -> Tensor:
+        return torch.empty(0, self.head.embed_tokens.embedding_dim, dtype=self.head.dtype, device=self.context.device)

@@ -1,0 +1,217 @@
+"""MLP speculators: stages that carry a state from token to token draft a chain behind the target's last feature.
+
+D. Wertheimer, J. Rosenkranz, T. Parnell et al., "Accelerating Production LLMs with Combined Token/Embedding
+Speculators", 2024, arXiv:2404.19124. With s_0 = h the target's last hidden state after its final norm (scaled: its RMS
+norm over the root of 2), x_0 the root, and stage i = 1 .. n with tables of its own or shared,
+
+    s_i = GELU(LN_i(P_i s_{i-1} + a E_i[x_{i-1}])),   logits_i = W_i s_i,   LN_i(y) = w_i y / rms(y) + b_i,
+
+a the weight of embeddings over that of states, 0.5^(0.5 / n) =: c and a = sqrt((1 - c^2) I / 2) / c, I the width of the
+states. Each token is told the tokens before it, and its law is the one that it was drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.errors import ContractError, ModelError
+from ...framework.contracts.limits import MOST_LEVELS
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from ..autoregressive.chains import grow_chain
+from ..autoregressive.policies import POLICIES, Policy, Static
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
+
+_EPS = 1e-6
+_STAGE = re.compile(r"(emb|proj|head|ln)\.(\d{1,4})\.(weight|bias)")
+
+
+class ShiftedNorm(nn.Module):
+    """An RMS norm with a weight and a bias."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], eps=_EPS) * self.weight + self.bias
+
+
+class Speculator(nn.Module):
+    """The stages as a plain module.
+
+    Args:
+        stages: n; ``vocab_size``: V; ``size``: H, of the target; ``inner``: I.
+        scaled: the first state is normed.
+    """
+
+    def __init__(self, stages: int, vocab_size: int, size: int, inner: int, *, scaled: bool = False):
+        super().__init__()
+        self.scaled = scaled
+        self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(stages))
+        self.proj = nn.ModuleList(nn.Linear(inner if i else size, inner, bias=False) for i in range(stages))
+        self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(stages))
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(stages))
+        kept = 0.5 ** (0.5 / stages)
+        self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
+
+    def first(self, hidden: Tensor) -> Tensor:
+        """The state ``[B, H]`` that the first stage is given, of the target's hidden state."""
+        return functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2) if self.scaled else hidden
+
+    def forward(self, stage: int, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """State ``[B, I]`` and logits ``[B, V]`` after ``token [B]``, from the state before."""
+        mixed = self.proj[stage](state) + self.weight * self.emb[stage](token)
+        state = functional.gelu(self.ln[stage](mixed))
+        return state, self.head[stage](state)
+
+
+class MlpSpeculator(Drafter):
+    """Drafts a chain, a token a stage.
+
+    Checkpoints: ``ibm-ai-platform/*-accelerator`` and ``ibm-granite/*-accelerator``.
+    """
+
+    name = "mlp-speculator"
+
+    class Config(StrategyConfig):
+        model: str = Field(description="name, directory or Hub id of a speculator made for the target")
+        gamma: int = Field(default=3, ge=0, le=MOST_LEVELS, description="draft length; a stage for each token")
+        policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
+        temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
+
+        @model_validator(mode="after")
+        def _fits(self) -> Any:
+            self.policy.start(self.gamma, 1)
+            return self
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        target = context.target_model
+        if target is None:
+            raise ModelError(
+                "drafter 'mlp-speculator' reads the features of its target, but this target is no transformers model; "
+                "use another drafter"
+            )
+        checkpoint, size = context.load_heads(self.config.model), target.config.get_text_config().hidden_size
+        self.speculator = read_speculator(checkpoint, context.vocab_size, size)
+        self.speculator.to(context.device, target.dtype).eval()
+        if self.config.gamma > len(self.speculator.emb):
+            raise checkpoint.refused(
+                f"they have {len(self.speculator.emb)} stages, one for each token, but gamma is {self.config.gamma}"
+            )
+        self.sampling = context.sampling.at(self.config.temperature)
+        self.policy = self.config.policy.start(self.config.gamma, context.batch_size)
+        self.policy.load(context)
+        self._wanted = [0] * context.batch_size
+        self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
+        self._known = [False] * context.batch_size  # has the row a feature?
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(
+            drawn="chain",
+            point_mass=sampling.at(config.temperature).temperature == 0,
+            nodes=config.gamma,
+            hidden_layers=(-1,),
+            adapts=config.policy.start(config.gamma, 1).adapts,
+        )
+
+    @classmethod
+    def remembers(cls, config: Any) -> bool:
+        return config.policy.start(config.gamma, 1).remembers
+
+    def reset(self) -> None:
+        self.policy.reset()
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.policy.begin(row)
+        self._known[row] = len(prompt) > 1
+        if not self._known[row]:  # what the last sequence left may be NaN
+            self._features[row] = 0
+            return
+        if hidden is None:
+            raise ContractError(
+                "drafter 'mlp-speculator' needs the target's last hidden state, but the target returned none; build it "
+                "with the drafter's traits.hidden_layers"
+            )
+        self._features[row] = hidden[-1, 0]
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self._known[row] = False
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        limit = [most if known else 0 for most, known in zip(sequences.limit, self._known, strict=True)]
+        self._wanted = self.policy.wanted(limit, sequences.occupied)
+        if not max(self._wanted):
+            return Draft.empty(sequences.batch_size, sequences.device)
+        state, stage = self.speculator.first(self._features), 0
+
+        def after(token: Tensor) -> Tensor:
+            nonlocal state, stage
+            state, logits = self.speculator(stage, state, token[:, 0])
+            stage += 1
+            return logits[:, None]
+
+        roots = on_device([history[-1] if history else 0 for history in sequences.history], sequences.device)
+        draft = grow_chain(after(roots[:, None])[:, 0], after, self._wanted, self.policy, self.sampling, rng)
+        if draft.finite is not None:  # what is said of a row without a feature means nothing
+            draft.finite = draft.finite | ~on_device(self._known, sequences.device).bool()
+        return draft
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        assert scores.hidden is not None
+        last = verdict.length  # index, in the scores, of the last accepted node; 0 is the root
+        if verdict.path is not None and draft.width:
+            node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
+            last = torch.where(last > 0, node + 1, 0)
+        self._features.copy_(scores.hidden[torch.arange(len(last), device=last.device), last, 0])
+        self._known = [bool(history) for history in sequences.history]
+        self.policy.observe(accepted, self._wanted)
+
+
+def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Speculator:
+    """The speculator in ``checkpoint``; ``vocab_size`` and ``size`` are the target's.
+
+    Names: ``emb.{i}.weight``, ``proj.{i}.weight``, ``head.{i}.weight``, ``ln.{i}.weight`` and ``.bias``, all inside
+    ``speculator.`` or not. With ``tie_weights`` stages after the first may leave out what they share: all but the first
+    projection, whose width is another.
+
+    Raises:
+        ModelError: no such speculator, or one that does not fit the target.
+    """
+    tensors = {key.removeprefix("speculator."): tensor for key, tensor in checkpoint.tensors.items()}
+    stages = checkpoint.config.get("n_predict")
+    found = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
+    if not found:
+        raise checkpoint.refused("they are no MLP speculator: there is no emb.0.weight")
+    if type(stages) is not int or not max(found) < stages <= MOST_LEVELS:
+        raise checkpoint.refused(
+            f"config.json says {stages!r:.80} for n_predict, the number of stages, not {max(found) + 1}"
+        )
+    if checkpoint.config.get("tie_weights"):
+        for i in range(1, stages):
+            for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias", "proj.{}.weight"):
+                start = 1 if name.startswith("proj") else 0
+                if i > start and name.format(start) in tensors:
+                    tensors.setdefault(name.format(i), tensors[name.format(start)])
+    inner = tensors["emb.0.weight"].shape[-1] if "emb.0.weight" in tensors else 1
+    speculator = Speculator(stages, vocab_size, size, inner, scaled=bool(checkpoint.config.get("scale_input")))
+    checkpoint.fill(speculator, tensors)
+    return speculator

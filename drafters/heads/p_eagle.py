@@ -1,0 +1,126 @@
+"""P-EAGLE: an EAGLE-3 head drafts all of its tokens in one pass.
+
+M. Hui, X. Huang, J. Campos Salas, Y. Sun, N. Pemberton, X. Song, A. Khetan, G. Karypis, "P-EAGLE: Parallel-Drafting
+EAGLE with Scalable Training", 2026, arXiv:2602.01469.
+The first token is drafted as in EAGLE-3, from the pair of root and feature. For those after it there is neither a token
+nor a feature, so pairs of a mask token's embedding and one learnt feature (``mask_hidden``, before ``fc`` and its
+norms) follow at the next positions; each sees the text and the pairs before it. So tokens are told nothing of each
+other: their laws are independent given the text, and each is reported as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ...framework.contracts.draft import Sequences, on_device
+from ...framework.contracts.limits import MOST_LEVELS
+from .blocks import BlockConfig, BlockDrafter
+from .eagle3 import LAYERS, Eagle3, Eagle3Head, read_head
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
+    from ...framework.contracts.suspect import Suspect
+
+#: Where the id of the mask token is written: speculators' key, and those that engines read.
+_MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+
+
+class PEagleHead(Eagle3Head):
+    """The head of P-EAGLE as a plain module: `Eagle3Head` and the feature of a token that nothing is known of."""
+
+    def __init__(self, config: Any, embedding: Tensor, feature_size: int, **more: Any):
+        super().__init__(config, embedding, feature_size, **more)
+        self.mask_hidden = nn.Parameter(torch.zeros(feature_size))
+
+    def masked(self) -> Tensor:
+        """``[H]``, the learnt feature, fused as the target's are."""
+        return self.fuse(self.mask_hidden.view(len(self.fc_norm) or 1, -1))
+
+
+class PEagle(BlockDrafter):
+    """Drafts a chain in one pass of the head, its tokens drawn independently.
+
+    Checkpoints: those of vllm-project/speculators and SpecForge: an EAGLE-3 head, mostly of several layers, with
+    ``mask_hidden`` and the id of a mask token in its config. A sequence of one token has no pair yet:
+    it drafts nothing.
+    """
+
+    name = "p-eagle"
+
+    class Config(BlockConfig):
+        layers: tuple[int, ...] | None = Field(
+            None,
+            description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i); "
+            "default: 2, L // 2 and L - 3",
+        )
+        gamma: int = Field(default=7, ge=0, le=MOST_LEVELS, description="draft length; more was not trained mostly")
+
+    config: Config  # type: ignore[assignment]
+    head: PEagleHead
+
+    @classmethod
+    def layers(cls, config: Any) -> tuple[float, ...]:
+        return LAYERS if config.layers is None else config.layers
+
+    @classmethod
+    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+        return Eagle3.suspects(config, heads, target_model)
+
+    def load(self) -> PEagleHead:
+        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
+        mask = checkpoint.tensors.get("mask_hidden")
+        if mask is None:
+            raise checkpoint.refused("there is no mask_hidden in them, the feature of drafted tokens; take 'eagle3'")
+        flat = checkpoint.with_tensors({"mask_hidden": mask.reshape(-1)})
+        head = read_head(flat, target, self.config.layers, PEagleHead)
+        assert isinstance(head, PEagleHead)
+        self._mask = _mask_token(checkpoint, len(head.embed_tokens.weight))
+        return head
+
+    def block(self) -> None:
+        return None
+
+    def drafts(self, sequences: Sequences) -> list[bool]:
+        return [len(history) > 1 for history in sequences.history]
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self._pending[row] = []
+        self.policy.begin(row)
+        if len(prompt) == 1:
+            self.lm.begin(row, [], features=self._none())
+            return
+        features = self._features(hidden)
+        # The last pair, the root's, is fed with the first draft.
+        self.lm.begin(row, list(prompt[1:]), features=features[:-1])
+        self._pending[row] = [features[-1:]]
+
+    def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
+        counts, masked = [len(row) for row in features], self.head.masked()
+        width = max(counts)
+        tokens = [
+            [*history[held + 1 : held + 1 + n], *[self._mask] * (steps - 1), *[0] * (width - n)]
+            for n, held, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
+        ]
+        pairs = [torch.cat([row, masked.expand(steps - 1, -1)]) for row in features]
+        padded, last = on_device(tokens, sequences.device), on_device(counts, sequences.device).clamp(min=1) - 1
+        at = last[:, None] + torch.arange(steps, device=sequences.device)
+        logits, _ = self.lm.grow(padded, features=pad_sequence(pairs, batch_first=True), logits_to_keep=at)
+        self.lm.keep(counts)
+        return logits, None
+
+
+def _mask_token(checkpoint: Checkpoint, rows: int) -> int:
+    """The id that stands for a token to be drafted."""
+    nested = checkpoint.config.get("dflash_config")
+    settings = {**(nested if isinstance(nested, dict) else {}), **checkpoint.config}
+    found = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
+    if type(found) is not int or not 0 <= found < rows:
+        what = f"config.json lacks {_MASK_KEYS[0]}" if found is None else f"config.json says mask token {found!r:.80}"
+        raise checkpoint.refused(f"{what}; the id of the mask token is a whole number from 0 to {rows - 1}")
+    return found

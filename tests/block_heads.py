@@ -1,0 +1,257 @@
+"""Checkpoints of block drafters as they are published, small, and what they compute, position by position."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+#: Sizes of the heads; the target's hidden size and vocabulary, which they share.
+H, FF, HEADS, KV, D, V, EPS, THETA = 32, 48, 4, 2, 8, 97, 1e-6, 10000.0
+#: Hidden states of a target with four layers that the heads here read, and what their configs call them.
+LAYERS, OUTPUTS = (1, 2, 3), [0, 1, 2]
+BLOCK, MASK, RANK = 4, 96, 5
+CONFIG: dict[str, Any] = dict(
+    model_type="qwen3",
+    hidden_size=H,
+    intermediate_size=FF,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV,
+    head_dim=D,
+    rms_norm_eps=EPS,
+    rope_theta=THETA,
+    num_hidden_layers=2,
+    num_target_layers=4,
+    vocab_size=V,
+    layer_types=["full_attention"] * 2,
+    tie_word_embeddings=False,
+)
+DFLASH = {**CONFIG, "block_size": BLOCK, "dflash_config": {"target_layer_ids": OUTPUTS, "mask_token_id": MASK}}
+DSPARK = {
+    **CONFIG,
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": BLOCK,
+    "target_layer_ids": OUTPUTS,
+    "mask_token_id": MASK,
+    "num_anchors": 8,
+    "markov_rank": RANK,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+P_EAGLE = {
+    "speculators_model_type": "peagle",
+    "speculators_config": {"algorithm": "peagle"},
+    "transformer_layer_config": {**CONFIG, "model_type": "llama"},
+    "draft_vocab_size": V,
+    "mask_token_id": MASK,
+    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+    "norm_before_residual": True,
+}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape) * 0.3
+
+
+def layer(i: int, width: int = H, qk_norm: bool = True) -> dict[str, Tensor]:
+    out = {"self_attn.q_proj": random(HEADS * D, width), "self_attn.o_proj": random(H, HEADS * D)}
+    out |= {f"self_attn.{name}_proj": random(KV * D, width) for name in "kv"}
+    if qk_norm:
+        out |= {f"self_attn.{name}_norm": 1 + random(D) for name in "qk"}
+    out |= {"mlp.gate_proj": random(FF, H), "mlp.up_proj": random(FF, H), "mlp.down_proj": random(H, FF)}
+    out |= {"input_layernorm": 1 + random(H), "post_attention_layernorm": 1 + random(H)}
+    return {f"layers.{i}.{key}.weight": tensor for key, tensor in out.items()}
+
+
+def dflash() -> dict[str, Tensor]:
+    """The authors' tensors: neither an embedding nor a head."""
+    torch.manual_seed(3)
+    norms = {f"{name}.weight": 1 + random(H) for name in ("norm", "hidden_norm")}
+    return {**layer(0), **layer(1), **norms, "fc.weight": random(H, 3 * H)}
+
+
+def dspark(kind: str = "vanilla") -> dict[str, Tensor]:
+    """DeepSpec's tensors beside the backbone; embedding and head are left out here as there (they are the target's)."""
+    out = dflash()
+    out |= {"markov_head.markov_w1.weight": random(V, RANK), "markov_head.markov_w2.weight": 3 * random(V, RANK)}
+    more = {"gated": ("gate_proj", RANK, H + RANK), "rnn": ("joint_proj", 3 * RANK, 2 * RANK + H)}
+    if kind in more:
+        name, rows, width = more[kind]
+        out |= {f"markov_head.{name}.weight": random(rows, width), f"markov_head.{name}.bias": random(rows)}
+    return {**out, "confidence_head.proj.weight": random(1, H + RANK), "confidence_head.proj.bias": random(1)}
+
+
+def p_eagle() -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    out = {
+        **layer(0, 2 * H, False),
+        **layer(1, H, False),
+        "fc.weight": random(H, 3 * H),
+        "mask_hidden": random(1, 1, 3 * H),
+    }
+    return {**out, "norm.weight": 1 + random(H), "layers.0.hidden_norm.weight": 1 + random(H)}
+
+
+#: Config and tensors by drafter.
+FILES: dict[str, tuple[dict[str, Any], Any]] = {
+    "dflash": (DFLASH, dflash),
+    "dspark": (DSPARK, dspark),
+    "p-eagle": (P_EAGLE, p_eagle),
+}
+
+
+def written(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    directory.mkdir(exist_ok=True)
+    save_file(
+        {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, directory / "model.safetensors"
+    )
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(directory)
+
+
+def kept(head: Any) -> dict[str, Tensor]:
+    """The tensors of a head that a file of it holds."""
+    return {k: t for k, t in head.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")}
+
+
+def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -> None:
+    """Train on one text, a row for each place a round may start at; ``states [T, L, Ht]`` are the target's."""
+    anchors = list(range(2, len(text) - BLOCK))
+    last, ids = max(anchors), torch.tensor(text)
+    tokens, first = torch.full((len(anchors), last + BLOCK), MASK), torch.tensor(anchors)
+    for row, n in enumerate(anchors):
+        if name == "p-eagle":
+            tokens[row, :n] = ids[1 : n + 1]
+        else:
+            tokens[row, n] = ids[n]
+    drafts = torch.arange(BLOCK if name != "dflash" else BLOCK - 1)
+    before, wanted = ids[first[:, None] + drafts], ids[first[:, None] + drafts + 1]
+    place = torch.arange(last + BLOCK).expand_as(tokens)
+    mask = torch.full((last + BLOCK, last + BLOCK), -1e30).triu(1).expand(len(anchors), 1, -1, -1)
+    optimiser = torch.optim.Adam([w for w in head.parameters() if w.requires_grad], lr=6e-3)
+    for _ in range(steps):
+        features = functional.pad(head.fuse(states[:last]), (0, 0, 0, BLOCK)).expand(len(anchors), -1, -1)
+        if name == "p-eagle":
+            features = torch.where((place < first[:, None])[..., None], features, head.masked())
+            logits = head(tokens, features, logits_to_keep=first[:, None] - 1 + drafts).logits
+        else:
+            out = head(tokens, features, place, DynamicCache(), mask, first)
+            logits = out.logits
+            if name == "dspark":
+                said = [head.markov_head(before[:, i], out.states[:, i], None)[0] for i in range(BLOCK)]
+                logits = logits + torch.stack(said, 1)
+        optimiser.zero_grad()
+        functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
+        optimiser.step()
+
+
+# -- what they compute, from the published formulas -------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + EPS).sqrt() * weight
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    angle = position * THETA ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+    a, b = x[: D // 2], x[D // 2 :]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+class Plain:
+    """One layer after the other, one position after the other; nothing is kept."""
+
+    def __init__(self, tensors: dict[str, Tensor], target: Any):
+        self.t = tensors
+        self.embedding, self.head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+        self.layers = 1 + max(int(key.split(".")[1]) for key in tensors if key.startswith("layers."))
+
+    def keys(self, i: int, x: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of each shared head."""
+        found = []
+        for kind in "kv":
+            heads = list((self.t[f"layers.{i}.self_attn.{kind}_proj.weight"] @ x).split(D))
+            scale = self.t.get(f"layers.{i}.self_attn.k_norm.weight")
+            if kind == "k":
+                heads = [rotated(h if scale is None else norm(h, scale), position) for h in heads]
+            found.append(heads)
+        return found[0], found[1]
+
+    def attended(self, i: int, x: Tensor, position: int, seen: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
+        out = []
+        for h, q in enumerate((self.t[f"layers.{i}.self_attn.q_proj.weight"] @ x).split(D)):
+            scale = self.t.get(f"layers.{i}.self_attn.q_norm.weight")
+            q = rotated(q if scale is None else norm(q, scale), position)
+            shared = h // (HEADS // KV)
+            weights = torch.stack([q @ keys[shared] / math.sqrt(D) for keys, _ in seen]).softmax(0)
+            out.append(sum(w * values[shared] for w, (_, values) in zip(weights, seen, strict=True)))
+        return self.t[f"layers.{i}.self_attn.o_proj.weight"] @ torch.cat(out)
+
+    def mlp(self, i: int, x: Tensor) -> Tensor:
+        y = norm(x, self.t[f"layers.{i}.post_attention_layernorm.weight"])
+        gate, up, down = (self.t[f"layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return x + down @ (functional.silu(gate @ y) * (up @ y))
+
+    def block(self, hidden: Tensor, root: int) -> list[Tensor]:
+        """DFlash: ``hidden [T, L, Ht]`` of the text before ``root`` -> the last states of a block's positions."""
+        n = len(hidden)
+        text = [norm(self.t["fc.weight"] @ h.flatten(), self.t["hidden_norm.weight"]) for h in hidden]
+        x = [self.embedding[token] for token in [root] + [MASK] * (BLOCK - 1)]
+        for i in range(self.layers):
+            normed = [norm(y, self.t[f"layers.{i}.input_layernorm.weight"]) for y in x]
+            seen = [self.keys(i, y, position) for position, y in enumerate([*text, *normed])]
+            x = [self.mlp(i, x[j] + self.attended(i, normed[j], n + j, seen)) for j in range(BLOCK)]
+        return [norm(y, self.t["norm.weight"]) for y in x]
+
+    def pairs(self, hidden: Tensor, tokens: list[int], drafts: int) -> list[Tensor]:
+        """P-EAGLE: ``hidden [T, L, Ht]`` before each of T ``tokens`` -> logits of so many drafts."""
+        masks = drafts - 1
+        features = [self.t["fc.weight"] @ h for h in [*hidden.flatten(1), *[self.t["mask_hidden"].flatten()] * masks]]
+        x = []
+        for token, feature in zip([*tokens, *[MASK] * masks], features, strict=True):
+            e = norm(self.embedding[token], self.t["layers.0.input_layernorm.weight"])
+            x.append((e, norm(feature, self.t["layers.0.hidden_norm.weight"])))
+        reads, out = [torch.cat(pair) for pair in x], [pair[1] for pair in x]  # the normed feature is the residual
+        for i in range(self.layers):
+            if i:
+                reads = [norm(y, self.t[f"layers.{i}.input_layernorm.weight"]) for y in out]
+            seen = [self.keys(i, y, position) for position, y in enumerate(reads)]
+            out = [self.mlp(i, y + self.attended(i, reads[j], j, seen[: j + 1])) for j, y in enumerate(out)]
+        return [self.head @ norm(y, self.t["norm.weight"]) for y in out[-drafts:]]
+
+    def logits(self, name: str, hidden: Tensor, history: list[int], drafted: list[int]) -> list[Tensor]:
+        """Those that the tokens ``drafted`` after ``history`` were drawn from; ``hidden`` of all but the last."""
+        if name == "p-eagle":
+            return self.pairs(hidden, history[1:], len(drafted))
+        states = self.block(hidden, history[-1])
+        if name == "dflash":
+            return [self.head @ y for y in states[1:]][: len(drafted)]
+        out, memory = [], torch.zeros(RANK)
+        for state, token in zip(states, [history[-1], *drafted[:-1]], strict=False):
+            before = self.t["markov_head.markov_w1.weight"][token]
+            if "markov_head.gate_proj.weight" in self.t:
+                gate = self.t["markov_head.gate_proj.weight"] @ torch.cat([state, before])
+                before = before / (1 + (-gate - self.t["markov_head.gate_proj.bias"]).exp())
+            elif "markov_head.joint_proj.weight" in self.t:
+                joint = self.t["markov_head.joint_proj.weight"] @ torch.cat([memory, before, state])
+                keep, new, said = (joint + self.t["markov_head.joint_proj.bias"]).split(RANK)
+                keep = 1 / (1 + (-keep).exp())
+                memory, before = keep * memory + (1 - keep) * new.tanh(), said.tanh()
+            out.append(self.head @ state + self.t["markov_head.markov_w2.weight"] @ before)
+        return out
+
+    def expected(self, hidden: Tensor, history: list[int], drafted: list[int]) -> list[float]:
+        """What DSpark's confidence head says of each of ``drafted``, and of one more if the block has it."""
+        states = self.block(hidden, history[-1])
+        weight, bias = self.t["confidence_head.proj.weight"][0], self.t["confidence_head.proj.bias"]
+        reads = zip(states, [history[-1], *drafted], strict=False)
+        said = [
+            weight @ torch.cat([state, self.t["markov_head.markov_w1.weight"][token]]) + bias for state, token in reads
+        ]
+        return [float(1 / (1 + (-x).exp())) for x in said]

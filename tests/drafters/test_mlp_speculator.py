@@ -1,0 +1,164 @@
+"""MLP speculators: published names, what they compute, and that they change nothing that is said."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_heads import random, written
+from feature_heads import PROMPTS
+from given_context import GivenContext
+from torch import Tensor
+
+from crossdraft.drafters.heads.mlp_speculator import MlpSpeculator
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+
+H, INNER, V, STAGES = 32, 20, 97, 3
+CONFIG: dict[str, Any] = dict(
+    model_type="mlp_speculator", n_predict=STAGES, emb_dim=H, inner_dim=INNER, vocab_size=V, tie_weights=False,
+    scale_input=True, top_k_tokens_per_head=[5, 4, 3], n_candidates=5,
+)  # fmt: skip
+
+
+def tensors(stages: int = STAGES) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    out = {}
+    for i in range(stages):
+        out |= {f"emb.{i}.weight": random(V, INNER), f"head.{i}.weight": 2 * random(V, INNER)}
+        out |= {f"proj.{i}.weight": random(INNER, INNER if i else H)}
+        out |= {f"ln.{i}.weight": 1 + random(INNER), f"ln.{i}.bias": random(INNER)}
+    return {f"speculator.{key}": tensor for key, tensor in out.items()}
+
+
+def tied() -> dict[str, Tensor]:
+    """What the stages share is stored once."""
+    later = ("emb.1", "emb.2", "head.1", "head.2", "ln.1", "ln.2", "proj.2")
+    return {k: t for k, t in tensors().items() if not any(name in k for name in later)}
+
+
+def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: list[int]) -> list[Tensor]:
+    """Logits after each of ``tokens``, from the formulas."""
+
+    def rms(x: Tensor) -> Tensor:
+        return x / (x.square().mean() + 1e-6).sqrt()
+
+    def of(name: str, stage: int, what: str = "weight") -> Tensor:
+        own = f"speculator.{name}.{stage}.{what}"
+        return t[own] if own in t else t[f"speculator.{name}.{1 if name == 'proj' else 0}.{what}"]
+
+    state, out = rms(hidden) / math.sqrt(2) if config["scale_input"] else hidden, []
+    kept = 0.5 ** (0.5 / STAGES)
+    a = math.sqrt((1 - kept**2) * (INNER / 2)) / kept
+    for i, token in enumerate(tokens):
+        y = rms(of("proj", i) @ state + a * of("emb", i)[token]) * of("ln", i) + of("ln", i, "bias")
+        state = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        out.append(of("head", i) @ state)
+    return out
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable) -> Any:
+    return tiny_model("llama", seed=2, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize(
+    "given, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
+)
+def test_every_law_is_the_one_of_a_plain_computation(
+    heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
+) -> None:
+    """Over rounds of any fate, each token told the ones before it."""
+    config = {**CONFIG, **change}
+    model, temperature = written(tmp_path / "speculator", config, given()), 8.0
+    loop = heads_decoder(
+        target, "mlp-speculator", {"model": model}, "token",
+        batch_size=3, sampling=Sampling(temperature=temperature), max_new_tokens=40,
+    )  # fmt: skip
+    propose, checked, lengths, taus = loop.drafter.propose, 0, [len(p) for p in PROMPTS], set()
+
+    def watched(sequences: Any, rng: Any) -> Draft:
+        nonlocal checked
+        draft = propose(sequences, rng)
+        for row, history in enumerate(sequences.history):
+            n = int(draft.valid[row].sum())
+            assert n == (STAGES if len(history) > 1 else 0)
+            if not n:
+                continue
+            states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
+            told = [history[-1], *draft.tokens[row, : n - 1].tolist()]
+            for i, logits in enumerate(plain(given(), config, states[-1][0, -2], told)):
+                law = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(draft.q[row, i], law, atol=1e-5, rtol=1e-3)
+                checked += 1
+        return draft
+
+    loop.drafter.propose = watched
+    for row, prompt in enumerate(PROMPTS):
+        loop.begin(row, prompt)
+    for _ in range(4):
+        with torch.inference_mode():
+            loop.round()
+        now = [len(history) for history in loop.sequences.history]
+        taus |= {after - before - 1 for after, before in zip(now, lengths, strict=True)}
+        lengths = now
+    assert checked >= 4 * 2 * 3 and 0 in taus and max(taus) > 0
+
+
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_temperature_zero_is_plain_decoding(
+    heads_decoder: Callable, target: Any, tmp_path: Path, batch_size: int
+) -> None:
+    prompts = [*PROMPTS, [3], [9, 9, 9]]
+    said = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
+    expected = {r.index: r.tokens for r in said.run(prompts)}
+    own = {"model": written(tmp_path / "speculator", CONFIG, tensors()), "policy": "heuristic"}
+    loop = heads_decoder(target, "mlp-speculator", own, "greedy", batch_size=batch_size, max_new_tokens=8)
+    assert {r.index: r.tokens for r in loop.run(prompts)} == expected
+
+
+@pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_joint_law_of_two_rounds_is_the_targets(
+    enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
+) -> None:
+    exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()
+    torch.manual_seed(5)
+    given = {}
+    for i in range(2):
+        given |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
+        given |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
+    model = written(tmp_path / "speculator", {"n_predict": 2}, given)
+    own = {"model": model, "gamma": gamma}
+    found = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
+    assert found.tv < 1e-6 and all(0.02 < tau < gamma for tau in found.expected_tau)
+
+
+@pytest.mark.parametrize(
+    "given, config, options, sentence",
+    [
+        ({k: t for k, t in tensors().items() if "ln.1.bias" not in k}, CONFIG, {}, r"missing ln.1.bias \[20\]"),
+        ({**tensors(), "speculator.cell.weight": random(2)}, CONFIG, {}, r"unexpected cell.weight \[2\]"),
+        ({"x": random(2)}, CONFIG, {}, "they are no MLP speculator"),
+        (tensors(), {**CONFIG, "n_predict": 2}, {}, "says 2 for n_predict, the number of stages, not 3"),
+        (tensors(), {**CONFIG, "n_predict": "3"}, {}, "says '3' for n_predict"),
+        (tensors(), CONFIG, {"gamma": 4}, "they have 3 stages, one for each token, but gamma is 4"),
+        (
+            {**tensors(), "speculator.emb.0.weight": random(9, INNER)},
+            CONFIG,
+            {},
+            r"emb.0.weight is \[9, 20\], not \[97, 20\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(target: Any, given: Any, config: Any, options: Any, sentence: str) -> None:
+    def heads(name: str) -> Checkpoint:
+        return Checkpoint(name, Path("somewhere"), config, dict(given), "somewhere", "")
+
+    context = GivenContext(TransformersLM(target, 1, 64), Sampling(), 64, target_model=target, load_heads=heads)
+    with pytest.raises(ModelError, match=sentence):
+        MlpSpeculator(MlpSpeculator.Config(model="heads", **options), context)
