@@ -6,8 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from .. import plugins
 from ..contracts.errors import ModelError, first_line, quoted
 from ..contracts.limits import MOST_WIDTH
+from ..contracts.models import TRANSFORMERS
 from .resolve import resolve
 
 #: Files that may name the ids that end a sequence.
@@ -28,6 +30,12 @@ def load_tokenizer(name: str) -> TokenizerOf:
     from transformers import AutoTokenizer
 
     found = resolve(name)
+    if found.backend != TRANSFORMERS:  # its file may hold weights and tokenizer in one
+        options = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "attn_implementation": None}
+        loaded = plugins.get("backends", found.backend)().load(found, **options, share_with=None)
+        if loaded.tokenizer is None:
+            raise ModelError(f"{name} has no tokenizer")
+        return TokenizerOf(name, loaded.tokenizer, loaded.eos_token_ids)
     try:
         tokenizer = AutoTokenizer.from_pretrained(found.path, local_files_only=True)
     except Exception as error:  # whatever transformers and its backends raise about a bad directory
