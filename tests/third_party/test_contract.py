@@ -19,6 +19,7 @@ from tiny_models import VOCAB, save_model
 import crossdraft
 from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
+from crossdraft.framework.decoding.build import load_drafting_model
 from crossdraft.framework.plugins import manager
 from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
 
@@ -211,10 +212,21 @@ def test_a_target_of_another_backend(tmp_path: Path) -> None:
     for drafter in ("prompt-lookup", {"name": "small-lm", "model": loaded.name, "gamma": 3}):
         found = crossdraft.generate(loaded, ["a b c"], drafter=drafter, temperature=0, max_new_tokens=8)
         assert found[0].text == plain[0].text
+    alone = crossdraft.load_tokenizer(loaded.name)
+    assert alone.tokenizer.get_vocab() == loaded.tokenizer.get_vocab() and alone.eos_token_ids == (0,)
     with pytest.raises(crossdraft.ModelError, match="no transformers model"):
         crossdraft.generate(loaded, ["a b c"], drafter={"name": "medusa", "model": "nowhere"})
     with pytest.raises(crossdraft.UsageError, match="runs on a CPU in float32"):
         crossdraft.load_model(loaded.name, dtype="bfloat16")
+
+
+def test_a_model_of_another_backend_drafts_in_its_own_precision(tmp_path: Path, models: dict[str, str]) -> None:
+    """It is not asked for the dtype and the device of a target that transformers runs, nor the other way round."""
+    target = crossdraft.load_model(models["target"], dtype="bfloat16")
+    assert load_drafting_model(bigram(tmp_path), target).backend == "bigram"
+    assert load_drafting_model(models["target"], target).model.dtype == torch.bfloat16
+    other = load_drafting_model(models["target"], crossdraft.load_model(bigram(tmp_path)))
+    assert other.model.dtype == crossdraft.load_model(models["target"]).model.dtype
 
 
 def test_a_recipe_on_another_backend(tmp_path: Path) -> None:

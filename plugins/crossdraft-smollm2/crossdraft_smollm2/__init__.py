@@ -11,6 +11,11 @@ def crossdraft_register_models(register: Register) -> None:
         summary="SmolLM2-135M-Instruct (Q4_1), a chat model of 135 million parameters; fetched once, 93 MB",
     )
     register(
+        "smollm2-135m-instruct-gguf",
+        "crossdraft_smollm2.sources:GGUF",
+        summary="the same as the GGUF file that it is, for the backend llama.cpp (plugins/crossdraft-llamacpp)",
+    )
+    register(
         "smollm2-small-lm",
         "crossdraft_smollm2.sources:SMALL_LM",
         summary="a small LM distilled from smollm2-135m-instruct to draft for it; shares its embedding",

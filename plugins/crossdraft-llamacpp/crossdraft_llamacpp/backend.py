@@ -1,0 +1,57 @@
+"""The backend ``llama.cpp``: any model that is a ``.gguf`` file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from crossdraft import LM, Backend, LoadedModel, ModelError, ResolvedModel, UsageError, file_sha256
+
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+class LlamaCppBackend(Backend):
+    """Decoder-only models in GGUF files, in whatever precision they were written."""
+
+    name = "llama.cpp"
+
+    def takes(self, path: Path) -> bool:
+        return path.suffix.lower() == ".gguf" and path.is_file()
+
+    def load(
+        self, found: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any
+    ) -> LoadedModel:
+        """A GGUF file brings no code of its own, so ``trust_remote_code`` changes nothing, nor has it tensors to share.
+
+        Raises:
+            UsageError: a dtype, a device or attention of the caller's choice.
+            ModelError: a file that llama.cpp cannot load, or whose tokens cannot be taken back.
+        """
+        if dtype != "auto":
+            raise UsageError(f"{found.name} is a GGUF file, which is run as it was written; leave dtype ({dtype}) out")
+        if str(device) not in ("auto", "cpu"):
+            raise UsageError(f"the backend llama.cpp runs on the CPU here, not on {device}; leave device out")
+        if attn_implementation is not None:
+            raise UsageError("llama.cpp has attention of its own; leave attn_implementation out")
+        if _SPLIT.search(found.path.stem):
+            raise ModelError(f"{found.path} is one part of a model; merge its parts (llama-gguf-split --merge) first")
+        from .library import GGUFModel
+        from .tokenizer import tokenizer_of
+
+        model = GGUFModel(found.path)
+        return LoadedModel(
+            model=model,
+            tokenizer=tokenizer_of(model, found.name),
+            name=found.name,
+            source=found.source,
+            sha256=file_sha256(found.path),
+            eos_token_ids=model.ends,
+            context_length=model.context_length or None,
+            backend=self.name,
+        )
+
+    def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
+        from .lm import LlamaLM
+
+        return LlamaLM(loaded.model, batch_size, max_length)

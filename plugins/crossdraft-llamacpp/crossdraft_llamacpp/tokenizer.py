@@ -1,0 +1,115 @@
+"""A GGUF file's own tokenizer, with the methods of one of transformers' that crossdraft calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from crossdraft import ModelError
+
+from .library import GGUFModel, library
+
+_NO_VOCABULARY, _SENTENCEPIECE = 0, 1  # of llama_vocab_type
+_UNUSED = 2  # of llama_token_attr: ids that only pad the table
+
+
+def tokenizer_of(model: GGUFModel, name: str) -> GGUFTokenizer | None:
+    """The tokenizer in the file; None where it has none."""
+    if library().llama_vocab_type(model.vocab) == _NO_VOCABULARY:
+        return None
+    return GGUFTokenizer(model, name)
+
+
+class GGUFTokenizer:
+    """llama.cpp's tokenizer: texts have the ids that its server gives them.
+
+    `decode` puts the pieces of tokens together as they are, without tidying spaces up. `get_vocab` names tokens as
+    transformers does, so that tokenizers can be compared across backends.
+    """
+
+    def __init__(self, model: GGUFModel, name: str):
+        api = library()
+        self._model, self.name_or_path = model, name
+        self.chat_template = model.chat_template
+        self.bos_token_id, self.eos_token_id = (
+            token if token >= 0 else None
+            for token in (api.llama_vocab_bos(model.vocab), api.llama_vocab_eos(model.vocab))
+        )
+        prefix = model.text("tokenizer.ggml.add_space_prefix") != "false"
+        self._strips = api.llama_vocab_type(model.vocab) == _SENTENCEPIECE and prefix
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    def __len__(self) -> int:
+        return self._model.vocab_size
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        api, vocab = library(), self._model.vocab
+        return [api.llama_vocab_get_text(vocab, i).decode("utf-8", "replace") for i in range(len(self))]
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        api, vocab = library(), self._model.vocab
+        return {text: i for i, text in enumerate(self._texts) if not api.llama_vocab_get_attr(vocab, i) & _UNUSED}
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._ids)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str]:
+        return self._texts[ids] if isinstance(ids, int) else [self._texts[i] for i in ids]
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Token ids; special tokens that are written out in the text are read as such, as transformers does."""
+        api, said = library(), text.encode("utf-8")
+        room = len(said) + 8
+        while True:
+            ids = (api.llama_token * room)()
+            found = api.llama_tokenize(self._model.vocab, said, len(said), ids, room, add_special_tokens, True)
+            if 0 <= found <= room:
+                return {"input_ids": list(ids[:found])}
+            if -found <= room:
+                raise ModelError(f"the tokenizer of {self.name_or_path} cannot read a text of {len(said)} bytes")
+            room = -found
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        said = b"".join(self._piece(int(token), not skip_special_tokens) for token in tokens)
+        text = said.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._strips else text
+
+    def _piece(self, token: int, special: bool) -> bytes:
+        if (found := self._pieces.get((token, special))) is None:
+            api, room = library(), 64
+            buffer = ctypes.create_string_buffer(room)
+            size = api.llama_token_to_piece(self._model.vocab, token, buffer, room, 0, special)
+            if size < 0:
+                buffer = ctypes.create_string_buffer(-size)
+                size = api.llama_token_to_piece(self._model.vocab, token, buffer, -size, 0, special)
+            found = self._pieces[token, special] = buffer.raw[:size]
+        return found
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> str | list[int]:
+        """The messages by the file's own template, which is rendered as transformers renders its own."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.chat_template is None:
+            raise ModelError(f"{self.name_or_path} has no chat template")
+        special = {
+            name: self._texts[token]
+            for name, token in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
+            if token is not None
+        }
+        rendered, _spans = render_jinja_template(
+            conversations=[list(messages)],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **special,
+        )
+        return self(rendered[0], add_special_tokens=False)["input_ids"] if tokenize else rendered[0]
