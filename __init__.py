@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .framework.advise.engine import Engine, Schedule, Settings
     from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
-    from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device, take_rows
+    from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
     from .framework.contracts.errors import (
         ContractError,
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
         UnknownNameError,
         UsageError,
     )
+    from .framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
     from .framework.contracts.hookspecs import Register, hookimpl
     from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
     from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.contracts.lm import LM, Fork
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
-    from .framework.contracts.rng import RoundRng
+    from .framework.contracts.rng import RoundRng, draw_each, first_accepted
     from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.suspect import Suspect
+    from .framework.contracts.tensors import columns, counting, eager_on_cpu, on_device, take_rows
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
@@ -96,6 +98,7 @@ __all__ = [
     "TextLaw",
     "Trainee",
     "TrainingConfig",
+    "TreeShape",
     "UnknownNameError",
     "UsageError",
     "Verdict",
@@ -105,10 +108,15 @@ __all__ = [
     "Worker",
     "__version__",
     "cache_dir",
+    "columns",
+    "counting",
     "custom_generate",
     "distil",
+    "draw_each",
+    "eager_on_cpu",
     "file_sha256",
     "find_drafter",
+    "first_accepted",
     "from_directory",
     "from_hub",
     "generate",
@@ -123,6 +131,8 @@ __all__ = [
     "overlap",
     "stream",
     "take_rows",
+    "tree_constant",
+    "tree_families",
 ]
 
 #: Where each public name is defined.
@@ -135,6 +145,7 @@ _HOME = {
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
+    "Chunk": ".framework.contracts.rounds",
     "ContractError": ".framework.contracts.errors",
     "CrossdraftError": ".framework.contracts.errors",
     "Draft": ".framework.contracts.draft",
@@ -152,7 +163,6 @@ _HOME = {
     "ModelError": ".framework.contracts.errors",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.contracts.errors",
-    "Chunk": ".framework.contracts.rounds",
     "Prompt": ".framework.runs.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
@@ -169,11 +179,12 @@ _HOME = {
     "Settings": ".framework.advise.engine",
     "Source": ".framework.advise.source",
     "StrategyConfig": ".framework.contracts.drafter",
-    "Text": ".framework.contracts.training",
     "Suspect": ".framework.contracts.suspect",
+    "Text": ".framework.contracts.training",
     "TextLaw": ".framework.contracts.drafter",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
+    "TreeShape": ".framework.contracts.fixed_tree",
     "UnknownNameError": ".framework.contracts.errors",
     "UsageError": ".framework.contracts.errors",
     "Verdict": ".framework.contracts.draft",
@@ -182,10 +193,15 @@ _HOME = {
     "Work": ".framework.contracts.launcher",
     "Worker": ".framework.contracts.launcher",
     "cache_dir": ".framework.models.device",
+    "columns": ".framework.contracts.tensors",
+    "counting": ".framework.contracts.tensors",
     "custom_generate": ".framework.decoding.custom_generate",
     "distil": ".framework.training.losses",
+    "draw_each": ".framework.contracts.rng",
+    "eager_on_cpu": ".framework.contracts.tensors",
     "file_sha256": ".framework.models.digests",
     "find_drafter": ".framework.decoding.build",
+    "first_accepted": ".framework.contracts.rng",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
     "generate": ".framework.decoding.generate",
@@ -195,11 +211,13 @@ _HOME = {
     "load_recipe": ".framework.bench.matrix",
     "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.decoding.build",
-    "on_device": ".framework.contracts.draft",
+    "on_device": ".framework.contracts.tensors",
     "option": ".framework.contracts.training_options",
     "overlap": ".framework.training.losses",
     "stream": ".framework.decoding.generate",
-    "take_rows": ".framework.contracts.draft",
+    "take_rows": ".framework.contracts.tensors",
+    "tree_constant": ".framework.contracts.fixed_tree",
+    "tree_families": ".framework.contracts.fixed_tree",
 }
 
 

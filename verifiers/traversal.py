@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.fixed_tree import Children, constant, families, nodes_of
+from ..framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
 from ..framework.contracts.rng import RoundRng, first_accepted
 from ..framework.contracts.tensors import columns, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -59,15 +59,15 @@ class Traversal(Verifier):
         return stop_at(draft, at, rng.draw(choose(whole, law, weights)))
 
 
-def level_by_level(draft: Draft, p: Tensor, shape: Children) -> tuple[Tensor, Tensor]:
+def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
     """Shares ``[B, M + 1, V]`` of the root and the M nodes above the last level, rests ``[B, N + 1]`` of all nodes.
 
     Children of different parents are judged at the same time, siblings one after the other.
     """
     judge = _Judge(draft, p)
-    shares = {node: p[:, node + 1] for node in range(-1, nodes_of(shape[:-1]))}
+    shares = {node: p[:, node + 1] for node in range(-1, sum(map(sum, shape[:-1])))}
     rests = {-1: torch.zeros(draft.batch_size, dtype=torch.float64, device=p.device)}
-    for level in families(shape):
+    for level in tree_families(shape):
         level.sort(key=lambda family: -len(family[1]))  # those with one more child are at the front
         parents = [parent for parent, _ in level]
         rest = torch.stack([rests[parent] for parent in parents], 1)
@@ -114,12 +114,12 @@ class _Judge:
         return credit, left.div_(mass[..., None].to(left.dtype)), rest / mass
 
 
-def leaves_first(draft: Draft, shape: Children | None) -> Tensor:
+def leaves_first(draft: Draft, shape: TreeShape | None) -> Tensor:
     """``[B, N]`` int64: the nodes in the order of a depth-first visit that reports a node after its children."""
     if not draft.width:
         return draft.tokens
     if shape is not None:
-        left = constant(shape, "leaves first", draft.tokens.device)
+        left = tree_constant(shape, "leaves first", draft.tokens.device)
     else:
         size = draft.lineage.sum(1)  # nodes of each subtree
         before = 1 + (draft.elder * size[:, None]).sum(2)  # itself and the subtrees of its elder siblings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Drawn
-from ...framework.contracts.fixed_tree import Children, Family, constant, families
+from ...framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
 from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
@@ -25,6 +25,8 @@ from ...framework.contracts.tensors import columns
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
+#: A node and its children.
+Family = tuple[int, list[int]]
 #: Nodes as lists of the sibling ranks that lead to them.
 Choices = tuple[tuple[int, ...], ...]
 #: How the children of one node are chosen.
@@ -52,7 +54,7 @@ class Shape:
         return all(len(level) == 1 for level in self.ranks)
 
     @cached_property
-    def children(self) -> Children:
+    def children(self) -> TreeShape:
         """How many children each node has, see `fixed_tree`."""
         above = [1, *map(len, self.ranks)]
         return tuple(tuple(map(level.count, range(width))) for width, level in zip(above, self.parents, strict=False))
@@ -166,11 +168,11 @@ def grow_fixed(
     """
     children, b = shape.children, len(root)
     parents, depth, lineage, fed = (
-        constant(children, what, root.device) for what in ("parents", "depth", "lineage", "fed")
+        tree_constant(children, what, root.device) for what in ("parents", "depth", "lineage", "fed")
     )
     logits, above, first = root[:, None], -1, 0  # of the level above: its first node
     tokens, drawn, laws, finite = [], [], [], []
-    for level, ranks in zip(families(children), shape.ranks, strict=True):
+    for level, ranks in zip(tree_families(children), shape.ranks, strict=True):
         if siblings == "top-k":
             token, some, fine = _most_probable(logits, level, above, ranks)
         else:

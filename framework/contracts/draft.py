@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fixed_tree import Children, constant
+from .fixed_tree import TreeShape, tree_constant
 from .tensors import counting, descent, eager_on_cpu, on_device, take_rows
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
@@ -73,7 +73,7 @@ class Draft:
     drawn: Drawn = "chain"
     sequences: Tensor | None = None
     levels: int | None = None
-    children: Children | None = None
+    children: TreeShape | None = None
     probes: int = 0
     finite: Tensor | None = None
     begun: Any = None
@@ -245,7 +245,7 @@ class Draft:
         if not n:
             return self.valid[..., None].expand(self.batch_size, 0, 0)
         if self.children is not None:
-            return constant(self.children, "lineage", self.tokens.device).expand(self.batch_size, n, n)
+            return tree_constant(self.children, "lineage", self.tokens.device).expand(self.batch_size, n, n)
         return descent(self.parents, n if self.levels is None else self.levels)
 
     @cached_property
@@ -258,13 +258,13 @@ class Draft:
     def depth(self) -> Tensor:
         """``[B, N]`` int64, 1 for a child of the root."""
         if self.children is not None:
-            return constant(self.children, "depth", self.tokens.device)[1:].expand_as(self.tokens)
+            return tree_constant(self.children, "depth", self.tokens.device)[1:].expand_as(self.tokens)
         return self.lineage.sum(-1)
 
     def depth_of(self, node: Tensor) -> Tensor:
         """``[B]`` int64: the depth of ``node [B]``, 0 for the root (-1)."""
         if self.children is not None:
-            return constant(self.children, "depth", node.device).index_select(0, node + 1)
+            return tree_constant(self.children, "depth", node.device).index_select(0, node + 1)
         return torch.where(node >= 0, self.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1), 0)
 
     def path_to(self, node: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class Draft:
         if self.width == 0:
             return self.tokens.clone()
         if self.children is not None:
-            return constant(self.children, "paths", node.device).index_select(0, node + 1)
+            return tree_constant(self.children, "paths", node.device).index_select(0, node + 1)
         index = node.clamp(min=0)
         on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
         order = torch.arange(self.width, device=node.device).expand_as(self.tokens)

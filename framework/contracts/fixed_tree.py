@@ -12,12 +12,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-Children = tuple[tuple[int, ...], ...]
+TreeShape = tuple[tuple[int, ...], ...]
 #: A node and its children; the root is -1.
 Family = tuple[int, list[int]]
 
 
-def families(children: Children) -> list[list[Family]]:
+def tree_families(children: TreeShape) -> list[list[Family]]:
     """Per level, the nodes of the level above that have children, with these."""
     above, found, first = [-1], [], 0
     for counts in children:
@@ -30,16 +30,16 @@ def families(children: Children) -> list[list[Family]]:
     return found
 
 
-def nodes_of(children: Children) -> int:
+def nodes_of(children: TreeShape) -> int:
     return sum(map(sum, children))
 
 
-def parents_of(children: Children) -> list[int]:
+def parents_of(children: TreeShape) -> list[int]:
     """The parent of every node, -1 = the root."""
-    return [parent for level in families(children) for parent, nodes in level for _ in nodes]
+    return [parent for level in tree_families(children) for parent, nodes in level for _ in nodes]
 
 
-def _ways(children: Children) -> list[list[int]]:
+def _ways(children: TreeShape) -> list[list[int]]:
     """The nodes from the root's child down to the root (none), to node 0, 1, ..."""
     ways: list[list[int]] = [[]]
     for node, parent in enumerate(parents_of(children)):
@@ -47,21 +47,21 @@ def _ways(children: Children) -> list[list[int]]:
     return ways
 
 
-def _paths(children: Children) -> list[list[int]]:
+def _paths(children: TreeShape) -> list[list[int]]:
     return [[*way, *[-1] * (len(children) - len(way))] for way in _ways(children)]
 
 
-def _lineage(children: Children) -> list[list[bool]]:
+def _lineage(children: TreeShape) -> list[list[bool]]:
     return [[other in way for other in range(nodes_of(children))] for way in _ways(children)[1:]]
 
 
-def _fed(children: Children) -> list[int]:
+def _fed(children: TreeShape) -> list[int]:
     nodes, last = nodes_of(children), sum(children[-1]) if children else 0
     return [node if node < nodes - last else -1 for node in range(nodes)]
 
 
-def _leaves_first(children: Children) -> list[int]:
-    below = {parent: nodes for level in families(children) for parent, nodes in level}
+def _leaves_first(children: TreeShape) -> list[int]:
+    below = {parent: nodes for level in tree_families(children) for parent, nodes in level}
     order: list[int] = []
 
     def visit(node: int) -> None:
@@ -84,7 +84,7 @@ _MADE = {
 }
 
 
-def constant(children: Children, what: str, device: torch.device) -> Tensor:
+def tree_constant(children: TreeShape, what: str, device: torch.device) -> Tensor:
     """What follows from the shape, on ``device``; copied there once.
 
     ``parents [N]`` int64; ``depth [N + 1]`` int64 of the root (0), node 0, ...; ``paths [N + 1, levels]`` int64, the
@@ -98,7 +98,7 @@ def constant(children: Children, what: str, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _kept(children: Children, what: str, device: torch.device) -> Tensor:
+def _kept(children: TreeShape, what: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a later training step may use it, too
         return torch.tensor(_MADE[what](children), device=device)
 

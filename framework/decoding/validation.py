@@ -17,7 +17,7 @@ from torch import Tensor
 from ..contracts.draft import Draft, Sequences, Verdict, on_device
 from ..contracts.drafter import DraftTraits
 from ..contracts.errors import ContractError, CrossdraftError, NumericalError
-from ..contracts.fixed_tree import constant
+from ..contracts.fixed_tree import tree_constant
 from .forms import TOLERANCE, check_draft, check_verdict
 from .transfer import FINITE_Q, NOT_FINITE, accepted_too_many, emitted_outside, too_deep
 
@@ -84,7 +84,7 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
         return faults
     deepest = traits.depth if nodes.levels is None else nodes.levels
     if nodes.children is not None:
-        said = constant(nodes.children, "parents", tokens.device)
+        said = tree_constant(nodes.children, "parents", tokens.device)
         faults.append(
             _Fault(
                 nodes.parents != said,

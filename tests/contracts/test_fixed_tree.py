@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_trees import shipped_rng
 
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.fixed_tree import constant, families, parents_of, problem
+from crossdraft.framework.contracts.fixed_tree import parents_of, problem, tree_constant, tree_families
 from crossdraft.verifiers.traversal import Traversal, leaves_first, level_by_level, node_by_node
 
 CPU = torch.device("cpu")
@@ -59,13 +59,13 @@ def drafted(shape: tuple[tuple[int, ...], ...], seed: int, point_mass: bool = Fa
 
 def test_by_hand() -> None:
     shape = ((2,), (1, 2), (0, 1, 0))
-    assert families(shape) == [[(-1, [0, 1])], [(0, [2]), (1, [3, 4])], [(3, [5])]]
+    assert tree_families(shape) == [[(-1, [0, 1])], [(0, [2]), (1, [3, 4])], [(3, [5])]]
     assert parents_of(shape) == [-1, -1, 0, 1, 1, 3]
-    assert constant(shape, "depth", CPU).tolist() == [0, 1, 1, 2, 2, 2, 3]
-    assert constant(shape, "fed", CPU).tolist() == [0, 1, 2, 3, 4, -1]
-    assert constant(shape, "leaves first", CPU).argsort().tolist() == [2, 0, 5, 3, 4, 1]
-    assert constant(shape, "paths", CPU)[6].tolist() == [1, 3, 5]
-    assert constant(shape, "paths", CPU)[0].tolist() == [-1, -1, -1]
+    assert tree_constant(shape, "depth", CPU).tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert tree_constant(shape, "fed", CPU).tolist() == [0, 1, 2, 3, 4, -1]
+    assert tree_constant(shape, "leaves first", CPU).argsort().tolist() == [2, 0, 5, 3, 4, 1]
+    assert tree_constant(shape, "paths", CPU)[6].tolist() == [1, 3, 5]
+    assert tree_constant(shape, "paths", CPU)[0].tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize(
