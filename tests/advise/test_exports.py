@@ -97,7 +97,9 @@ def test_what_the_others_are_told() -> None:
     told = engine("llama.cpp").export(schedule(**ngram))
     flags = LlamaCpp(told.text).given
     assert (flags.spec_ngram_simple_size_n, flags.spec_ngram_simple_size_m) == (4, 3)
-    assert told.remarks == ("it looks up suffixes of 4 tokens alone, not of 2 to 4",)
+    assert told.remarks[0] == "it looks up suffixes of 4 tokens alone, not of 2 to 4"
+    assert "of 3 tokens behind 4 it never drafts; take max_ngram: 3 or less" in told.remarks[1]
+    assert not engine("llama.cpp").export(schedule(**ngram | {"options": {"min_ngram": 3, "max_ngram": 3}})).remarks
     assert LlamaCpp(engine("llama.cpp").export(schedule(point_mass=True)).text).given.spec_draft_p_min == 0
 
 

@@ -64,6 +64,11 @@ class LlamaCpp(Engine):
             remarks.append(
                 f"it looks up suffixes of {sizes['max']} tokens alone, not of {sizes['min']} to {sizes['max']}"
             )
+        if method == "ngram-simple" and schedule.gamma < sizes["max"]:
+            remarks.append(
+                f"it drops drafts that are shorter than the suffix looked up: of {schedule.gamma} tokens behind "
+                f"{sizes['max']} it never drafts; take max_ngram: {schedule.gamma} or less"
+            )
         return Settings(shell(words), tuple(remarks))
 
 

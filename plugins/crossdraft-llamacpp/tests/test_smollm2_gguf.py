@@ -25,14 +25,11 @@ from crossdraft.framework.plugins import entries, manager
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
-PROMPTS, NEW = 24, 48
-#: Logits as far apart as this are one where sums are made in another order: weights of 4 bits, activations of 8.
-NEAR_TIE = 0.3
+PROMPTS, NEW = 24, 32
 DRAFTERS: dict[str, Any] = {
     "none": "none",
     "chain": {"name": "prompt-lookup", "gamma": 6},
     "tree": {"name": "token-recycling"},
-    "lookahead": {"name": "lookahead", "window": 4, "ngram": 3, "guesses": 3},
 }
 
 
@@ -58,10 +55,24 @@ def own(target: crossdraft.LoadedModel, prompts: list[list[int]]) -> list[tuple[
         return [plain.greedy(prompt, NEW, target.eos_token_ids) for prompt in prompts]
 
 
+@pytest.fixture(scope="module")
+def noise(target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any) -> float:
+    """How far llama.cpp's own logits move where the same tokens come in one call instead of one by one: their RMS."""
+    moved = []
+    with Plain(target.model, max(map(len, prompts)) + NEW) as plain:
+        for prompt, (said, laws) in zip(prompts, own, strict=True):
+            moved.append(plain.logits(prompt + said[:-1]) - laws[-1])
+    rms = float(np.sqrt(np.square(moved).mean()))
+    print(
+        f"\nllama.cpp's own logits, in one call or one by one: RMS {rms:.3f}, at most {np.abs(moved).max():.3f} apart"
+    )
+    return rms
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_output_is_llama_cpps_own(
-    target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any, drafter: str, batch_size: int
+    target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any, noise: float, drafter: str, batch_size: int
 ) -> None:
     assert len(prompts) == PROMPTS
     options = {"temperature": 0, "max_new_tokens": NEW, "batch_size": batch_size}
@@ -76,7 +87,7 @@ def test_greedy_output_is_llama_cpps_own(
     rounds = [round_.emitted for response in found for round_ in response.rounds]
     print(f"\n{drafter}, B = {batch_size}: {PROMPTS - len(ties)} of {PROMPTS} identical, block efficiency "
           f"{sum(rounds) / len(rounds):.2f}; (prompt, token, logits apart) of the others: {ties}")  # fmt: skip
-    assert all(gap <= NEAR_TIE for _, _, gap in ties)
+    assert all(gap <= 4 * noise for _, _, gap in ties)
 
 
 def test_tokens_are_those_of_transformers(target: crossdraft.LoadedModel) -> None:

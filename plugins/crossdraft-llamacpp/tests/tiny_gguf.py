@@ -104,7 +104,11 @@ class Plain:
 
     def greedy(self, prompt: Sequence[int], most: int, ends: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
         """What its greedy sampler says, token by token, and the logits of each token."""
-        laws = [self.logits(prompt)]
+        if prompt[:-1]:  # the last token by itself, so that its pass is like those that follow
+            self.logits(prompt[:-1])
+            laws = [self.feed(prompt[-1:])]
+        else:
+            laws = [self.logits(prompt)]
         said = [int(self.api.llama_sampler_sample(self.sampler, self.context, -1))]
         while len(said) < most and said[-1] not in ends:
             laws.append(self.feed(said[-1:]))
