@@ -156,10 +156,9 @@ class ToyContext(DraftContext):
 @cache
 def tokenizer_of(words: tuple[str, ...]) -> Any:
     """A tokenizer of transformers whose token i spells ``words[i]``; it says a text in as few tokens as it can."""
-    from transformers import PreTrainedTokenizerFast
-
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import Unigram
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer: Any = Tokenizer(Unigram([(word, -1.0) for word in words]))
     tokenizer.decoder = decoders.Fuse()
