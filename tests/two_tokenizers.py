@@ -21,7 +21,7 @@ TEXTS = [
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def byte_level(size: int, texts: list[str] = TEXTS, order: int = 1, **roles: str) -> PreTrainedTokenizerFast:
+def byte_level(size: int, texts: list[str] = TEXTS, order: int = 1, **roles: str) -> Any:
     """Byte-level BPE with ``size`` tokens; ``order=-1`` numbers its single bytes the other way round."""
     special = list((ROLES | roles).values())
     tokenizer: Any = Tokenizer(BPE())
@@ -38,7 +38,7 @@ def byte_level(size: int, texts: list[str] = TEXTS, order: int = 1, **roles: str
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(ROLES | roles))
 
 
-def metaspace() -> PreTrainedTokenizerFast:
+def metaspace() -> Any:
     """As Llama 2 has it: "▁" for a space, one before every text, and "<0x0A>" for bytes that are in no token."""
     trained: Any = Tokenizer(BPE())
     trained.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
@@ -56,7 +56,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **ROLES)
 
 
-def save(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, context: int = 256, spare: int = 3) -> str:
+def save(directory: Path, tokenizer: Any, seed: int, context: int = 256, spare: int = 3) -> str:
     """A random Llama with this tokenizer and some ids that it does not know; the name to load it by."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -69,11 +69,11 @@ def save(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, context
     return str(directory)
 
 
-def renumbered(directory: Path, model: str, tokenizer: PreTrainedTokenizerFast) -> str:
+def renumbered(directory: Path, model: str, tokenizer: Any) -> str:
     """The same model, whose tokens have the ids that ``tokenizer`` gives them."""
     from transformers import AutoTokenizer
 
-    twin = LlamaForCausalLM.from_pretrained(model)
+    twin: Any = LlamaForCausalLM.from_pretrained(model)
     old, new = AutoTokenizer.from_pretrained(model).get_vocab(), tokenizer.get_vocab()
     place = list(range(twin.config.vocab_size))
     for token, id in new.items():
