@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from crossdraft import LM, Backend, LoadedModel, ModelError, ResolvedModel, UsageError, file_sha256
 
@@ -54,4 +54,4 @@ class LlamaCppBackend(Backend):
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
         from .lm import LlamaLM
 
-        return LlamaLM(loaded.model, batch_size, max_length)
+        return cast(LM, LlamaLM(loaded.model, batch_size, max_length))  # properties where the protocol has attributes

@@ -25,7 +25,7 @@ _kept: list[Any] = []
 def library() -> Any:
     """The functions of llama.cpp. Raises ModelError where they cannot be had."""
     try:
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]  # not among the tools of the core
     except Exception as error:  # it is missing, or its shared library does not load
         raise ModelError(
             f"GGUF models are run by llama.cpp, which cannot be loaded: {error}; pip install llama-cpp-python"

@@ -177,7 +177,7 @@ def own(target: crossdraft.LoadedModel) -> list[tuple[list[int], list[np.ndarray
 def test_greedy_output_is_llama_cpps_own(
     target: crossdraft.LoadedModel, files: dict[str, str], own: Any, drafter: str, batch_size: int
 ) -> None:
-    options = {"temperature": 0, "max_new_tokens": 24, "batch_size": batch_size}
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "batch_size": batch_size}
     found = crossdraft.generate(target, PROMPTS, drafter=named(DRAFTERS[drafter], files), **options)
     for response, (said, laws) in zip(found, own, strict=True):
         for at, (ours, theirs) in enumerate(zip(response.tokens, said, strict=False)):

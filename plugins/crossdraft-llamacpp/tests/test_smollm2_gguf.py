@@ -75,7 +75,7 @@ def test_greedy_output_is_llama_cpps_own(
     target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any, noise: float, drafter: str, batch_size: int
 ) -> None:
     assert len(prompts) == PROMPTS
-    options = {"temperature": 0, "max_new_tokens": NEW, "batch_size": batch_size}
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": NEW, "batch_size": batch_size}
     found = crossdraft.generate(target, prompts, drafter=DRAFTERS[drafter], **options)
     ties = []
     for number, (response, (said, laws)) in enumerate(zip(found, own, strict=True)):
