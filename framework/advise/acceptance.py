@@ -158,7 +158,7 @@ class Acceptance:
         value = 1 + sum(self.marginal) if self.marginal else float(self.length or 1.0)
         if len(self.rows) >= LEAST_PIECES:
             sums = np.array([(row[0], sum(row[1:])) for row in self.rows])
-            return estimate(lambda s: 1 + s[..., 1] / s[..., 0], sums, value=value)
+            return estimate(lambda s: 1 + s[..., 1] / s[..., 0], sums, value=value, least=1.0)
         if self.drafts is None or not self.marginal:
             return Estimate(value)
         square = sum((2 * i - 1) * m for i, m in enumerate(self.marginal, start=1))  # E[tau^2]

@@ -142,7 +142,7 @@ class Tally:
             gamma=gamma,
             category=category,
             tokens=int(total[_TOKENS]),
-            block_efficiency=estimate(_ratio, sums[:, : _COUNTED + 1]) if total[_COUNTED] else None,
+            block_efficiency=estimate(_ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
             block_efficiency_all_rounds=float(total[_TOKENS] / total[_ROUNDS]),
             rounds=float(total[_ROUNDS]),
             drafted=float(drafted),

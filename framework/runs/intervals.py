@@ -34,7 +34,13 @@ class Estimate:
 
 
 def estimate(
-    statistic: Callable[[np.ndarray], np.ndarray], sums: np.ndarray, *, log: bool = True, value: float | None = None
+    statistic: Callable[[np.ndarray], np.ndarray],
+    sums: np.ndarray,
+    *,
+    log: bool = True,
+    value: float | None = None,
+    least: float = -np.inf,
+    most: float = np.inf,
 ) -> Estimate:
     """A statistic of the totals of independent pieces, and its interval.
 
@@ -43,6 +49,7 @@ def estimate(
         sums: ``[n, k]``, the sums of each piece; the first column is the weight of a piece.
         log: the interval is symmetric in the logarithm.
         value: the value to be shown, if it is not that of ``sums`` (their spread is that of a like estimator).
+        least, most: what the statistic cannot go beyond; nor does its interval.
 
     Returns:
         no interval over fewer than `LEAST_PIECES` pieces, nor where the pieces do not differ at all.
@@ -63,6 +70,5 @@ def estimate(
     weight = sums[:, 0]
     freedom = max(FREEDOM * weight.sum() ** 2 / (weight**2).sum(), 1.0)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    if log:
-        return Estimate(found, found * float(np.exp(-half)), found * float(np.exp(half)))
-    return Estimate(found, found - half, found + half)
+    low, high = (found * float(np.exp(s * half)) if log else found + s * half for s in (-1, 1))
+    return Estimate(found, max(low, least), min(high, most))

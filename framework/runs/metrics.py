@@ -206,7 +206,7 @@ def block_efficiency(records: Sequence[RoundRecord]) -> Estimate | None:
     if not records:
         return None
     sums = _by_prompt(records)
-    return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]))
+    return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]), least=1.0)
 
 
 def acceptance(records: Sequence[RoundRecord], depth: int, positions: int) -> list[Estimate]:
@@ -223,9 +223,7 @@ def acceptance(records: Sequence[RoundRecord], depth: int, positions: int) -> li
         row[1 : record.tau + 1] += 1
     sums, found = np.array([rows[prompt] for prompt in sorted(rows)]), []
     for i in range(1, positions + 1):
-        one = estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False)
-        ends = (None, None) if one.low is None or one.high is None else (max(one.low, 0.0), min(one.high, 1.0))
-        found.append(Estimate(one.value, *ends))
+        found.append(estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, least=0.0, most=1.0))
     return found
 
 

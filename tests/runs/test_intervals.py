@@ -146,3 +146,11 @@ def test_student_t_of_three_equal_pieces() -> None:
     without = np.log([8 / 11, 8 / 10, 8 / 9])
     error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())
     assert found.value == 0.8 and found.high == pytest.approx(0.8 * np.exp(4.7949 * error), rel=1e-4)
+
+
+def test_an_interval_ends_where_the_number_does() -> None:
+    sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, rounds: no round emits less than one
+    free = estimate(lambda s: s[..., 0] / s[..., 1], sums)
+    found = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
+    assert free.low is not None and free.low < 1 and (found.value, found.low, found.high) == (1.2, 1.0, free.high)
+    assert estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0, most=1.3).high == 1.3
