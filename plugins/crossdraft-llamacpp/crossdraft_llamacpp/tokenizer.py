@@ -107,7 +107,7 @@ class GGUFTokenizer:
             if token is not None
         }
         rendered, _spans = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[[dict(message) for message in messages]],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **special,
