@@ -55,6 +55,9 @@ mean acceptance length =  2.20, acceptance rate per position = (0.800, 0.400)
 0.07.896 I slot print_timing: id  0 | task 2 | draft acceptance = 0.50000 (   30 accepted /    60 generated), \
 mean acceptance length =  2.00, acceptance rate per position = (0.667, 0.333)
 """
+LATER_LOG = LLAMA_LOG.replace("mean acceptance length", "mean len").replace(
+    ", acceptance rate per position = (", "\n0.07.896 I slot print_timing: id  0 |      acc per pos = ("
+)
 SGLANG_LOG = """\
 [2026-11-20 10:00:00] Decode batch. #running-req: 2, #token: 900, token usage: 0.01, accept len: 2.50, \
 accept rate: 0.50, cuda graph: True, gen throughput (token/s): 300.10, #queue-req: 0,
@@ -148,6 +151,8 @@ def test_llama_cpp() -> None:
     assert (found.drafts, found.marginal) == (50, (0.6, 0.4, 0.2))
     found = one("llama.cpp", LLAMA_LOG)
     assert found.drafts == pytest.approx(80) and found.marginal == pytest.approx((0.75, 0.375), abs=1e-3)
+    later = one("llama.cpp", LATER_LOG)
+    assert (later.drafts, later.marginal, later.source) == (found.drafts, found.marginal, "now.txt:1-3")
     older = "".join(line for line in LLAMA_SCRAPE.splitlines(True) if "per_pos" not in line)
     assert (one("llama.cpp", older).marginal, one("llama.cpp", older).length) == ((), 2.2)
 
@@ -250,6 +255,7 @@ def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
             "now.txt:2: the line of draft acceptance is cut",
         ),
         ("llama.cpp", LLAMA_LOG.replace("0.667,", "7,"), "now.txt:2: an acceptance rate is 7"),
+        ("llama.cpp", LATER_LOG.partition("\n")[0], "now.txt:1: the rates per position are missing"),
         (
             "sglang",
             SGLANG_LOG.replace("accept len: 3.50", "accept len: 0.50"),

@@ -6,7 +6,8 @@ https://github.com/ggml-org/llama.cpp: docs/speculative.md, common/arg.cpp, tool
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import ClassVar
 
 from ..acceptance import Acceptance
@@ -18,9 +19,11 @@ from ..windows import Window, from_windows
 
 _MARK = "draft acceptance = "
 _LINE = re.compile(
-    r"draft acceptance = \S+ \(\s*(\d+) accepted /\s*(\d+) generated\), "
-    r"mean acceptance length =\s*(\S+), acceptance rate per position = \(([^()]*)\)"
+    r"draft acceptance = \S+ \(\s*(\d+) accepted /\s*(\d+) generated\), mean (?:acceptance length|len) =\s*(\S+?)"
+    r"(?:, acceptance rate per position = \(([^()]*)\))?\s*"
 )
+#: Later versions have the rates on a line of their own.
+_RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 
 
 class LlamaCpp(Engine):
@@ -37,8 +40,7 @@ class LlamaCpp(Engine):
         found = spec_decode("llamacpp:", given, before)
         if before is not None:
             return found
-        windows = [_window(given, number, line) for number, line in given.lines() if _MARK in line]
-        return found + from_windows(windows, given, "responses")
+        return found + from_windows(_windows(given), given, "responses")
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         return super().cannot(acceptance) or only_point_masses(acceptance, self.name)
@@ -72,10 +74,16 @@ class LlamaCpp(Engine):
         return Settings(shell(words), tuple(remarks))
 
 
-def _window(given: Source, number: int, line: str) -> Window:
-    match = _LINE.search(line)
-    if match is None:
-        raise given.error(number, "the line of draft acceptance is cut off or of another version")
-    rates = [given.number(rate, number, "an acceptance rate", 1.0) for rate in match[4].split(", ")]
-    mean = given.number(match[3], number, "the mean acceptance length")
-    return Window(number, float(match[1]), float(match[2]), tuple(rates), mean)
+def _windows(given: Source) -> Iterator[Window]:
+    for (number, line), (_, after) in pairwise([*given.lines(), (0, "")]):
+        if _MARK not in line:
+            continue
+        found, rates = _LINE.fullmatch(line[line.index(_MARK) :]), _RATES.search(after)
+        if found is None:
+            raise given.error(number, "the line of draft acceptance is cut off or of another version")
+        text = found[4] if found[4] is not None else rates[1] if rates else None
+        if text is None:
+            raise given.error(number, "the rates per position are missing; log them with -lv 4, or give its /metrics")
+        each = tuple(given.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
+        mean = given.number(found[3], number, "the mean acceptance length")
+        yield Window(number, float(found[1]), float(found[2]), each, mean)
