@@ -60,7 +60,7 @@ class RaggedLM:
         self._forks: WeakSet[Any] = WeakSet()  # they follow for as long as somebody drafts with them
         # What is added to the score of a slot that a query sees, and of one that it does not.
         dtype = model.dtype
-        self._seen, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=self.device).unbind()
+        self._zero, self._lowest = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=self.device).unbind()
         self._columns = torch.arange(max_length, device=self.device)
         self._grown = 0  # speculative nodes of every row
         self._tree: Tensor | None = None  # [B, grown] int64, the parent of each of them; None = chains
@@ -266,4 +266,4 @@ class RaggedLM:
         return masks if self._layer_types else masks["sliding_attention"]
 
     def _additive(self, allowed: Tensor) -> Tensor:
-        return torch.where(allowed, self._seen, self._hidden)[:, None]
+        return torch.where(allowed, self._zero, self._lowest)[:, None]
