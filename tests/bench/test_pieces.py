@@ -125,7 +125,8 @@ def test_a_chart_that_fails_costs_no_table(bench: Any, monkeypatch: Any) -> None
     assert code == 0 and "note: no charts: RuntimeError: no font" in out
 
 
-@pytest.mark.parametrize("name", ["narrow", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["narrow", "wide"])
 def test_a_drafting_model_of_another_width(bench: Any, models: dict[str, str], name: str) -> None:
     code, out, _ = bench("matrix.batch_size=[2]", f"drafters.1.model={models[name]}")
     assert code == 0 and "16 of 16 responses equal" in out

@@ -110,7 +110,13 @@ def test_what_is_said_depends_on_neither_batch_size_nor_limit(bench: Any, tmp_pa
 
 
 def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any) -> None:
-    settings = ["matrix={batch_size: [1, 2]}", *ONE_GROUP[1:], "drafters=[prompt-lookup]", "max_new_tokens=5"]
+    settings = [
+        "matrix={batch_size: [1, 2]}",
+        *ONE_GROUP[1:],
+        "drafters=[prompt-lookup]",
+        "max_new_tokens=5",
+        "limit=2",
+    ]
     assert "running" in bench(*settings)[2]
     first = {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)}
     code, _, err = bench(*settings)
@@ -166,6 +172,7 @@ def test_changed_settings_of_a_model_are_measured_again(
     assert "reusing 2 cells\n" in bench(*settings)[2]
 
 
+@pytest.mark.slow  # as a model that changed
 def test_changed_heads_are_measured_again(bench: Any, tmp_path: Path) -> None:
     def write(seed: int) -> str:
         torch.manual_seed(seed)

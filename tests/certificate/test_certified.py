@@ -76,6 +76,7 @@ def match(tmp_path: Path) -> Iterator[Any]:
 # -- depth ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the whole table; which of its drafts are deep enough is tested below
 def test_rules_that_accept_anything_deep_down_are_refused_by_default(
     capsys: Any, install: Callable, cache: Path
 ) -> None:

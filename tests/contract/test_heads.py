@@ -77,6 +77,7 @@ class TestMedusaTree(Heads):
     options = {"branching": [2, 2]}
 
 
+@pytest.mark.slow  # as EAGLE-3
 class TestEagle(Heads):
     drafter = "eagle"
     options = {"gamma": 3}

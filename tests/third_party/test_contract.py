@@ -72,6 +72,7 @@ class TestSkippedLayers(DrafterContract):
     setting = TinyModel()
 
 
+@pytest.mark.slow  # as small-lm, among the built-in ones
 class TestWindow(DrafterContract):
     drafter = "window"
     setting = TinyModel()

@@ -165,7 +165,9 @@ def test_training_says_what_is_missing_without_accelerate(target, tmp_path, monk
         Trainer(target, SmallLMTraining(layers=(0,)), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["small-lm", pytest.param("medusa", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["small-lm", *[pytest.param(heads, marks=pytest.mark.slow) for heads in ("medusa", "eagle3")]]
+)
 def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, tmp_path, capsys, monkeypatch):
     questions = str(on_disk / "questions.jsonl")
     argv = [
