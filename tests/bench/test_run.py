@@ -156,8 +156,10 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
     "file",
     [
         "config.json",
-        "tokenizer.json",
-        *[pytest.param(name, marks=pytest.mark.slow) for name in ("chat_template.jinja", "generation_config.json")],
+        *[
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json")
+        ],
     ],
 )
 def test_changed_settings_of_a_model_are_measured_again(

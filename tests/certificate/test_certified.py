@@ -33,6 +33,7 @@ def cache(tmp_path: Path, monkeypatch: Any) -> Path:
 def one_toy(toys: dict[str, Toy], monkeypatch: Any) -> None:
     """A default table that takes a moment."""
     monkeypatch.setattr("crossdraft.framework.certificate.toys.built_in_toys", lambda: [toys["T0"]])
+    monkeypatch.setattr("crossdraft.framework.certificate.toys.toys_of_two_vocabularies", list)
 
 
 MATCH = """
@@ -187,7 +188,9 @@ def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
 # -- what is written down ------------------------------------------------------------------------------------
 
 
-def test_the_whole_table_is_noted_and_parts_are_not(capsys: Any, install: Callable, match: Any, cache: Path) -> None:
+def test_the_whole_table_is_noted_and_parts_are_not(
+    capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
+) -> None:
     install("verifiers", (match.name, match))
     assert not ledger.certified(match, cache)
     for part in (["--draft", "chain"], ["--gamma", "1"]):

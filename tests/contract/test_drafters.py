@@ -68,6 +68,7 @@ class TestDynamicThreshold(DrafterContract):
     asks_device = True
 
 
+@pytest.mark.slow
 class TestHeuristicSchedule(DrafterContract):
     drafter = "heuristic-schedule"
     options = {"model": "toy", "gamma": 3}

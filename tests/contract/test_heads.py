@@ -113,6 +113,7 @@ class TestEagle3DynamicTree(Heads):
     options = {"tree": "dynamic", "depth": 3, "top_k": 2, "nodes": 5, "layers": [2, 3, 1]}
 
 
+@pytest.mark.slow  # as EAGLE-3
 class TestMtp(Heads):
     drafter = "mtp"
     options = {"gamma": 2}

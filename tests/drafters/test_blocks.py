@@ -166,7 +166,7 @@ def plainly(heads_decoder: Callable, target: Any) -> Callable[[tuple], list[list
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_temperature_zero_is_plain_decoding(
     make: Callable, plainly: Callable, trained: Callable, text: list[int], name: str, batch_size: int
 ) -> None:
