@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -46,3 +48,21 @@ def save_model(
     model.save_pretrained(directory)
     make_tokenizer(vocab).save_pretrained(directory)
     return str(directory)
+
+
+def generated(model: Any, prompts: Iterable[Sequence[int]], count: int) -> list[list[int]]:
+    """What transformers' own ``generate`` says at temperature 0, at most ``count`` tokens each."""
+    found = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@torch.inference_mode()
+def argmax_text(model: Any, start: Sequence[int], count: int) -> list[int]:
+    """``start`` and the ``count`` tokens that follow it at temperature 0, whatever they are: no token ends it."""
+    tokens = list(start)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens

@@ -31,6 +31,7 @@ from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.suspect import Suspect
 from .blocks import BlockDrafter
 from .eagle_weights import biased, decoder_layer, layer_config, renamed, shared, table, target_ids
+from .feature_head import Head
 from .suspects import draft_vocabulary, other_embedding, other_layers, rotary_bases
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class BlockOutput:
         return (self.states,)
 
 
-class DFlashHead(nn.Module):
+class DFlashHead(Head):
     """The drafter of DFlash as a plain module.
 
     Args:
@@ -97,17 +98,6 @@ class DFlashHead(nn.Module):
         self.lm_head = shared(head)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-
-    @property
-    def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """``hidden [.., L, Ht]``, the target's hidden states of the L layers asked for -> features ``[.., H]``."""

@@ -35,8 +35,8 @@ class HeadOutput:
         return (self.features,)
 
 
-class FeatureHead(nn.Module, ABC):
-    """Base of the heads: a plain module that runs over whole sequences or, with a cache, piece by piece.
+class Head(nn.Module):
+    """What every head is that has decoder layers of its own.
 
     Attributes:
         config: a transformers config of its decoder layers.
@@ -60,6 +60,10 @@ class FeatureHead(nn.Module, ABC):
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
+
+
+class FeatureHead(Head, ABC):
+    """Base of the heads that draft token by token: they run over whole sequences or, with a cache, piece by piece."""
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """``hidden [.., L, Ht]``, the target's hidden states of the L layers asked for -> features ``[.., H]``."""

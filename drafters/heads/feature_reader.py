@@ -102,3 +102,13 @@ class FeatureReader(Drafter):
 
     def _none(self) -> Tensor:
         return torch.empty(0, self.head.embed_tokens.embedding_dim, dtype=self.head.dtype, device=self.context.device)
+
+
+def last_state(draft: Draft, verdict: Verdict, scores: Scores) -> Tensor:
+    """``[B, Ht]``: the target's hidden state, of the first layer asked for, at its last accepted node (or root)."""
+    assert scores.hidden is not None
+    last = verdict.length  # its index in the scores; 0 is the root
+    if verdict.path is not None and draft.width:
+        node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
+        last = torch.where(last > 0, node + 1, 0)
+    return scores.hidden[torch.arange(len(last), device=last.device), last, 0]

@@ -29,6 +29,8 @@ from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.contracts.suspect import Suspect
 from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
+from .feature_head import widened
+from .feature_reader import last_state
 from .medusa_weights import read_heads
 from .suspects import shifted_heads
 
@@ -264,20 +266,14 @@ class Medusa(Drafter):
     def _whole(self, logits: Tensor) -> Tensor:
         """``[.., rows]`` -> ``[.., V]``: tokens that the heads do not know have logit -inf, so q says 0 of them."""
         missing = self.context.vocab_size - logits.shape[-1]
-        if self._ids is None:
-            return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-        whole = logits.new_full((*logits.shape[:-1], self.context.vocab_size), -torch.inf)
-        return whole.index_copy_(-1, self._ids, logits)
+        if self._ids is None and missing:
+            return functional.pad(logits, (0, missing), value=-torch.inf)
+        return widened(logits, self._ids, self.context.vocab_size)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        assert scores.hidden is not None
-        last = verdict.length  # index, in the scores, of the last accepted node; 0 is the root
-        if verdict.path is not None and draft.width:
-            node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
-            last = torch.where(last > 0, node + 1, 0)
-        self._features.copy_(scores.hidden[torch.arange(len(last), device=last.device), last, 0])
+        self._features.copy_(last_state(draft, verdict, scores))
         self._known = [bool(history) for history in sequences.history]
 
 

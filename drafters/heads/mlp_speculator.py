@@ -30,6 +30,7 @@ from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
+from .feature_reader import last_state
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint
@@ -176,12 +177,7 @@ class MlpSpeculator(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        assert scores.hidden is not None
-        last = verdict.length  # index, in the scores, of the last accepted node; 0 is the root
-        if verdict.path is not None and draft.width:
-            node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
-            last = torch.where(last > 0, node + 1, 0)
-        self._features.copy_(scores.hidden[torch.arange(len(last), device=last.device), last, 0])
+        self._features.copy_(last_state(draft, verdict, scores))
         self._known = [bool(history) for history in sequences.history]
         self.policy.observe(accepted, self._wanted)
 

@@ -7,16 +7,14 @@ shares the target's tokenizer will do. How long a chain is, the length policy sa
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ...framework.contracts.drafter import StrategyConfig, TextLaw
 from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
-from ..autoregressive.chain_drafter import ChainDrafter
+from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from ..autoregressive.length_policy import LengthPolicy
-from ..autoregressive.policies import POLICIES, Policy, Static
+from ..autoregressive.policies import Static
 
 
 class ModelConfig(StrategyConfig):
@@ -41,18 +39,8 @@ class SmallLM(ChainDrafter):
 
     name = "small-lm"
 
-    class Config(ChainConfig):
-        policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
-
-        @model_validator(mode="after")
-        def _policy_fits(self) -> Any:
-            self.lengths(1)
-            return self
-
-        def lengths(self, batch_size: int) -> LengthPolicy:
-            return self.policy.start(self.gamma, batch_size)
-
-    config: ChainConfig
+    class Config(PolicyConfig, ModelConfig):
+        """A small LM under any policy."""
 
     def slots(self) -> LM:
         return self.context.load_lm(self.config.model)

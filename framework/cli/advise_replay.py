@@ -50,7 +50,7 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
             sampling,
             limit=args.responses,
             most=args.max_new_tokens,
-            consent=args.target in consent,
+            trust_remote_code=args.target in consent,
         )
         sources.append(str(path))
         name = f"responses of {args.target} to {args.prompts}"

@@ -28,12 +28,12 @@ def decoded(
     limit: int,
     most: int,
     chat: bool | None = None,
-    consent: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """A file of the target's responses, of at most ``most`` tokens, to the first ``limit`` prompts of a source.
 
-    ``chat``: see `models.chat.encode`; ``consent``: `load_model`'s ``trust_remote_code``. Raises UsageError where it
-    cannot be written, or prompts cannot be read.
+    ``chat``: see `models.chat.encode`; ``trust_remote_code``: `load_model`. Raises UsageError where it cannot be
+    written, or prompts cannot be read.
     """
     from ..models.device import cache_dir
     from ..models.digests import weights_sha256
@@ -59,7 +59,7 @@ def decoded(
         f"decoding {len(found)} responses of at most {most} tokens ({len(found) * most} in all) with "
         f"{target}, temperature {sampling.temperature:g}, no drafts"
     )
-    rows = _responses(target, asked, sampling, most, chat, consent)
+    rows = _responses(target, asked, sampling, most, chat, trust_remote_code)
     for row, prompt in zip(rows, found, strict=True):
         row |= {"id": str(prompt.question_id), "category": prompt.category}
     try:
@@ -71,14 +71,14 @@ def decoded(
 
 
 def _responses(
-    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, consent: bool
+    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, trust_remote_code: bool
 ) -> list[dict[str, Any]]:
     from ..contracts.rounds import raise_failed
     from ..decoding.generate import pair_decoder
     from ..models.chat import encode
     from ..models.load import load_model
 
-    target = load_model(name, trust_remote_code=consent)
+    target = load_model(name, trust_remote_code=trust_remote_code)
     ids = [encode(target.tokenizer, [text], chat=chat) for text in asked]
 
     def decode(some: Sequence[Sequence[int]], tokens: int) -> list[Any]:

@@ -125,9 +125,8 @@ def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None =
     from ..replay.responses import Reader
 
     name, consent = args.target, args.target in args.trust_remote_code
-    path = decoded(
-        name, args.prompts, sampling, limit=args.responses, most=args.max_new_tokens, chat=chat, consent=consent
-    )
+    limits = {"limit": args.responses, "most": args.max_new_tokens}
+    path = decoded(name, args.prompts, sampling, **limits, chat=chat, trust_remote_code=consent)
     return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
 
 

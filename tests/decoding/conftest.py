@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle_trees import NEW, PROMPTS
+from tiny_models import generated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.framework.decoding import graphs
@@ -22,8 +23,7 @@ def expected(tiny_model: Callable) -> Callable[[str, list[int]], list[int]]:
         if key not in known:
             # Another copy: what the decoder does to its models must not reach the reference.
             reference = tiny_model(family, copy="reference")
-            out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
-            known[key] = out[0, len(prompt) :].tolist()
+            (known[key],) = generated(reference, [prompt], NEW)
         return known[key]
 
     return continue_

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from block_heads import BLOCK, FILES, LAYERS, Plain, dspark, kept, overfit, written
-from feature_heads import PROMPTS, START
+from feature_heads import PROMPTS, START, taus_of
 from given_context import GivenContext
+from tiny_models import argmax_text
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
@@ -34,11 +35,7 @@ def target(tiny_model: Callable) -> Any:
 
 @pytest.fixture(scope="module")
 def text(target: Any) -> list[int]:
-    tokens = list(START)
-    with torch.inference_mode():
-        for _ in range(25):
-            tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens
+    return argmax_text(target, START, 25)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +96,7 @@ def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any
     temperature, drafter = 8.0, "dspark" if name.startswith("dspark") else name
     loop = make(name, "token", 3, temperature, max_new_tokens=40)
     plain = Plain({key: tensor.clone() for key, tensor in kept(loop.drafter.head).items()}, target)
-    propose, checked, taus = loop.drafter.propose, 0, set()
+    propose, checked = loop.drafter.propose, 0
 
     def watched(sequences: Any, rng: Any) -> Draft:
         nonlocal checked
@@ -121,15 +118,7 @@ def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any
         return draft
 
     loop.drafter.propose = watched
-    for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
-    lengths = [len(prompt) for prompt in PROMPTS]
-    for _ in range(4):
-        with torch.inference_mode():
-            loop.round()
-        now = [len(history) for history in loop.sequences.history]
-        taus |= {after - before - 1 for after, before in zip(now, lengths, strict=True)}
-        lengths = now
+    taus = taus_of(loop, 4)
     assert checked >= 4 * 2 * 3 and min(taus) < DRAFTS[drafter] and max(taus) > 1
     assert loop.drafter.passes == 4  # one for a block, whatever was committed
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from given_context import GivenContext
-from tiny_models import save_model
+from tiny_models import generated, save_model
 
 import crossdraft
 from crossdraft.drafters.self_speculation.early_exit import EarlyExit
@@ -51,11 +51,7 @@ def answers(loop: Decoder, prompts: Any = PROMPTS) -> list[list[int]]:
 
 
 def plain(model: Any) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return generated(model, PROMPTS, NEW)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +193,7 @@ def test_other_architectures(tiny_model: Callable, family: str) -> None:
     reference = tiny_model(family, copy="reference")
     seen: list[Any] = []
     loop = decoder(model, 3, 0.0, options={"exit_layer": 1, "gamma": 3}, on_round=seen.append)
-    expected = []
-    for prompt in PROMPTS:
-        out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
-        expected.append(out[0, len(prompt) :].tolist())
-    assert answers(loop) == expected
+    assert answers(loop) == plain(reference)
     assert all(event.scores.taken_up is not None for event in seen if event.draft.width)
 
 

@@ -14,6 +14,7 @@ import torch
 from feature_heads import DRAFTS, GAMMA, LAYERS, NAMES, NEW, PROMPTS, START, features_of, make_head, overfit
 from given_context import GivenContext
 from pydantic import ValidationError
+from tiny_models import argmax_text
 from torch import Tensor
 
 from crossdraft.framework import plugins
@@ -32,10 +33,7 @@ def target(tiny_model: Callable) -> Any:
 @pytest.fixture(scope="module")
 def text(target: Any) -> list[int]:
     """What the target says after START at temperature 0; hardly a token of it comes twice."""
-    tokens = list(START)
-    with torch.inference_mode():
-        for _ in range(25):
-            tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
+    tokens = argmax_text(target, START, 25)
     assert len(set(tokens)) > 20
     return tokens
 

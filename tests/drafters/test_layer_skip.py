@@ -11,6 +11,7 @@ import pytest
 import torch
 from given_context import GivenContext
 from pydantic import ValidationError
+from tiny_models import generated
 from torch import nn
 
 from crossdraft.drafters.self_speculation.layer_skip import LayerSkip
@@ -55,10 +56,7 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
     ],
 )
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, options: Any) -> None:
-    expected = []
-    for prompt in PROMPTS:
-        out = deep.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = generated(deep, PROMPTS, NEW)
     seen: list[Any] = []
     loop = decoder(deep, options, batch_size, on_round=seen.append)
     found = [r.tokens for r in sorted(loop.run(PROMPTS), key=lambda response: response.index)]

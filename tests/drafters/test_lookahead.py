@@ -9,6 +9,7 @@ import pytest
 import torch
 from given_context import GivenContext
 from pydantic import ValidationError
+from tiny_models import generated
 
 from crossdraft.drafters.self_speculation.jacobi import Jacobi
 from crossdraft.drafters.self_speculation.lookahead import Guesses, Lookahead
@@ -46,11 +47,7 @@ def repeating(tiny_model: Callable) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(repeating: Any) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        out = repeating.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return generated(repeating, PROMPTS, NEW)
 
 
 CASES = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from block_heads import random, written
-from feature_heads import PROMPTS
+from feature_heads import PROMPTS, taus_of
 from given_context import GivenContext
 from torch import Tensor
 
@@ -80,7 +80,7 @@ def test_every_law_is_the_one_of_a_plain_computation(
         target, "mlp-speculator", {"model": model}, "token",
         batch_size=3, sampling=Sampling(temperature=temperature), max_new_tokens=40,
     )  # fmt: skip
-    propose, checked, lengths, taus = loop.drafter.propose, 0, [len(p) for p in PROMPTS], set()
+    propose, checked = loop.drafter.propose, 0
 
     def watched(sequences: Any, rng: Any) -> Draft:
         nonlocal checked
@@ -99,14 +99,7 @@ def test_every_law_is_the_one_of_a_plain_computation(
         return draft
 
     loop.drafter.propose = watched
-    for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
-    for _ in range(4):
-        with torch.inference_mode():
-            loop.round()
-        now = [len(history) for history in loop.sequences.history]
-        taus |= {after - before - 1 for after, before in zip(now, lengths, strict=True)}
-        lengths = now
+    taus = taus_of(loop, 4)
     assert checked >= 4 * 2 * 3 and 0 in taus and max(taus) > 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from feature_heads import check_pairs
 from given_context import GivenContext
 from safetensors.torch import save_file
 from torch import Tensor
@@ -155,15 +156,7 @@ def test_nothing_but_the_module_is_read(
     assert counted.files == {"model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors"}
     tokens, hidden = [5, 90, 2, 2, 61, 7, 33, 8, 1, 9, 10], torch.randn(11, 1, H)
     logits, features = computed(target, module, tokens, hidden[:, 0])
-    fused = drafter.head.fuse(hidden)
-    out = drafter.head(torch.tensor([tokens]), fused[None])
-    torch.testing.assert_close(out.logits[0], logits, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(out.features[0], features, atol=1e-3, rtol=1e-3)
-    drafter.lm.begin(0, tokens[:9], fused[:8])
-    drafter.lm.begin(1, tokens[:2], fused[:1])
-    padded = torch.tensor([tokens[8:], [tokens[1], 0, 0]])
-    last = drafter.lm.commit(padded, torch.stack([fused[8:], fused[1:4]]), [3, 1])
-    torch.testing.assert_close(last, logits[[-1, 1]], atol=1e-3, rtol=1e-3)
+    check_pairs(drafter, tokens, hidden, logits, features)
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])

@@ -10,7 +10,7 @@ import torch
 from feature_heads import LAYERS, SHAPE, START, make_head, overfit
 from replaying import configured
 from safetensors.torch import load_file, save_file
-from tiny_models import save_model
+from tiny_models import argmax_text, save_model
 
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
@@ -36,11 +36,7 @@ def target(tmp_path_factory: Any) -> Target:
 @pytest.fixture(scope="module")
 def text(target: Target) -> list[int]:
     """What the target says after START at temperature 0."""
-    tokens = list(START)
-    with torch.inference_mode():
-        for _ in range(24):
-            tokens.append(int(target.loaded.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens
+    return argmax_text(target.loaded.model, START, 24)
 
 
 @pytest.fixture(scope="module")
