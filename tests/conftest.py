@@ -55,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers whatever ran before it, in any order and in any process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
     """A suite that runs in the background ignores some signals, which tests send to themselves."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}

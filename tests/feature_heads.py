@@ -95,15 +95,17 @@ def taus_of(loop: Any, rounds: int) -> set[int]:
     return taus
 
 
-def check_pairs(drafter: Any, tokens: list[int], hidden: Tensor, logits: Tensor, features: Tensor) -> None:
+def check_pairs(
+    drafter: Any, tokens: list[int], hidden: Tensor, logits: Tensor, features: Tensor, tolerance: float = 1e-3
+) -> None:
     """A head's ``logits [11, V]`` and ``features [11, H]`` of eleven pairs, at once and through its cache."""
     fused = drafter.head.fuse(hidden)
     out = drafter.head(torch.tensor([tokens]), fused[None])
-    torch.testing.assert_close(out.logits[0], logits, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(out.features[0], features, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(out.logits[0], logits, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.features[0], features, atol=tolerance, rtol=tolerance)
     # The same through the cache: prefill, then a ragged step, in a slot whose neighbour is shorter.
     drafter.lm.begin(0, tokens[:9], fused[:8])
     drafter.lm.begin(1, tokens[:2], fused[:1])
     padded = torch.tensor([tokens[8:], [tokens[1], 0, 0]])
     last = drafter.lm.commit(padded, torch.stack([fused[8:], fused[1:4]]), [3, 1])
-    torch.testing.assert_close(last, logits[[-1, 1]], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(last, logits[[-1, 1]], atol=tolerance, rtol=tolerance)
