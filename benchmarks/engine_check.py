@@ -1,20 +1,23 @@
 """Does a serving engine do what was said of it? llama.cpp's server beside replay and prediction.
 
     python benchmarks/engine_check.py --server PATH/llama-server --model FILE.gguf [--limit 24] [--ngram 3] [--gamma 8]
+    python benchmarks/engine_check.py --server ... --model FILE.gguf --draft-model DRAFT.gguf --drafter MODEL --gamma 4
     python benchmarks/engine_check.py --model FILE.gguf --plain-url URL --url URL --cost passes.csv --gamma 8
 
 1. A server that does not draft answers the prompts, greedily, one at a time.
 2. What passes of the model cost is measured through the backend of plugins/crossdraft-llamacpp, on as many threads, and
    kept in the form of ``--cost``; or it is read from a file of that form.
 3. ``crossdraft replay`` says what n-gram drafting would have gained on these responses: ``prompt-lookup``, which is
-   what ``crossdraft advise`` takes for it, and ``ngram-simple``, which drafts by the engine's own rule (below).
+   what ``crossdraft advise`` takes for it, and ``ngram-simple``, which drafts by the engine's own rule (below). With
+   ``--draft-model`` what ``small-lm`` would have with ``--drafter``: the same weights as crossdraft loads them.
 4. ``crossdraft advise --export llama.cpp`` says the flags. Without ``--gamma`` they are of the draft length that it
    chooses; with it of that one, whether it pays or not.
 5. A server with these flags answers the same prompts; its counters (``/metrics``) are imported as ``advise`` imports
    them.
 
 Printed side by side: tokens emitted per call of the target, share of drafted tokens that were accepted, tokens per
-second, and the speed-up that was predicted from 2 and 3. With ``--url`` both servers are somebody's own: anything that
+second, the speed-up that was predicted from 2 and 3, and Pr(tau >= i) of a draft by position, replayed with 95 % over
+prompts, and counted. With ``--url`` both servers are somebody's own: anything that
 speaks ``/v1/completions`` and, for what the engine counted, ``/metrics``; texts are then tokenized again.
 """
 
@@ -24,22 +27,18 @@ import argparse
 import csv
 import json
 import shlex
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
+from llamacpp_server import Answer, Endpoint, served
 from tabulate import tabulate
 
 from crossdraft import Drafter, DraftTraits, StrategyConfig, hookimpl, load_model
@@ -49,9 +48,15 @@ from crossdraft.framework.advise.engine import Range, Schedule
 from crossdraft.framework.advise.engines.llama_cpp import LlamaCpp
 from crossdraft.framework.advise.source import Source
 from crossdraft.framework.cli.main import main as crossdraft
+from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.build import make_slots
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.plugins import manager
+from crossdraft.framework.replay.replay import replay
+from crossdraft.framework.replay.responses import Reader
+from crossdraft.framework.report.layout import estimate_text
+from crossdraft.framework.runs.intervals import estimate
 from crossdraft.framework.runs.prompts import load_prompts
 
 
@@ -107,80 +112,6 @@ class Registered:
         register("ngram-simple", NgramSimple, summary="llama.cpp's n-gram drafting")
 
 
-@dataclass
-class Answer:
-    """One response: its tokens, and the seconds that decoding took, without those of the prompt where that is known."""
-
-    tokens: list[int]
-    finish: str
-    seconds: float
-    decoded: int
-
-
-class Endpoint:
-    """A server: ours, which tells token ids, or anybody's ``/v1/completions``."""
-
-    def __init__(self, url: str, native: bool, tokenizer: Any, ends: Sequence[int]):
-        self.url, self.native, self.tokenizer, self.ends = url.rstrip("/"), native, tokenizer, ends
-
-    def answer(self, prompt: list[int], most: int) -> Answer:
-        asked = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
-        begun = time.perf_counter()
-        if self.native:
-            said = self._post("/completion", asked | {"n_predict": most, "return_tokens": True})
-            tokens, finish = said["tokens"], "stop" if said["stop_type"] == "eos" else "length"
-        else:
-            said = self._post("/v1/completions", asked | {"max_tokens": most})
-            choice = said["choices"][0]
-            tokens, finish = (
-                self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],
-                choice["finish_reason"],
-            )
-            if finish == "stop" and (not tokens or tokens[-1] not in self.ends):
-                tokens = [*tokens, self.ends[0]]
-        wall = time.perf_counter() - begun
-        timings = said.get("timings")
-        if timings is None:
-            return Answer(tokens, finish, wall, len(tokens))
-        return Answer(tokens, finish, timings["predicted_ms"] / 1000, timings["predicted_n"])
-
-    def metrics(self) -> str:
-        with urlopen(f"{self.url}/metrics", timeout=60) as said:
-            return said.read().decode()
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        with urlopen(Request(self.url + path, json.dumps(body).encode(), headers), timeout=600) as said:
-            return json.loads(said.read())
-
-
-@contextmanager
-def served(args: argparse.Namespace, flags: Sequence[str], tokenizer: Any, ends: Sequence[int]) -> Iterator[Endpoint]:
-    """A server of ours for as long as it is needed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [args.server, "--model", args.model, "--port", str(port), "--host", "127.0.0.1", "--metrics"]
-    command += ["--parallel", "1", "--ctx-size", str(args.room), "--threads", str(args.threads), *flags]
-    print(f"$ {shlex.join(command)}", file=sys.stderr)
-    with args.log.open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        endpoint = Endpoint(f"http://127.0.0.1:{port}", True, tokenizer, ends)
-        for _ in range(600):
-            try:
-                with urlopen(f"{endpoint.url}/health", timeout=5):
-                    break
-            except (URLError, OSError):
-                if process.poll() is not None:
-                    raise SystemExit(f"{args.server} ended with code {process.returncode}; see {args.log}") from None
-                time.sleep(0.1)
-        yield endpoint
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def passes(loaded: Any, widths: Sequence[int], context: int, repeats: int) -> list[tuple[int, float]]:
     """Median seconds of a pass over so many new tokens, all scored, behind ``context`` tokens."""
     draw = np.random.default_rng(0)
@@ -197,6 +128,16 @@ def passes(loaded: Any, widths: Sequence[int], context: int, repeats: int) -> li
     return [(width, median(taken[1:])) for width, taken in seconds.items()]
 
 
+def write_passes(file: Path, loaded: Any, widths: Sequence[int], args: argparse.Namespace) -> None:
+    """A table for ``--cost``."""
+    with file.open("w", newline="", encoding="utf-8") as out:
+        table = csv.writer(out)
+        table.writerow(["batch_size", "width", "context", "seconds"])
+        for width, seconds in passes(loaded, widths, args.context, args.repeats):
+            table.writerow([1, width, args.context, f"{seconds:.6f}"])
+            print(f"pass over {width} tokens: {1000 * seconds:.2f} ms", file=sys.stderr)
+
+
 def told(*arguments: str) -> Any:
     """What a command of crossdraft prints as JSON."""
     out = StringIO()
@@ -211,24 +152,52 @@ def speed(answers: list[Answer]) -> float:
     return sum(one.decoded for one in answers) / sum(one.seconds for one in answers)
 
 
-def rounds_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int]]:
-    """Drafted tokens and emitted ones of each call of the target, round after round along greedy responses."""
+def rounds_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int, int]]:
+    """Number of the response, drafted and emitted tokens of each call of the target, along greedy responses."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     texts = [(line["prompt"], line["tokens"]) for line in lines]
-    for (_, response), rows in zip(texts, cls.drafts_along(config, texts, config.gamma), strict=True):
+    along = zip(texts, cls.drafts_along(config, texts, config.gamma), strict=True)
+    for number, ((_, response), rows) in enumerate(along):
         at = 0
         while at < len(response):
             # The engine, too, leaves room for the token that the target adds.
             draft = [token for token in rows[at].tolist() if token >= 0][: len(response) - at - 1]
             came = response[at : at + len(draft)]
             accepted = next((i for i, (a, b) in enumerate(zip(draft, came, strict=True)) if a != b), len(draft))
-            yield len(draft), accepted + 1
+            yield number, len(draft), accepted + 1
             at += accepted + 1
 
 
-def predicted(rounds: list[tuple[int, int]], curve: Mapping[int, float]) -> float:
+def counted_of(rounds: list[tuple[int, int, int]], gamma: int) -> np.ndarray:
+    """``[responses, 1 + gamma]``: drafts of a response, and how many of them had tau >= 1 .. gamma."""
+    sums = np.zeros((1 + max(number for number, _, _ in rounds), 1 + gamma))
+    for number, drafted, emitted in rounds:
+        sums[number, : emitted if drafted else 0] += 1
+    return sums
+
+
+def model_drafts(file: Path, drafter: str, gamma: int) -> np.ndarray:
+    """The same of a drafter with a model, of the rounds in which a whole draft had room."""
+    greedy = Sampling(temperature=0)
+    candidates = candidates_of([drafter], ["greedy"], [gamma], sampling=greedy, target="")
+    found = replay(Reader(sampling=greedy).read([str(file)]), candidates, by_prompt=True)
+    (tally,) = found.candidates[0].tallies.values()
+    return tally.by_prompt(gamma)
+
+
+def by_position(replayed: np.ndarray, counted: Acceptance) -> list[list[Any]]:
+    """A line a position: Pr(tau >= i) of a draft as replayed with its interval, as counted, whether that is inside."""
+    lines = []
+    for i, rate in enumerate(counted.marginal[: replayed.shape[1] - 1], start=1):
+        one = estimate(lambda s: s[..., 1] / s[..., 0], replayed[:, [0, i]], least=0.0, most=1.0)
+        inside = one.low is None or one.high is None or one.low <= rate <= one.high
+        lines.append([i, estimate_text(one), f"{rate:.3f}", "yes" if inside else "no"])
+    return lines
+
+
+def predicted(rounds: list[tuple[int, int, int]], curve: Mapping[int, float]) -> float:
     """The speed-up where a call costs what its own width costs: many rounds of a lookup have no draft."""
-    return sum(emitted for _, emitted in rounds) * curve[1] / sum(curve[width + 1] for width, _ in rounds)
+    return sum(emitted for *_, emitted in rounds) * curve[1] / sum(curve[width + 1] for _, width, _ in rounds)
 
 
 def replayed(file: Path, drafter: str, gamma: int) -> tuple[float, float, tuple[float, ...]]:
@@ -245,6 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the GGUF file")
     parser.add_argument("--server", help="llama-server")
+    parser.add_argument("--draft-model", help="GGUF file of a drafting model, in place of n-grams")
+    parser.add_argument("--drafter", default="smollm2-small-lm", help="the same model, as crossdraft loads it")
     parser.add_argument("--url", help="a server that drafts, instead")
     parser.add_argument("--plain-url", help="one that does not")
     parser.add_argument("--cost", type=Path, help="CSV of batch_size,width,context,seconds, instead of measuring")
@@ -299,18 +270,21 @@ def main() -> None:
     deepest = args.gamma or 16
     if args.cost is None:
         args.cost = args.out / "passes.csv"
-        with args.cost.open("w", newline="", encoding="utf-8") as out:
-            table = csv.writer(out)
-            table.writerow(["batch_size", "width", "context", "seconds"])
-            for width, seconds in passes(loaded, range(1, deepest + 2), args.context, args.repeats):
-                table.writerow([1, width, args.context, f"{seconds:.6f}"])
-                print(f"pass over {width} tokens: {1000 * seconds:.2f} ms", file=sys.stderr)
+        write_passes(args.cost, loaded, range(1, deepest + 2), args)
 
     sizes = {"min_ngram": args.ngram, "max_ngram": args.ngram}
-    lookup = json.dumps({"name": "prompt-lookup"} | sizes | ({"gamma": args.gamma} if args.gamma else {}))
-    advised = told("advise", "--replay", str(said), "--drafter", lookup, "--verifier", "greedy", "--temperature", "0",
+    about_drafter = (
+        {"name": "small-lm", "model": args.drafter} if args.draft_model else {"name": "prompt-lookup"} | sizes
+    )
+    drafter = json.dumps(about_drafter | ({"gamma": args.gamma} if args.gamma else {}))
+    more: list[str] = []
+    if args.draft_model:
+        draft_cost = args.out / "draft-passes.csv"
+        write_passes(draft_cost, load_model(args.draft_model), (1, 2), args)
+        more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model]
+    advised = told("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy", "--temperature", "0",
                    "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
-                   "--export", "llama.cpp")  # fmt: skip
+                   "--export", "llama.cpp", *more)  # fmt: skip
     best = advised["advice"][0]["best"]
     gamma = args.gamma or best["gamma"]
     print(f"advised: {'draft' if advised['advice'][0]['draft'] else 'do not draft'}, gamma {best['gamma']}, "
@@ -318,13 +292,20 @@ def main() -> None:
 
     rows: list[list[Any]] = []
     curve = {int(row["width"]): float(row["seconds"]) for row in csv.DictReader(args.cost.open(encoding="utf-8"))}
-    for cls, options in ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):
+    if args.draft_model:
+        efficiency, share, marginal = replayed(said, drafter, gamma)
+        rows.append([f"replay of small-lm with {args.drafter}", efficiency, share, None, None])
+        about_it = {"drafter": "small-lm", "temperature": 0, "point_mass": True, "model": args.draft_model}
+        acceptance = Acceptance(marginal, str(said), **about_it)
+        positions = model_drafts(said, drafter, gamma)
+    for cls, options in () if args.draft_model else ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):
         drafter = {"name": cls.name, "gamma": gamma} | options
         efficiency, share, marginal = replayed(said, json.dumps(drafter), gamma)
         walked = list(rounds_of(said, cls, cls.Config(gamma=gamma, **options)))
-        again = sum(emitted for _, emitted in walked) / len(walked)
+        again = sum(emitted for *_, emitted in walked) / len(walked)
         assert abs(again - efficiency) < 0.005 * efficiency, f"replay says {efficiency}, walking {again}"
         rows.append([f"replay of {cls.name}", efficiency, share, None, predicted(walked, curve)])
+        positions = counted_of(walked, gamma)  # in the end the engine's own rule's
         if cls is PromptLookup:
             about_it = {"drafter": cls.name, "temperature": 0, "point_mass": True, "options": sizes}
             acceptance = Acceptance(marginal, str(said), **about_it)
@@ -352,6 +333,9 @@ def main() -> None:
     print(f"{len(prompts)} prompts, {emitted} tokens, n = {args.ngram}, gamma = {gamma}, {args.threads} threads; "
           f"{same} responses are the same with and without drafting")  # fmt: skip
     print(tabulate(rows, ["", "tokens per call", "drafted tokens accepted", "tokens/s", "speed-up"], floatfmt=".3f"))
+    print()
+    heads = ["i", "Pr(tau >= i), replay", "counted", "inside"]
+    print(tabulate(by_position(positions, counted), heads, disable_numparse=True))
 
 
 def proposed(scrape: str) -> float:

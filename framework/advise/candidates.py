@@ -38,6 +38,7 @@ class Candidate:
         group: what may be compared: target, sampling.
         title: of the drafter, for people.
         measured: what its cells measured where it ran, by batch size, with its own draft length; those with a speed-up.
+        overlap: see `predict`.
     """
 
     acceptance: Acceptance
@@ -48,6 +49,7 @@ class Candidate:
     group: str = ""
     title: str = ""
     measured: Mapping[int, Metrics] = field(default_factory=dict)
+    overlap: bool = False
 
     @property
     def pair(self) -> str:
@@ -80,7 +82,7 @@ class Candidate:
         cell, plain = cell.at(batch_size), plain.at(batch_size)
         if context is not None:
             cell, plain = replace(cell, context=context), replace(plain, context=context)
-        return predict(cell, self.target, self.drafter, plain)
+        return predict(cell, self.target, self.drafter, plain, overlap=self.overlap)
 
     def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
         """Predicted, over plain decoding; the interval is that of the acceptance, as if costs were known exactly."""

@@ -53,6 +53,12 @@ class Remarks:
                 "drafting counts as free; give the drafting model as --draft-model, or its passes as --draft-cost"
             )
 
+    def overlapped(self) -> None:
+        self.assume(
+            "drafts are made while the target verifies: a round takes as long as the longer of the two, at best; a "
+            "draft that follows one which was not accepted whole has to be made again"
+        )
+
     def of_roofline(self, target: Roofline) -> None:
         memory, compute = target.efficiency
         device = f"{target.devices} x {target.accelerator.name}"

@@ -100,6 +100,9 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         context = (args.context or [CONTEXT])[0]
         for one, curve in zip(acceptances, drafting, strict=True):
             candidates += imported([one], costs.target, curve, context)
+    if args.overlap:
+        remarks.overlapped()
+        candidates = [replace(candidate, overlap=True) for candidate in candidates]
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         if args.temperature is None or candidate.acceptance.temperature == args.temperature:
@@ -222,7 +225,10 @@ def _roofline(args: argparse.Namespace, remarks: Remarks) -> _Costs:
     options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
     options |= {"cache_bytes": args.cache_bytes, "efficiency": tuple(args.efficiency or EFFICIENCY)}
     target = Roofline(read_shape(args.target), device, **options)
-    drafter = Roofline(read_shape(args.draft_model), device, **options) if args.draft_model else None
+    drafter = None
+    if args.draft_model:
+        shape = read_shape(args.draft_model)
+        drafter = Roofline(replace(shape, vocab=args.draft_vocab or shape.vocab), device, **options)
     remarks.of_roofline(target)
 
     def by_name(name: str) -> Curve | None:

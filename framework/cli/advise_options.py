@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("what a round costs (a run: as measured where it ran)")
     costs.add_argument("--target", metavar="MODEL", help="measured by crossdraft cost; with --on its config.json")
     costs.add_argument("--draft-model", metavar="MODEL", help="drafting model: the same; without, drafting is free")
+    costs.add_argument(
+        "--draft-vocab", type=integer, metavar="N", help="with --on: tokens that the drafting model's head knows"
+    )
+    costs.add_argument("--overlap", action="store_true", help="drafts are made while the target verifies, at best")
     costs.add_argument("--cost", metavar="FILE", help="CSV of batch_size,width,context,seconds of the target's passes")
     costs.add_argument("--draft-cost", metavar="FILE", help="the same of the drafting model")
     add_machine(parser)
@@ -58,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError for options that do not go together, or that are no numbers for what they say."""
-    check_numbers(args, {"batch_size": MOST_ROWS, "context": MOST_TOKENS, "gamma": MOST_LEVELS})
+    check_numbers(
+        args, {"batch_size": MOST_ROWS, "context": MOST_TOKENS, "gamma": MOST_LEVELS, "draft_vocab": MOST_TOKENS}
+    )
     check_numbers(args, {"responses": MOST_PROMPTS, "max_new_tokens": MOST_TOKENS})
     _check_replay(args)
     check_machine(args)
@@ -71,6 +77,8 @@ def check(args: argparse.Namespace) -> None:
                 raise UnknownNameError.among(kind.removesuffix("s"), one, plugins.entries(kind))
     if args.on and args.cost:
         raise UsageError("--on and --cost both say what a pass of the target costs; give one of them")
+    if args.draft_vocab and not (args.on and args.draft_model):
+        raise UsageError("--draft-vocab is of the --draft-model whose passes --on computes; give both")
     if args.on and not args.target:
         raise UsageError("--on needs --target: the config.json of the model, or a directory with one")
     usual = {"devices": 1, "weight_bytes": 2, "cache_bytes": 2, "efficiency": None}

@@ -105,7 +105,7 @@ class Prediction:
     """A pair's predicted round.
 
     Attributes:
-        target, draft, other: seconds of a round's parts.
+        target, draft, other: seconds of a round's parts; ``seconds``: of the round.
         tokens_per_second: of all rows together.
         speed_up: over plain decoding, predicted the same way.
     """
@@ -113,38 +113,43 @@ class Prediction:
     target: float
     draft: float
     other: float
+    seconds: float
     tokens_per_second: float
     speed_up: float = 1.0
 
-    @property
-    def seconds(self) -> float:
-        """Of a round."""
-        return self.target + self.draft + self.other
-
 
 def predict(
-    cell: CellStatistics, target: Curve, drafter: Curve | None = None, baseline: CellStatistics | None = None
+    cell: CellStatistics,
+    target: Curve,
+    drafter: Curve | None = None,
+    baseline: CellStatistics | None = None,
+    *,
+    overlap: bool = False,
 ) -> Prediction:
     """Seconds a round, tokens/s and speed-up of a pair.
 
     Args:
         target, drafter: curves of the two models; without the drafter's, ``cell.draft_seconds`` counts.
         baseline: statistics of plain decoding; `CellStatistics.plain` by default.
+        overlap: the next draft is made while the target verifies the last one, so that a round takes as long as the
+            longer of the two. At best: a draft whose predecessor is not accepted whole has to be made again.
     """
-    mine = _round(cell, target, drafter)
+    mine = _round(cell, target, drafter, overlap)
     plain = _round(baseline or cell.plain(), target, None)
     return replace(mine, speed_up=mine.tokens_per_second / plain.tokens_per_second)
 
 
-def _round(cell: CellStatistics, target: Curve, drafter: Curve | None) -> Prediction:
+def _round(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: bool = False) -> Prediction:
     b, context = cell.batch_size, cell.context
     scoring = sum(share * target.seconds(b, nodes + 1, context) for nodes, share in cell.widths.items())
     if drafter is None:
         drafting = cell.draft_seconds
     else:
         drafting = cell.passes * drafter.seconds(b, cell.draft_width, context)
-    total = scoring + drafting + cell.other_seconds
-    return Prediction(scoring, drafting, cell.other_seconds, cell.occupied * cell.tokens_per_round / total)
+    both = max(scoring, drafting) if overlap else scoring + drafting
+    total = both + cell.other_seconds
+    rate = cell.occupied * cell.tokens_per_round / total
+    return Prediction(scoring, drafting, cell.other_seconds, total, rate)
 
 
 def schedule(

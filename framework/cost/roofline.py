@@ -53,7 +53,8 @@ class Shape:
     """What a decoder-only model's cost depends on.
 
     Attributes:
-        layers, hidden, vocab: their numbers; ``embedding``: width of the output head's input.
+        layers, hidden: their numbers; ``vocab``: rows of the output head, of a drafter with a vocabulary of its own
+            (``draft_vocab_size``) that one; ``embedding``: width of its input.
         heads, kv_heads, head_dim: of the attention.
         intermediate, matrices: width of a dense MLP, and how many matrices it has (3 gated, 2 plain).
         experts, active, expert_intermediate, shared_intermediate: of a mixture-of-experts layer; ``moe_layers`` have
@@ -115,7 +116,7 @@ class Shape:
             kv_heads=get("num_key_value_heads", default=heads),
             head_dim=get("head_dim", default=hidden // heads),
             intermediate=get("ffn_dim", "n_inner", "intermediate_size", default=4 * hidden),
-            vocab=config.vocab_size,
+            vocab=get("draft_vocab_size", "vocab_size"),
             matrices=3 if kind in _GATED else 2,
             embedding=get("word_embed_proj_dim", default=hidden),
             experts=experts,

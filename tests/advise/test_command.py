@@ -140,6 +140,21 @@ def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
     assert "settings: names as of vLLM main" in err and "does not say whether drafts were sampled" in err
 
 
+def test_drafts_made_while_the_target_verifies(place: Path, capsys: Any) -> None:
+    costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100")
+    found = told(capsys, "vllm.log", *costs, *SAID, "--overlap")
+    # Three drafts of a millisecond are hidden behind a pass of ten.
+    speed_up = found["advice"][0]["best"]["speed_up"]["value"]
+    assert speed_up == pytest.approx(1 + (220 + 110 + 50) / 310, rel=1e-4)
+    assert any("at best" in line for line in found["remarks"]["assumed"])
+
+
+def test_a_draft_head_with_fewer_tokens(place: Path, capsys: Any) -> None:
+    machine = ("--on", "h100", "--target", "target.json", "--draft-model", "target.json", "--batch-size", "1", *SAID)
+    few, own = (told(capsys, "vllm.log", *machine, *more)["advice"][0] for more in (("--draft-vocab", "16"), ()))
+    assert few["best"]["speed_up"]["value"] > own["best"]["speed_up"]["value"]
+
+
 def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--batch-size", "1")
     zero = VLLM_SCRAPE.replace("100.0", "0.0").replace("300.0", "0.0")
@@ -222,6 +237,7 @@ def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
         ([".", "--cost", "passes.csv"], "has no recipe.json"),
         ([".", "--drafter", "small-lm"], "a finished run knows it"),
         (["vllm.log", "--cost", "passes.csv", "--devices", "2"], "--devices describes the machine of --on"),
+        (["vllm.log", "--cost", "passes.csv", "--draft-vocab", "9"], "--draft-vocab is of the --draft-model"),
         (["vllm.log", "--cost", "passes.csv", "--draft-path", "x"], "--draft-path is for the settings of --export"),
     ],
 )

@@ -21,6 +21,20 @@ def test_predicted_round_by_hand() -> None:
     assert found.speed_up == pytest.approx(found.tokens_per_second / plain)
 
 
+def test_drafts_made_while_the_target_verifies() -> None:
+    cell = CellStatistics(8, 8.0, 2.5, {4: 1.0}, 200, passes=4, other_seconds=3)
+    target = seconds(8, 5, 200)
+    for share in (0.1, 0.8):  # four passes of the drafting model: less than the target's one, and more
+        drafter = curve(cost=lambda b, w, c, share=share: seconds(b, w, c) * share)
+        draft = 4 * seconds(8, 1, 200) * share
+        found = predict(cell, curve(), drafter, overlap=True)
+        assert (found.target, found.draft) == (pytest.approx(target), pytest.approx(draft))
+        assert found.seconds == pytest.approx(max(target, draft) + 3)
+        assert found.tokens_per_second == pytest.approx(8 * 2.5 / found.seconds)
+        assert found.speed_up == pytest.approx(found.tokens_per_second * (seconds(8, 1, 200) + 3) / 8)
+    assert draft > target
+
+
 def test_without_the_drafters_curve_its_measured_time_counts() -> None:
     cell = CellStatistics(1, 1.0, 2.0, {4: 1.0}, 100, passes=4, draft_seconds=7)
     assert predict(cell, curve()).draft == 7

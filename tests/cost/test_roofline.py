@@ -33,6 +33,13 @@ def test_parameters_are_those_of_the_real_module(family: str, tiny_model: Any) -
     assert Shape.from_config(model.config).parameters == multiplied(model)
 
 
+def test_a_head_with_a_vocabulary_of_its_own() -> None:
+    """EAGLE-3 publishes ``draft_vocab_size``: its output head is that much smaller."""
+    config = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
+    whole, trimmed = Shape.from_config(config), Shape.from_config(config | {"draft_vocab_size": 11})
+    assert whole.parameters - trimmed.parameters == 32 * (97 - 11)
+
+
 MOE = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=97)
 
 

@@ -1,0 +1,185 @@
+"""What rules and further sequences would gain, from one replay of a target's own responses, and what they would cost.
+
+    python benchmarks/replay_figure.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1]
+        [--png FILE] > section.md
+
+Decodes the responses once and keeps them (as ``crossdraft advise`` does), replays token and block verification of a
+chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for docs/results.md: block
+efficiency and paired differences with 95 % intervals over prompts, in the form of Z. Sun et al., "Block Verification
+Accelerates Speculative Decoding", 2024 (Figures 4 and 5, Table 5), and predicted tokens/s by batch size from the
+curves that ``crossdraft cost`` measured: of each rule at its best draft length, verification and bookkeeping free. Rows
+of several sequences are those without shared nodes, the most that they can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from crossdraft.framework.cli.decoded import decoded
+from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.cost.curve import Curve, stored_curves
+from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
+from crossdraft.framework.replay.replay import Replayed, replay
+from crossdraft.framework.replay.responses import Reader
+from crossdraft.framework.replay.tally import Tally, difference
+from crossdraft.framework.report.chart_style import batch_axis, label, legend, marks, panels, save, style
+from crossdraft.framework.report.chart_style import entry as legend_entry
+from crossdraft.framework.report.layout import estimate_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: A rule and its number of sequences, as tables name it.
+Rule = tuple[str, int]
+GAMMAS = range(1, 17)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+#: Draft lengths of the tables.
+SHOWN = (1, 2, 4, 8, 16)
+
+
+def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[Replayed, dict[Rule, Tally]]:
+    """The tallies of all rules on the responses at one temperature."""
+    path = decoded(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
+    ks = [int(k) for k in args.k.split(",")]
+    common: dict[str, Any] = {"sampling": sampling, "target": args.target}
+    chain = candidates_of([f"{{name: small-lm, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
+    drafter = f"{{name: small-lm-iid, model: {args.drafter}}}"
+    several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
+    # What was decoded here was kept with the log P of the law that it was sampled from.
+    reader = Reader(target=args.target, sampling=sampling, processed=True)
+    found = replay(reader.read([str(path)]), [*chain, *several])
+    return found, {key: tally for candidate in found.candidates for key, tally in candidate.tallies.items()}
+
+
+def title(rule: Rule) -> str:
+    return rule[0] if rule[0] in ("token", "block") else f"{rule[0]} K={rule[1]}"
+
+
+def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter: Curve, context: float) -> Prediction:
+    """A pass of the drafting model over K tokens for each level, and one of the target over all nodes."""
+    length = tally.row(gamma).block_efficiency
+    assert length is not None
+    cell = CellStatistics(
+        batch_size, batch_size, length.value, {tally.k * gamma: 1.0}, context, passes=gamma, draft_width=tally.k
+    )
+    return predict(cell, target, drafter)
+
+
+def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
+    """Each rule less the one that it would replace, at the draft lengths of the tables."""
+    found = []
+    for (rule, k), tally in tallies.items():
+        if rule == "token" or (rule == "specinfer" and k == 1):
+            continue
+        others = [("token", 1)] if rule == "block" else [("block", 1)]
+        if rule == "spectr" and k > 1:
+            others.append(("specinfer", k))
+        for other in others:
+            cells = [estimate_text(difference(tally, g, tallies[other], g), "+") for g in SHOWN]
+            found.append((f"{title((rule, k))} less {title(other)}", cells))
+    return found
+
+
+def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, Curve]) -> dict[Rule, Tally]:
+    found, tallies = replayed(args, sampling)
+    print(f"\n### temperature {sampling.temperature:g}\n")
+    print(f"{found.responses} responses, {found.tokens} tokens.\n")
+    heads = ["rule", *(f"gamma={g}" for g in SHOWN)]
+    efficiency = [[title(r), *(estimate_text(t.row(g).block_efficiency) for g in SHOWN)] for r, t in tallies.items()]
+    print(tabulate(efficiency, heads, tablefmt="github", disable_numparse=True))
+    print("\nPaired differences of block efficiency, on the same texts:\n")
+    rows = [[what, *cells] for what, cells in differences(tallies)]
+    print(tabulate(rows, ["", *heads[1:]], tablefmt="github", disable_numparse=True))
+    print("\nTarget rows for each emitted token, at most:\n")
+    rows = [[title(r), *(f"{t.row(g).target_rows_per_token:.2f}" for g in SHOWN)] for r, t in tallies.items()]
+    print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
+    print("\nPredicted speed-up over plain decoding at the best draft length (in brackets), by batch size:\n")
+    rows = []
+    for rule, tally in tallies.items():
+        best = [max((predicted(tally, g, b, *curves, args.context).speed_up, -g) for g in GAMMAS) for b in BATCH_SIZES]
+        rows.append([title(rule), *(f"{value:.2f} ({-minus})" for value, minus in best)])
+    print(tabulate(rows, ["rule", *(f"B = {b}" for b in BATCH_SIZES)], tablefmt="github", disable_numparse=True))
+    return tallies
+
+
+# -- the figure ----------------------------------------------------------------------------------------------
+
+
+def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
+    """A row of panels a temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
+    rules = [rule for rule in next(iter(found.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
+    styles = marks(title(rule) for rule in rules)
+    with style():
+        figure, places = panels(3 * len(found), "page", height=2.1, most=3, share_y=False)
+        for i, (_, tallies) in enumerate(found.items()):
+            over_gamma, over_rows, over_sizes = places[3 * i : 3 * i + 3]
+            for rule in rules:
+                mark = styles[title(rule)]
+                look = {"linestyle": mark.dash, **mark.options, "markersize": 2.5}
+                rows = [tallies[rule].row(g) for g in GAMMAS]
+                estimates = [row.block_efficiency for row in rows if row.block_efficiency is not None]
+                values = [one.value for one in estimates]
+                over_gamma.plot(list(GAMMAS), values, **look)
+                low, high = [one.low or one.value for one in estimates], [one.high or one.value for one in estimates]
+                over_gamma.fill_between(list(GAMMAS), low, high, color=mark.colour, alpha=0.12, linewidth=0)
+                over_rows.plot([row.target_rows_per_token for row in rows], values, **look)
+                best = [
+                    max(predicted(tallies[rule], g, b, *curves, context).tokens_per_second for g in GAMMAS)
+                    for b in BATCH_SIZES
+                ]
+                over_sizes.plot(list(BATCH_SIZES), best, **look)
+            plain = [
+                predict(CellStatistics(b, b, 1.0, {0: 1.0}, context), curves[0]).tokens_per_second for b in BATCH_SIZES
+            ]
+            over_sizes.plot(list(BATCH_SIZES), plain, color="0.72", linewidth=4, zorder=1)
+            _axes(over_gamma, over_rows, over_sizes)
+        titles = [f"{what}, {kind}" for what in found for kind in ("by draft length", "by rows", "predicted")]
+        label(figure, places, titles, "", "")
+        legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
+        save(figure, file)
+
+
+def _axes(over_gamma: Axes, over_rows: Axes, over_sizes: Axes) -> None:
+    over_gamma.set_xlabel("gamma")
+    over_gamma.set_ylabel("block efficiency")
+    over_rows.set_xlabel("target rows a token, at most")
+    over_rows.set_ylabel("block efficiency")
+    over_rows.set_xscale("log", base=2)
+    over_rows.xaxis.set_major_formatter("{x:g}")
+    batch_axis(over_sizes, list(BATCH_SIZES))
+    over_sizes.set_yscale("log")
+    over_sizes.set_xlabel("batch size")
+    over_sizes.set_ylabel("tokens/s (grey: plain)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts")
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter", default="smollm2-small-lm")
+    parser.add_argument("--limit", type=int, default=400)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--temperature", default="0.6,1")
+    parser.add_argument("--k", default="1,2,4,8")
+    parser.add_argument("--context", type=int, default=128, help="tokens that rows hold, for predictions")
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args(argv)
+    of = {curve.model: curve for curve in stored_curves()}
+    if missing := [name for name in (args.target, args.drafter) if name not in of]:
+        parser.error(f"no cost curve of {', '.join(missing)}: measure it with crossdraft cost")
+    curves = of[args.target], of[args.drafter]
+    found = {}
+    for temperature in map(float, args.temperature.split(",")):
+        found[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
+    if args.png:
+        draw(found, curves, args.context, args.png)
+
+
+if __name__ == "__main__":
+    main()
