@@ -176,11 +176,11 @@ def counted_of(rounds: list[tuple[int, int, int]], gamma: int) -> np.ndarray:
     return sums
 
 
-def model_drafts(file: Path, drafter: str, gamma: int) -> np.ndarray:
+def model_drafts(file: Path, drafter: str, gamma: int, target: str) -> np.ndarray:
     """The same of a drafter with a model, of the rounds in which a whole draft had room."""
     greedy = Sampling(temperature=0)
-    candidates = candidates_of([drafter], ["greedy"], [gamma], sampling=greedy, target="")
-    found = replay(Reader(sampling=greedy).read([str(file)]), candidates, by_prompt=True)
+    candidates = candidates_of([drafter], ["greedy"], [gamma], sampling=greedy, target=target)
+    found = replay(Reader(target=target, sampling=greedy).read([str(file)]), candidates, by_prompt=True)
     (tally,) = found.candidates[0].tallies.values()
     return tally.by_prompt(gamma)
 
@@ -200,10 +200,10 @@ def predicted(rounds: list[tuple[int, int, int]], curve: Mapping[int, float]) ->
     return sum(emitted for *_, emitted in rounds) * curve[1] / sum(curve[width + 1] for _, width, _ in rounds)
 
 
-def replayed(file: Path, drafter: str, gamma: int) -> tuple[float, float, tuple[float, ...]]:
+def replayed(file: Path, drafter: str, gamma: int, *more: str) -> tuple[float, float, tuple[float, ...]]:
     """Tokens per call, share of drafted tokens accepted, and Pr(tau >= i)."""
     found = told("replay", str(file), "--drafter", drafter, "--verifier", "greedy", "--gamma", str(gamma),
-                 "--temperature", "0")  # fmt: skip
+                 "--temperature", "0", *more)  # fmt: skip
     (row,) = [one for one in found["rows"] if one["gamma"] == gamma]
     drafts = row["drafted_per_round"]
     efficiency: float = row["block_efficiency_all_rounds"]
@@ -281,7 +281,7 @@ def main() -> None:
     if args.draft_model:
         draft_cost = args.out / "draft-passes.csv"
         write_passes(draft_cost, load_model(args.draft_model), (1, 2), args)
-        more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model]
+        more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model, "--target", args.model]
     advised = told("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy", "--temperature", "0",
                    "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
                    "--export", "llama.cpp", *more)  # fmt: skip
@@ -293,11 +293,11 @@ def main() -> None:
     rows: list[list[Any]] = []
     curve = {int(row["width"]): float(row["seconds"]) for row in csv.DictReader(args.cost.open(encoding="utf-8"))}
     if args.draft_model:
-        efficiency, share, marginal = replayed(said, drafter, gamma)
+        efficiency, share, marginal = replayed(said, drafter, gamma, "--target", args.model)
         rows.append([f"replay of small-lm with {args.drafter}", efficiency, share, None, None])
         about_it = {"drafter": "small-lm", "temperature": 0, "point_mass": True, "model": args.draft_model}
         acceptance = Acceptance(marginal, str(said), **about_it)
-        positions = model_drafts(said, drafter, gamma)
+        positions = model_drafts(said, drafter, gamma, args.model)
     for cls, options in () if args.draft_model else ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):
         drafter = {"name": cls.name, "gamma": gamma} | options
         efficiency, share, marginal = replayed(said, json.dumps(drafter), gamma)

@@ -88,4 +88,8 @@ def served(args: argparse.Namespace, flags: Sequence[str], tokenizer: Any, ends:
         yield endpoint
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:  # on a busy machine it goes on spinning
+            process.kill()
+            process.wait()
