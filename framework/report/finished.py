@@ -42,11 +42,14 @@ class FinishedRun:
         return self.summary.recipe.name
 
 
-def read_runs(directories: Sequence[Path]) -> list[FinishedRun]:
+def read_runs(directories: Sequence[Path], running: bool = False) -> list[FinishedRun]:
     """Read the records of runs, of which shards of the same recipe are one; see `read_run`.
 
     A directory of a run that has nothing but shards stands for all of them. A group that several shards measured is
     taken from the one that measured it last.
+
+    Args:
+        running: see `read_run`.
 
     Raises:
         UsageError: as `read_run` does.
@@ -55,7 +58,7 @@ def read_runs(directories: Sequence[Path]) -> list[FinishedRun]:
     for directory in directories:
         shards = [] if (directory / "recipe.json").is_file() else sorted((directory / FOLDER).glob(f"*-of-*/{FILE}"))
         every += [shard.parent for shard in shards] or [directory]
-    runs = [read_run(directory, timed=False) for directory in every]
+    runs = [read_run(directory, timed=False, running=running) for directory in every]
     found: dict[Any, list[FinishedRun]] = {}
     for i, run in enumerate(runs):
         found.setdefault((run.name, run.cells) if run.cells else i, []).append(run)
@@ -89,11 +92,12 @@ def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
     return FinishedRun(summary, environment, remarks, first.cells)
 
 
-def read_run(directory: Path, timed: bool = True) -> FinishedRun:
+def read_run(directory: Path, timed: bool = True, running: bool = False) -> FinishedRun:
     """Read the records of a run, or of one shard.
 
     Args:
         timed: refuse records that hold no times.
+        running: it may still go on, or have been cut off: what cells there are count, not its summary.
 
     Raises:
         UsageError: there are none, they are incomplete, or another version wrote them.
@@ -111,8 +115,7 @@ def read_run(directory: Path, timed: bool = True) -> FinishedRun:
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
     run, results = RunDirectory(directory), []
     try:
-        rows = list(csv.DictReader((directory / "summary.csv").read_text(encoding="utf-8").splitlines()))
-        remarks = (directory / "summary.md").read_text(encoding="utf-8").splitlines()
+        rows, remarks = _so_far(directory) if running else _summed_up(directory)
     except (UnicodeDecodeError, csv.Error):
         raise UsageError(f"the summary of the run {directory} is damaged; run its recipe again") from None
     except OSError as error:
@@ -143,6 +146,27 @@ def read_run(directory: Path, timed: bool = True) -> FinishedRun:
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
     summary, shard = Summary(recipe, directory, results, curves=curves), run.read_json(FILE)
     return FinishedRun(summary, run.read_json("environment.json"), kept, tuple(map(str, shard.get("cells", ()))))
+
+
+def _summed_up(directory: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """Cells, each with its error, and lines of remarks, as the run's end wrote them."""
+    rows = list(csv.DictReader((directory / "summary.csv").read_text(encoding="utf-8").splitlines()))
+    return rows, (directory / "summary.md").read_text(encoding="utf-8").splitlines()
+
+
+def _so_far(directory: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """The same of a run that goes on, in the order in which cells were measured, plain decoding first."""
+    files = sorted(directory.glob("cells/[!.]*/config.json"), key=lambda file: not file.parent.name.startswith("none_"))
+    heads = [RunDirectory(file.parent).read_json(file.name) for file in files]
+    heads = sorted((head for head in heads if head), key=lambda head: str(head.get("measured")))
+    rows = [{"cell": str(head.get("hash")), "error": str(head.get("error") or "")} for head in heads]
+    state = RunDirectory(directory).read_json("state.json")
+    remarks = [f"- failed: {row['cell']}: {row['error']}" for row in rows if row["error"]]
+    if state.get("state") != "finished":
+        remarks.append(
+            f"- note: {state.get('state', 'not begun')}: {len(rows)} of {state.get('cells', '?')} cells so far"
+        )
+    return rows, remarks
 
 
 #: What a run says in its summary beyond the numbers, and its cells do not know.

@@ -27,7 +27,7 @@ def test_predicted_beside_measured(tmp_path: Path) -> None:
 
     token, block = (result.config.hash for result in made.results[1:])
     rates = {token: 18.0, block: 52.0}  # 10 % less than measured, 30 % more
-    made.__dict__["predicted"] = {name: Prediction(1.0, 0.0, 0.0, rate, 1.5) for name, rate in rates.items()}
+    made.__dict__["predicted"] = {name: Prediction(1.0, 0.0, 0.0, 1.0, rate, 1.5) for name, rate in rates.items()}
     text = terminal(made)
     assert words(text, "small-lm", "token")[-3:] == ["20.0", "18.0", "2.00"]
     assert words(text, "none")[-2:] == ["10.0", "1"]  # no prediction, no number

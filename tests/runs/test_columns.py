@@ -17,7 +17,7 @@ from crossdraft.framework.runs.readme import readme
 def test_every_column_of_a_summary_is_explained(tmp_path: Path) -> None:
     run = finished_run(tmp_path, RECIPE | {"matrix": {"gamma": [2], "batch_size": [1]}}, tokens=12)
     summary = run.summary
-    summary.__dict__["predicted"] = {r.config.hash: Prediction(1.0, 0.0, 0.0, 9.0, 1.5) for r in summary.results}
+    summary.__dict__["predicted"] = {r.config.hash: Prediction(1.0, 0.0, 0.0, 1.0, 9.0, 1.5) for r in summary.results}
     columns = next(csv.reader(io.StringIO(summary_csv(summary))))
     assert len(columns) > 60 and not [column for column in columns if explained(column) is None]
     found = {explained(column) for column in columns}

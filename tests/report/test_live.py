@@ -1,0 +1,77 @@
+"""The page of a run that goes on: more cells, another version, another page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_runs import SMALL, finished_run
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.runs.run_directory import RunDirectory
+
+pytest.importorskip("bokeh", reason="the extra html is not installed")
+pytest.importorskip("itables", reason="the extra html is not installed")
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+
+
+def test_the_page_follows_the_run(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from crossdraft.framework.report.live import Live
+
+    run = finished_run(tmp_path / "run", SMALL)
+    directory = RunDirectory(run.summary.directory)
+    directory.path.mkdir()
+    client = TestClient(Live([directory.path]).application())
+    frame = client.get("/").text
+    assert "default-src 'none'" in frame and "http" not in frame.replace("http-equiv", "")
+    assert client.get("/version").text == "" and "has no recipe.json" in client.get("/page").text
+    directory.write_json("recipe.json", run.summary.recipe.model_dump(mode="json"))
+    directory.write_json("state.json", {"state": "running", "cells": 3})
+    assert client.get("/version").text == "" and "no finished cell" in client.get("/page").text
+
+    plain, token, block = run.summary.results
+    directory.save(plain)
+    directory.save(token)
+    unfinished = directory.path / "cells" / ".aside.1"  # of a cell that is being written
+    unfinished.mkdir()
+    (unfinished / "config.json").write_text("{")
+    first, page = client.get("/version").text, client.get("/page").text
+    assert first and "running: 2 of 3 cells so far" in page
+    assert '"token"' in json.dumps(page) or ">token<" in page
+    assert client.get("/version").text == first and client.get("/page").text == page
+    directory.save(block)
+    assert client.get("/version").text != first
+    assert "running: 3 of 3 cells so far" in client.get("/page").text
+
+
+def test_a_cell_that_failed_is_told(tmp_path: Path) -> None:
+    from crossdraft.framework.report.finished import read_runs
+
+    run = finished_run(tmp_path / "run", SMALL)
+    directory = RunDirectory(run.summary.directory)
+    directory.path.mkdir()
+    directory.write_json("recipe.json", run.summary.recipe.model_dump(mode="json"))
+    plain, token, block = run.summary.results
+    block.metrics, block.error = None, "out of memory"
+    for result in (plain, token, block):
+        directory.save(result)
+    (found,) = read_runs([directory.path], running=True)
+    assert [result.config.hash for result in found.summary.results] == [plain.config.hash, token.config.hash]
+    assert any(line.startswith("- failed: ") and "out of memory" in line for line in found.remarks)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["missing", "--watch"], "missing is no directory"),
+        ([".", "--watch", "--html", "x.html"], "--watch serves the page and writes none"),
+        ([".", "--port", "1"], "--port is of --watch"),
+        ([".", "--watch", "--port", "70000"], "cannot listen"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: list[str], says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", *arguments]) == 2
+    assert says in capsys.readouterr().err
