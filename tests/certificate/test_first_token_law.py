@@ -40,14 +40,14 @@ def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.T
     "verifier, draft",
     [
         ("greedy-block", "chain"),
-        ("token", "point-mass"),
+        pytest.param("token", "point-mass", marks=pytest.mark.slow),
         ("specinfer", "iid-2"),
         pytest.param("spectr", "iid-2", marks=pytest.mark.slow),
-        ("multipath-block", "iid-2"),
+        pytest.param("multipath-block", "iid-2", marks=pytest.mark.slow),
         pytest.param("traversal", "iid-3", marks=pytest.mark.slow),
         ("sample-match", "tree-top-2-1"),
         pytest.param("specinfer", "tree-wor-2-1", marks=pytest.mark.slow),
-        ("greedy-draft-optimal", "tree-greedy-2-1"),
+        pytest.param("greedy-draft-optimal", "tree-greedy-2-1", marks=pytest.mark.slow),
     ],
 )
 def test_lossless_rules_pass_and_the_control_is_rejected(verifier: str, draft: str) -> None:

@@ -119,6 +119,7 @@ class TestMtp(Heads):
     options = {"gamma": 2}
 
 
+@pytest.mark.slow  # as EAGLE-3
 class TestDSpark(Heads):
     drafter = "dspark"
     options = {"layers": [1, 2, 3], "gamma": 3}

@@ -75,7 +75,7 @@ def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: 
     assert len(taus) > 1
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_trees_equal_generate(
     tiny_model: Callable,
     expected: Callable,

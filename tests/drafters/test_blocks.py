@@ -86,7 +86,10 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
 # -- laws -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*NAMES, "dspark-gated", "dspark-rnn"])
+@pytest.mark.parametrize(
+    "name",
+    ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
+)
 def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any, name: str) -> None:
     """Over rounds that accept some of a draft and reject some, in rows of different length, from nothing but the text.
 
@@ -154,8 +157,13 @@ def plainly(heads_decoder: Callable, target: Any) -> Callable[[tuple], list[list
     return said
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "name, batch_size",
+    [
+        ("dspark", 8),
+        *[pytest.param(n, b, marks=pytest.mark.slow) for n in NAMES for b in (1, 8) if (n, b) != ("dspark", 8)],
+    ],
+)
 def test_temperature_zero_is_plain_decoding(
     make: Callable, plainly: Callable, trained: Callable, text: list[int], name: str, batch_size: int
 ) -> None:

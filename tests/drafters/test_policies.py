@@ -19,13 +19,11 @@ PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15])
     "short, options, policy",
     [
         ("dynamic-threshold", {"threshold": 0.3}, {"name": "confidence", "threshold": 0.3}),
-        ("dynamic-threshold", {}, "confidence"),
         (
             "dynamic-threshold",
             {"stop": "before", "threshold": 0.1},
             {"name": "confidence", "stop": "before", "threshold": 0.1},
         ),
-        ("heuristic-schedule", {}, "heuristic"),
         ("heuristic-schedule", {"start": 2}, {"name": "heuristic", "start_length": 2}),
         ("small-lm", {}, "static"),
     ],

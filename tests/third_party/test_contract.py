@@ -89,6 +89,7 @@ class TestFrequent(DrafterContract):
     remembers = True
 
 
+@pytest.mark.slow
 class TestWrapped(VerifierContract):
     verifier = "wrapped"
     options = {"rule": "sample-match"}
