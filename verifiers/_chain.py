@@ -62,9 +62,16 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tenso
     else:
         last = (draft.q if draft.law is None else draft.law).shape[1] - 1
         weights = subtract(target, draft.law_of(tau.clamp(max=last), target), minus)
-    # No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
+    return rng.draw(or_target(weights, target))
+
+
+def or_target(weights: Tensor, target: Tensor) -> Tensor:
+    """``weights [B, V]``, written to: ``target [B, V]`` in rows of which nothing is left.
+
+    No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
+    """
     empty = (weights.sum(1, keepdim=True) <= 0).to(weights.dtype)
-    return rng.draw(weights.addcmul_(target, empty))
+    return weights.addcmul_(target, empty)
 
 
 def joint(ratio: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.rng import RoundRng, UniformRound
 from ..framework.contracts.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
 
@@ -102,6 +103,25 @@ def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
     """``weights [B, V]``, but all of it on ``token [B]`` where ``settled [B]``: a draw that is none."""
     mask = settled[:, None].to(weights.dtype)
     return (weights * (1 - mask)).scatter_add_(1, token[:, None], mask)
+
+
+def draw_where(
+    rng: RoundRng,
+    wanted: Tensor | None,
+    weights: Tensor,
+    token: Tensor | None,
+    purpose: str = "residual",
+    index: int = 0,
+) -> Tensor:
+    """``[B]``: a token drawn from ``weights [B, V]`` where ``wanted [B]`` (``None`` = all rows), else ``token``.
+
+    A source that enumerates outcomes is told which draws are none; for numbers it makes no difference.
+    """
+    if wanted is None or token is None:
+        return rng.draw(weights, purpose, index)
+    if isinstance(rng, UniformRound):
+        return torch.where(wanted, rng.draw(weights, purpose, index), token)
+    return rng.draw(settle(weights, token, ~wanted), purpose, index)
 
 
 def at_token(law: Tensor, token: Tensor) -> Tensor:

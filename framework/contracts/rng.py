@@ -121,6 +121,14 @@ def draw_each(rng: RoundRng, weights: Tensor, purpose: str, indices: Sequence[in
     return torch.stack(drawn, 1)
 
 
+def accept_each(rng: RoundRng, h: Tensor, indices: Sequence[int]) -> Tensor:
+    """``[B, n]`` bool: what ``rng.accept`` says of every column of ``h [B, n]``, by its own of n ``indices``."""
+    if isinstance(rng, UniformRound):
+        return rng.accept_each(h, indices)
+    coins = [rng.accept(column[:, None], index=index) for column, index in zip(h.unbind(1), indices, strict=True)]
+    return torch.cat(coins, 1)
+
+
 def first_accepted(rng: RoundRng, h: Tensor) -> Tensor:
     """``[B]``: the first column of ``h [B, n]`` (probabilities) whose coin says yes, n where none does.
 
@@ -181,6 +189,11 @@ class UniformRound:
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         return self.uniform(purpose, index, h.shape[1]) < h
+
+    def accept_each(self, h: Tensor, indices: Sequence[int]) -> Tensor:
+        """See the function `accept_each`."""
+        self._use("accept", indices)
+        return columns(self.table(max(indices) + 1)[PURPOSES.index("accept")], indices) < h
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
         uniform = self.uniform(purpose, index, 1)[:, 0]
