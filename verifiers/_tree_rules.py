@@ -149,4 +149,7 @@ def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:
     """The verdict that accepts the path down to ``node [B]`` (-1 = nothing) and emits ``token [B]`` after it."""
     if not draft.width:
         return Verdict(torch.zeros_like(token), token)
-    return Verdict(draft.depth_of(node), token, path=None if draft.is_chain else draft.path_to(node))
+    path = None if draft.is_chain else draft.path_to(node)
+    if path is not None and draft.sequences is not None:
+        return Verdict((path >= 0).sum(1), token, path)
+    return Verdict(draft.depth_of(node), token, path)

@@ -151,7 +151,7 @@ class DraftedSequences:
         row = counting(len(p), p.device)[:, None, None]
         top = p[row, above, token]
         score = quotient(top, torch.ones_like(top) if self._draft.q is None else self._draft.q[row, law, token])
-        differ = (self.places[:, :, None] != self.places[:, None]).long().argmax(3)
+        differ = (self.places[:, :, None] != self.places[:, None]).max(3).indices
         rank, token = score.gather(2, differ), token.gather(2, differ)
         other, its_token = rank.transpose(1, 2), token.transpose(1, 2)
         return ((rank > other) | ((rank == other) & (token > its_token))).sum(2)
@@ -212,7 +212,7 @@ def verify_path(
             qhat = law_of_highest(law, q, token, on, None if n is None else n[rows], most)
         else:
             qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
-        growth = (at_token(law, token) / at_token(qhat, token)).nan_to_num_(0.0).clamp_(max=HUGE)
+        growth = (at_token(law, token) / qhat.gather(2, token[..., None]).squeeze(2)).nan_to_num_(0.0).clamp_(max=HUGE)
         reached = functional.pad(joint(torch.where(on, growth, 1.0)), (1, 0), value=1.0)
         credit = reached[:, 1:-1]
         # Both as they are below 0: -S, and p_i - 1.

@@ -93,12 +93,12 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
     sums = weights[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < v:
         sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
-    block = _find(sums, uniform).clamp_(max=sums.shape[-1] - 1)
+    # Where weights are NaN or 0 there is no block, and what is found is clamped.
+    block = _find(sums, uniform)
     token = torch.add(counting(BLOCK, weights.device), block[..., None], alpha=BLOCK)
+    inside = weights.gather(-1, token.clamp(max=v - 1))
     if whole < v:
-        inside = weights.gather(-1, token.clamp(max=v - 1)).masked_fill_(token >= v, 0.0)
-    else:
-        inside = weights.gather(-1, token)
+        inside.masked_fill_(token >= v, 0.0)
     return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
 
 
