@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
-from ..framework.contracts.tensors import counting, eager_on_cpu
+from ..framework.contracts.tensors import at_once, counting, eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30
@@ -62,9 +62,16 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tenso
     else:
         last = (draft.q if draft.law is None else draft.law).shape[1] - 1
         weights = subtract(target, draft.law_of(tau.clamp(max=last), target), minus)
-    # No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
+    return rng.draw(or_target(weights, target))
+
+
+def or_target(weights: Tensor, target: Tensor) -> Tensor:
+    """``weights [B, V]``, written to: ``target [B, V]`` in rows of which nothing is left.
+
+    No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
+    """
     empty = (weights.sum(1, keepdim=True) <= 0).to(weights.dtype)
-    return rng.draw(weights.addcmul_(target, empty))
+    return weights.addcmul_(target, empty)
 
 
 def joint(ratio: Tensor) -> Tensor:
@@ -99,7 +106,9 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
     v, step = p.shape[-1], max(CACHED // max(minus.numel(), 1), 1024)
     if step >= v or not eager_on_cpu(p):
-        return total(subtract(p, q, minus))
+        pieces = at_once(len(p), p[0].numel() if len(p) else 0)
+        parts = [total(subtract(p[rows], q[rows], minus[rows])) for rows in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     mass = torch.zeros_like(minus)
     for first in range(0, v, step):
         mass += total(subtract(p[..., first : first + step], q[..., first : first + step], minus))
@@ -108,8 +117,10 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
 
 def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:
     """``rows`` of ``numbers`` each, in pieces: on a CPU so many that what lies between the steps stays in
-    its cache; elsewhere, and in compiled code, all at once."""
-    step = max(CACHED // 2 // max(numbers, 1), 1) if eager_on_cpu(like) else max(rows, 1)
+    its cache; elsewhere see `at_once`."""
+    if not eager_on_cpu(like):
+        return at_once(rows, numbers)
+    step = max(CACHED // 2 // max(numbers, 1), 1)
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 

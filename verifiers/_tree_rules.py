@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.rng import RoundRng, UniformRound
 from ..framework.contracts.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
 
@@ -104,6 +105,25 @@ def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
     return (weights * (1 - mask)).scatter_add_(1, token[:, None], mask)
 
 
+def draw_where(
+    rng: RoundRng,
+    wanted: Tensor | None,
+    weights: Tensor,
+    token: Tensor | None,
+    purpose: str = "residual",
+    index: int = 0,
+) -> Tensor:
+    """``[B]``: a token drawn from ``weights [B, V]`` where ``wanted [B]`` (``None`` = all rows), else ``token``.
+
+    A source that enumerates outcomes is told which draws are none; for numbers it makes no difference.
+    """
+    if wanted is None or token is None:
+        return rng.draw(weights, purpose, index)
+    if isinstance(rng, UniformRound):
+        return torch.where(wanted, rng.draw(weights, purpose, index), token)
+    return rng.draw(settle(weights, token, ~wanted), purpose, index)
+
+
 def at_token(law: Tensor, token: Tensor) -> Tensor:
     """``[..]`` float64: ``law [.., V]`` at ``token [..]``."""
     return law.gather(-1, token[..., None]).squeeze(-1).double()
@@ -129,4 +149,7 @@ def stop_at(draft: Draft, node: Tensor, token: Tensor) -> Verdict:
     """The verdict that accepts the path down to ``node [B]`` (-1 = nothing) and emits ``token [B]`` after it."""
     if not draft.width:
         return Verdict(torch.zeros_like(token), token)
-    return Verdict(draft.depth_of(node), token, path=None if draft.is_chain else draft.path_to(node))
+    path = None if draft.is_chain else draft.path_to(node)
+    if path is not None and draft.sequences is not None:
+        return Verdict((path >= 0).sum(1), token, path)
+    return Verdict(draft.depth_of(node), token, path)

@@ -23,6 +23,8 @@ It pays off when P and Q are far apart, and accepts less than one draft would wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,11 +34,11 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import RoundRng, accept_each
 from ..framework.contracts.tensors import counting, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._chain import HUGE, cached, joint, total
-from ._tree_rules import at_token, choose, none, ratio, residual, settle, stop_at
+from ._chain import HUGE, cached, joint, or_target, subtract, total
+from ._tree_rules import at_token, choose, draw_where, none, stop_at
 
 #: Shorter lists torch does not sort by radix; those that are not much shorter are worth padding.
 RADIX = 32768
@@ -60,143 +62,193 @@ class MultipathBlock(Verifier):
         return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        rows = torch.arange(draft.batch_size, device=p.device)
         sequences = draft.as_sequences()
         k, depth = sequences.shape[1:]
-        at, start = torch.full_like(rows, -1), torch.zeros_like(rows)
-        members = torch.ones(draft.batch_size, k, dtype=torch.bool, device=p.device)
-        walking, token = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)
-        goes_on, score = walking, scores(draft, p)
+        if depth == 0:
+            return Verdict(draft.count, rng.draw(p[:, 0]))
+        drafted = DraftedSequences(draft, sequences)
+        place = drafted.ranked(p) if k > 1 else None
+        # None = all rows, all sequences, from the first level on.
+        going = members = start = at = token = None
+        waits = torch.zeros_like(drafted.length, dtype=torch.bool)
         for attempt in range(min(depth, k if self.config.recycle else 1)):
             # An attempt starts at least one token deeper than the one before, and at least one sequence is left
             # behind: the correction is never the path's own token (Qhat below p_i P means p_{i+1} = 1).
-            most = k - attempt
-            later, begins = sequences[:, :, attempt:], start - attempt
-            path = highest_path(draft, score, later, members, goes_on, begins)
-            n = members.sum(1)
-            stop, weights = verify_path(draft, p, path, n, begins, attempt, most, goes_on, rng)
-            drawn = rng.draw(settle(weights, token, ~goes_on), index=attempt)
-            at, token = torch.where(goes_on, stop, at), torch.where(goes_on, drawn, token)
+            path = drafted.highest(place, members, start, attempt)
+            stop, weights = verify_path(draft, p, path, members, start, attempt, k - attempt, going, rng)
+            token = draw_where(rng, going, weights, token, index=attempt)
+            if not self.config.recycle or attempt == k - 1:
+                at = stop if at is None or going is None else torch.where(going, stop, at)
+                waits = waits if going is None else waits & ~going
+                break
             # Others through the accepted prefix that had drafted the token: the nodes that carry it.
-            carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
-            node = torch.where(carries.any(1), carries.long().argmax(1), -1)
-            through = (sequences == node[:, None, None]).any(2) & (node >= 0)[:, None]
-            members = torch.where(goes_on[:, None], through, members)
-            walking = walking & members.any(1)
-            if not self.config.recycle:
+            carries = drafted.behind(stop, token)
+            node = torch.where(carries, drafted.places, 0).amax((1, 2))
+            if going is None or at is None:
+                at, waits = torch.maximum(stop, node), node > 0
+            else:
+                at = torch.where(going, torch.maximum(stop, node), at)
+                waits = torch.where(going, node > 0, waits)
+            if attempt + 1 == depth:
                 break
-            at = torch.where(goes_on & walking, node, at)
-            deeper = draft.depth.gather(1, node.clamp(min=0)[:, None]).squeeze(1)
-            start = torch.where(goes_on & walking, deeper, start)
+            members = carries.any(2)
+            start = (carries.any(1) * counting(depth + 1, p.device)[1:]).amax(1)
             # A row at a leaf waits for its bonus token, however deep the drafts of other rows are.
-            below = torch.arange(depth, device=p.device) >= start[:, None, None]
-            goes_on = goes_on & walking & (below & members[:, :, None] & (sequences >= 0)).any((1, 2))
-            if none(goes_on):
+            below = waits & (start < drafted.length)
+            going = below if going is None else going & below
+            if none(going):
                 break
-        # Rows whose last correction led to a leaf, and drafts without nodes, still lack their bonus token.
-        if depth == 0:
-            return Verdict(torch.zeros_like(rows), rng.draw(p[:, 0]))
-        if self.config.recycle and not none(walking):
-            token = rng.draw(settle(take_rows(p, at + 1), token, ~walking), "other")
-        return stop_at(draft, at, token)
+            start = torch.where(going, start, depth)
+        assert at is not None and token is not None
+        # Rows whose last correction led to a leaf still lack their bonus token.
+        if self.config.recycle and k > 1 and not none(waits):
+            token = draw_where(rng, waits, take_rows(p, at), token, "other")
+        return stop_at(draft, at - 1, token)
+
+
+@dataclass
+class Path:
+    """A way down the draft, of L levels, in every row; what is not ``on`` it means nothing.
+
+    Attributes:
+        places: ``[B, L]``, nodes as positions in p: 0 is the root, i + 1 node i. 0 past its end.
+        above, token, law: ``[B, L]``, of each node its parent's position, its token, and the row of q it is ranked by.
+        on: ``[B, L]`` bool, its nodes from its first level on.
+    """
+
+    places: Tensor
+    above: Tensor
+    token: Tensor
+    law: Tensor
+    on: Tensor
+
+
+class DraftedSequences:
+    """What is read of the nodes of K sequences.
+
+    Attributes:
+        places: ``[B, K, L]``, as in `Path`.
+        length: ``[B]``, tokens of every sequence of a row.
+    """
+
+    def __init__(self, draft: Draft, sequences: Tensor):
+        self._draft, self.places = draft, sequences + 1
+        inside = self.places > 0
+        self.length = inside[:, 0].sum(1)
+        node = sequences.clamp(min=0).flatten(1)[:, None].expand(-1, 3, -1)
+        read = torch.stack([draft.parents + 1, draft.tokens, laws_of(draft)], 1).gather(2, node)
+        #: Three times ``[B, K, L]``: position of the parent, token, row of q.
+        self._read = read.unflatten(2, sequences.shape[1:])
+        # Past its end a sequence is behind no node.
+        self._above, self._token = torch.where(inside, self._read[:, 0], -1), self._read[:, 1]
+
+    def ranked(self, p: Tensor) -> Tensor:
+        """``[B, K]``: how many sequences each is ranked above, by P / Q of their tokens.
+
+        The highest is known by where it differs from another first; ties by id. Equal sequences are equally high.
+        """
+        above, token, law = self._read.unbind(1)
+        row = counting(len(p), p.device)[:, None, None]
+        top = p[row, above, token]
+        score = quotient(top, torch.ones_like(top) if self._draft.q is None else self._draft.q[row, law, token])
+        differ = (self.places[:, :, None] != self.places[:, None]).max(3).indices
+        rank, token = score.gather(2, differ), token.gather(2, differ)
+        other, its_token = rank.transpose(1, 2), token.transpose(1, 2)
+        return ((rank > other) | ((rank == other) & (token > its_token))).sum(2)
+
+    def highest(self, place: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> Path:
+        """The highest in ``place [B, K]`` of ``members [B, K]``, from level ``first`` of the draft on.
+
+        A row's own path begins at level ``start [B]`` of the draft.
+        """
+        places, read = self.places[:, :, first:], self._read[..., first:]
+        if place is None:
+            chosen, along = places[:, 0], read[:, :, 0]
+        else:
+            place = place if members is None else torch.where(members, place, -1)
+            best = place.argmax(1)[:, None, None].expand(-1, 1, places.shape[2])
+            chosen = places.gather(1, best).squeeze(1)
+            along = read.gather(2, best[:, None].expand(-1, 3, -1, -1)).squeeze(2)
+        on = chosen > 0
+        if start is not None:
+            on = on & (counting(self.places.shape[2], on.device)[first:] >= start[:, None])
+        return Path(chosen, *along.unbind(1), on)
+
+    def behind(self, at: Tensor, token: Tensor) -> Tensor:
+        """``[B, K, L]`` bool: the children of position ``at [B]`` that carry ``token [B]``."""
+        return (self._above == at[:, None, None]) & (self._token == token[:, None, None])
 
 
 def verify_path(
     draft: Draft,
     p: Tensor,
-    path: Tensor,
-    n: Tensor,
-    start: Tensor,
+    path: Path,
+    members: Tensor | None,
+    start: Tensor | None,
     first: int,
     most: int,
-    walking: Tensor,
+    going: Tensor | None,
     rng: RoundRng,
 ) -> tuple[Tensor, Tensor]:
-    """Block verification of ``path [B, L]``, the highest-ranked of ``n [B]`` (at most ``most``) sequences.
+    """Block verification of ``path``, the highest-ranked of ``members [B, K]`` (at most ``most``) sequences.
 
-    Level 0 of the path is level ``first`` of the draft, and a row's own begins at level ``start [B]`` of the path.
+    Level 0 of the path is level ``first`` of the draft, and a row's own begins at level ``start [B]`` of the draft.
 
-    Returns the node ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
+    Returns the position ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
     """
-    on_path, nodes = path >= 0, path.clamp(min=0)
-    above, y = draft.parents.gather(1, nodes), draft.tokens.gather(1, nodes)
-    laws = laws_of(draft).gather(1, nodes)
+    n = None if members is None or most == 1 else members.sum(1)
+    levels, on_path = path.on.shape[1], path.on
 
     def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
-        law, token, on = take_rows(p[rows], above[rows] + 1), y[rows], on_path[rows]
+        law, token, on = take_rows(p[rows], path.above[rows]), path.token[rows], on_path[rows]
         if draft.q is None:
             q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
         else:
-            q = take_rows(draft.q[rows], laws[rows])
+            q = take_rows(draft.q[rows], path.law[rows])
         if most == 1:
             qhat = q
         elif draft.drawn == "iid":
-            qhat = law_of_highest(law, q, token, on, n[rows], most)
+            qhat = law_of_highest(law, q, token, on, None if n is None else n[rows], most)
         else:
             qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
-        growth = torch.where(on, ratio(law, qhat, token).clamp(max=HUGE), 1.0)
-        reached = functional.pad(joint(growth), (1, 0), value=1.0)
+        growth = (at_token(law, token) / qhat.gather(2, token[..., None]).squeeze(2)).nan_to_num_(0.0).clamp_(max=HUGE)
+        reached = functional.pad(joint(torch.where(on, growth, 1.0)), (1, 0), value=1.0)
         credit = reached[:, 1:-1]
-        s = -total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
-        left = s + (1 - credit)
-        return qhat, reached, torch.where(left > 0, s / left, 1.0)
+        # Both as they are below 0: -S, and p_i - 1.
+        s = total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
+        return qhat, reached, (s / (s + (credit - 1))).nan_to_num_(1.0)
 
-    pieces = cached(draft.batch_size, path.shape[1] * p.shape[2], p)
+    pieces = cached(draft.batch_size, levels * p.shape[2], p)
     laws_on_path, reached, h = zip(*map(judge, pieces), strict=True)
-    reached, h = torch.cat(reached), torch.cat(h)
-    credit, whole = reached[:, :-1], reached[:, -1]
-    later = torch.arange(1, path.shape[1], device=p.device) > start[:, None]
-    h = torch.where(on_path[:, 1:] & later, h, 0.0)
-    tau = start.clamp(min=0, max=path.shape[1] - 1)
-    for i in range(1, path.shape[1]):
-        level = first + i
-        number = level * (level + 1) // 2 + first  # the same whatever the width of the batch
-        tau = torch.where(rng.accept(h[:, i - 1 : i], index=number).squeeze(1), i, tau)
+    reached, h = one(reached), one(h)
     # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
-    number = first * (first + 1) // 2 + first
-    ends = rng.accept(torch.where(walking, whole, 0.0)[:, None], index=number).squeeze(1)
-    stop = torch.where(ends, path.amax(1), above.gather(1, tau[:, None]).squeeze(1))
-    scale = torch.where(ends, 1.0, credit.gather(1, tau[:, None]).squeeze(1))
-    qhat = torch.cat([take_rows(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
-    return stop, residual(take_rows(p, stop + 1), qhat * ~ends[:, None], scale)[0]
+    whole = reached[:, -1] if going is None else torch.where(going, reached[:, -1], 0.0)
+    coins = torch.cat([whole[:, None], torch.where(on_path[:, 1:] & on_path[:, :-1], h, 0.0)], 1)
+    # The same numbers whatever the width of the batch.
+    numbers = [level * (level + 1) // 2 + first for level in range(first, first + levels)]
+    accepted = accept_each(rng, coins, numbers)
+    tau = (accepted * counting(levels, p.device)).amax(1)
+    if start is not None:
+        tau = torch.maximum(tau, (start - first).clamp_(max=levels - 1))
+    ends = accepted[:, 0]
+    stop = torch.where(ends, path.places.amax(1), path.above.gather(1, tau[:, None]).squeeze(1))
+    # p_i P - Qhat is P - Qhat / p_i up to a factor; the whole path leaves P.
+    minus = ~ends / reached.gather(1, tau[:, None]).squeeze(1)
+    law = take_rows(p, stop)
+    qhat = one([take_rows(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
+    return stop, or_target(subtract(law, qhat, minus), law)
 
 
-def scores(draft: Draft, p: Tensor) -> Tensor:
-    """``[B, N]``: P / Q of every drafted token, by which its sequence is ranked."""
-    rows = torch.arange(draft.batch_size, device=p.device)[:, None]
-    top = p[rows, draft.parents + 1, draft.tokens]
-    return quotient(top, torch.ones_like(top) if draft.q is None else draft.q[rows, laws_of(draft), draft.tokens])
-
-
-def highest_path(
-    draft: Draft, score: Tensor, sequences: Tensor, members: Tensor, walking: Tensor, start: Tensor
-) -> Tensor:
-    """``[B, L]``: the nodes of the highest-ranked of ``members [B, K]`` in ``sequences [B, K, L]``.
-
-    Ranked by ``score [B, N]`` where two first differ, ties by id; -1 where there is none: past its end, before level
-    ``start [B]``, and in rows that are not ``walking [B]``. Members agree before that level and are equally long.
-    """
-    nodes = sequences.clamp(min=0).flatten(1)
-    tokens, ranks = (values.gather(1, nodes).view_as(sequences) for values in (draft.tokens, score))
-    x, y, rank, other = tokens[:, :, None], tokens[:, None], ranks[:, :, None], ranks[:, None]
-    inside = (sequences >= 0) & ((counting(sequences.shape[2], start.device) >= start[:, None]) & walking[:, None])[
-        :, None
-    ]
-    differ = (x != y) & inside[:, :, None]
-    below = differ & ((rank < other) | ((rank == other) & (x < y)))  # [B, K, K, L]
-    at = differ.long().argmax(3, keepdim=True)  # where they part
-    beaten = (below.gather(3, at).squeeze(3) & members[:, None]).any(2)
-    highest = (members & ~beaten).long().argmax(1)[:, None, None].expand(-1, 1, sequences.shape[2])
-    path = torch.where(inside & members[:, :, None], sequences, -1)
-    return path.gather(1, highest).squeeze(1)
+def one(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces of the batch as a whole."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def laws_of(draft: Draft) -> Tensor:
     """``[B, N]``: the row of ``q`` that each node is ranked by: of two tokens drawn without replacement the first's."""
-    law = torch.arange(draft.width, device=draft.tokens.device).expand_as(draft.tokens)
-    law = law if draft.law is None else draft.law
-    return torch.where(draft.parents < 0, law[:, :1], law)
+    law = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.law is None else draft.law
+    return torch.where(draft.parents < 0, law[:, :1], law) if draft.drawn == "without_replacement" else law
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
@@ -237,34 +289,40 @@ def higher_of_two(p: Tensor, q: Tensor) -> Tensor:
     return torch.empty_like(sorted_q).scatter_(1, order, sorted_q * factor).to(q.dtype)
 
 
-def law_of_highest(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor, most: int) -> Tensor:
-    """Qhat ``[B, L, V]`` along the path ``y [B, L]`` of the highest-ranked of ``n [B]`` (at most ``most``) sequences.
+def law_of_highest(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, most: int) -> Tensor:
+    """Qhat ``[B, L, V]`` along the path ``y [B, L]`` of the highest-ranked of ``n [B]`` sequences, ``None`` = ``most``.
 
     u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels against the denominator's.
 
     Args:
         p, q: ``[B, L, V]``, the laws before each token of the path.
         on_path: ``[B, L]`` bool, which of the tokens there are.
+        most: at least 2, and no row has more sequences.
     """
     order = ascending(quotient(p, q).flatten(0, 1)).view_as(q)
     sums = q.gather(2, order).cumsum(2, dtype=torch.float64)
     up_to = torch.empty_like(q).scatter_(2, order, sums.to(q.dtype))  # sum of Q up to each token
     # A and J before each token, as shares of their sum: only that matters, and it does not vanish.
     own = at_token(q, y)
-    below = torch.where(on_path, (at_token(up_to, y) - own).clamp(min=0), 0.0)
-    j = functional.pad(torch.where(on_path, own, 1.0).cumprod(1)[:, :-1], (1, 0), value=1.0)
+    below = (at_token(up_to, y) - own).clamp_(min=0)
+    if n is not None:  # paths may begin further down; what is behind their end matters to no token before it
+        own, below = torch.where(on_path, own, 1.0), torch.where(on_path, below, 0.0)
+    j = functional.pad(own.cumprod(1)[:, :-1], (1, 0), value=1.0)
     a = functional.pad((below * j).cumsum(1)[:, :-1], (1, 0))
-    both = a + j
-    a, j = torch.where(both > 0, a / both, 0.0), torch.where(both > 0, j / both, 1.0)
-    share = j[..., None].to(q.dtype)
-    hi = torch.addcmul(a[..., None].to(q.dtype), up_to, share)
+    share = (j / (a + j)).nan_to_num_(1.0)[..., None].to(q.dtype)
+    a = 1 - share
+    hi = torch.addcmul(a, up_to, share)
     lo = torch.addcmul(hi, q, share, value=-1).clamp_(min=0)
-    top, bottom = torch.ones_like(share), torch.ones_like(a)
-    lo_power, a_power = lo, a
-    for m in range(1, most):
-        if m > 1:
-            lo_power, a_power = lo_power * lo, a_power * a
-        more = (n > m)[:, None]
-        top = choose(more, torch.addcmul(lo_power, hi, top), top)
-        bottom = torch.where(more, bottom + a_power, bottom)
-    return q * top.div_(bottom[..., None].to(q.dtype))
+    top, bottom, lo_power, a_power = hi + lo, a + 1, lo, a
+    if n is not None:
+        one_left = (n < 2)[:, None]
+        top, bottom = choose(one_left, torch.ones_like(top), top), torch.where(one_left[..., None], 1.0, bottom)
+    for m in range(2, most):
+        lo_power, a_power = lo_power * lo, a_power * a
+        higher, lower = torch.addcmul(lo_power, hi, top), bottom + a_power
+        if n is None:
+            top, bottom = higher, lower
+        else:
+            more = (n > m)[:, None]
+            top, bottom = choose(more, higher, top), torch.where(more[..., None], lower, bottom)
+    return top.div_(bottom).mul_(q)

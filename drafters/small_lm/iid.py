@@ -7,6 +7,7 @@ Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIP
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,26 +72,22 @@ class SmallLMIid(Drafter):
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        law, fine = self.sampling.checked_law(self.model.root(sequences))
-        laws, finite = [law[:, None]], [fine[:, None]]
+        laws = [self.sampling.law(self.model.root(sequences))[:, None]]
         tokens = [draw_each(rng, laws[0].expand(-1, k, -1), "draft", range(k))]
-        order = counting(k * steps, law.device).expand(len(law), -1)  # of nodes as they are fed, K a level
+        order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # as nodes are fed
         for i in range(1, steps):
             above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
-            law, fine = self.sampling.checked_law(self.model.grow(tokens[-1], above))
-            laws.append(law)
-            finite.append(fine)
-            tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
+            laws.append(self.sampling.law(self.model.grow(tokens[-1], above)))
+            tokens.append(draw_each(rng, laws[-1], "draft", range(i * k, i * k + k)))
         length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
-        draft = Draft.iid(torch.stack(tokens, 2), length, torch.cat(laws, 1))
-        draft.finite = torch.cat(finite, 1).all(1)
+        q = torch.cat(laws, 1)
+        draft = Draft.iid(torch.stack(tokens, 2), length, q)
+        draft.finite = self.sampling.sound(q).all(1)
         # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
         assert draft.sequences is not None
-        fed = [[i * k + j if i < steps - 1 else -1 for i in range(steps)] for j in range(k)]
         slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # past its end a sequence lands in a spare column
         place = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
-        fed = on_device(fed, slot.device).flatten().expand_as(slot)
-        self._place = place.scatter_(1, slot, fed)[:, : draft.width]
+        self._place = place.scatter_(1, slot, _fed(k, steps, slot.device).expand_as(slot))[:, : draft.width]
         self._levels = steps - 1
         return draft
 
@@ -101,3 +98,10 @@ class SmallLMIid(Drafter):
             self.chain.observe(sequences, draft, verdict, accepted, scores)
         else:
             self.model.keep(verdict, accepted, self._place, self._levels)
+
+
+@cache
+def _fed(k: int, steps: int, device: torch.device) -> Tensor:
+    """``[k * steps]``: when each token of k sequences was fed, -1 for the last of each, which was not."""
+    with torch.inference_mode(False):
+        return on_device([i * k + j if i < steps - 1 else -1 for j in range(k) for i in range(steps)], device)

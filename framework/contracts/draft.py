@@ -273,6 +273,11 @@ class Draft:
             return self.tokens.clone()
         if self.children is not None:
             return tree_constant(self.children, "paths", node.device).index_select(0, node + 1)
+        if self.sequences is not None:
+            # Any sequence through it, down to it: what is below a node has a higher index.
+            through = (self.sequences == node[:, None, None]).any(2).max(1).indices
+            along = self.sequences.gather(1, through[:, None, None].expand(-1, 1, self.sequences.shape[2])).squeeze(1)
+            return torch.where(along <= node[:, None], along, -1)
         index = node.clamp(min=0)
         on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
         order = torch.arange(self.width, device=node.device).expand_as(self.tokens)

@@ -93,12 +93,12 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
     sums = weights[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < v:
         sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
-    block = _find(sums, uniform).clamp_(max=sums.shape[-1] - 1)
+    # Where weights are NaN or 0 there is no block, and what is found is clamped.
+    block = _find(sums, uniform)
     token = torch.add(counting(BLOCK, weights.device), block[..., None], alpha=BLOCK)
+    inside = weights.gather(-1, token.clamp(max=v - 1))
     if whole < v:
-        inside = weights.gather(-1, token.clamp(max=v - 1)).masked_fill_(token >= v, 0.0)
-    else:
-        inside = weights.gather(-1, token)
+        inside.masked_fill_(token >= v, 0.0)
     return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
 
 
@@ -119,6 +119,14 @@ def draw_each(rng: RoundRng, weights: Tensor, purpose: str, indices: Sequence[in
         return rng.draw_each(weights, purpose, indices)
     drawn = [rng.draw(column, purpose, index) for column, index in zip(weights.unbind(1), indices, strict=True)]
     return torch.stack(drawn, 1)
+
+
+def accept_each(rng: RoundRng, h: Tensor, indices: Sequence[int]) -> Tensor:
+    """``[B, n]`` bool: what ``rng.accept`` says of every column of ``h [B, n]``, by its own of n ``indices``."""
+    if isinstance(rng, UniformRound):
+        return rng.accept_each(h, indices)
+    coins = [rng.accept(column[:, None], index=index) for column, index in zip(h.unbind(1), indices, strict=True)]
+    return torch.cat(coins, 1)
 
 
 def first_accepted(rng: RoundRng, h: Tensor) -> Tensor:
@@ -181,6 +189,11 @@ class UniformRound:
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         return self.uniform(purpose, index, h.shape[1]) < h
+
+    def accept_each(self, h: Tensor, indices: Sequence[int]) -> Tensor:
+        """See the function `accept_each`."""
+        self._use("accept", indices)
+        return columns(self.table(max(indices) + 1)[PURPOSES.index("accept")], indices) < h
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
         uniform = self.uniform(purpose, index, 1)[:, 0]

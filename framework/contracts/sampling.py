@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .options import Options
+from .tensors import at_once
 
 
 class Sampling(Options):
@@ -33,14 +34,15 @@ class Sampling(Options):
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
         if self.temperature == 0:
             return self.checked_law(logits)[0]
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        if warpers := self.warpers():
-            rows = logits.reshape(-1, logits.shape[-1])  # transformers' warpers want [rows, V]
-            for warper in warpers:
-                rows = warper(None, rows)  # these warpers do not look at the ids
-            logits = rows.view(logits.shape)
-        return logits.softmax(-1)
+        warpers, v = self.warpers(), logits.shape[-1]
+        rows = logits.reshape(-1, v)  # transformers' warpers want [rows, V]
+        pieces = at_once(len(rows), v)
+        if len(pieces) == 1:
+            return _warped(rows, warpers).view(logits.shape)
+        law = torch.empty(logits.shape, dtype=_precision(logits), device=logits.device)
+        for piece in pieces:
+            law.view(-1, v)[piece] = _warped(rows[piece], warpers)
+        return law
 
     def checked_law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`law`, and whether each row ``[...]`` of logits was free of NaN and +inf.
@@ -76,3 +78,15 @@ class Sampling(Options):
         if self.min_p > 0:
             warpers.append(lp.MinPLogitsWarper(self.min_p))
         return warpers
+
+
+def _precision(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _warped(rows: Tensor, warpers: list) -> Tensor:
+    """The laws of ``rows [n, V]`` of logits."""
+    for i, warper in enumerate(warpers):
+        rows = warper(None, rows if i else rows.to(_precision(rows)))  # these warpers do not look at the ids
+    # What is not warped the kernel reads in its own precision.
+    return rows.softmax(-1, dtype=_precision(rows))

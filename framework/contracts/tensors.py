@@ -9,6 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Most numbers that a step over laws makes at the same time where it may go piece by piece: 64 MiB of float32.
+AT_ONCE = 2**24
+
+
+def at_once(rows: int, numbers: int) -> list[slice]:
+    """``rows`` of ``numbers`` each, in pieces of at most `AT_ONCE` numbers; in compiled code, and of nothing, one."""
+    step = rows if torch.compiler.is_compiling() else AT_ONCE // max(numbers, 1)
+    return [slice(first, first + max(step, 1)) for first in range(0, max(rows, 1), max(step, 1))]
+
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     """``[B, V]`` (``[B, L, V]``): a copy of the rows ``index [B]`` (``[B, L]``) of ``rows [B, M, V]``."""

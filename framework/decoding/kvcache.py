@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..contracts.tensors import counting
+
 
 @dataclass
 class Placement:
@@ -103,7 +105,7 @@ class RaggedCache(Cache):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row of every layer."""
-        rows = torch.arange(source.shape[0], device=source.device)[:, None]
+        rows = counting(source.shape[0], source.device)[:, None]
         for layer in self.layers:
             layer.move(rows, source, target)  # type: ignore[union-attr]
 

@@ -62,7 +62,10 @@ def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, l
     emitted.scatter_(1, verdict.length.clamp(0, along.shape[1])[:, None], verdict.token[:, None])
     told = {"tau": verdict.length, "nodes": drafted.count, "target_finite": scores.finite}
     if not drafted.is_chain and draft.width:
-        told["depth"] = (draft.depth * draft.valid).amax(1)
+        if draft.sequences is None:
+            told["depth"] = (draft.depth * draft.valid).amax(1)
+        else:
+            told["depth"] = (draft.sequences >= 0).sum(2).amax(1)
     if draft.finite is not None:
         told["drafter_finite"] = draft.finite
     if scores.taken_up is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..decoding.ragged_lm import RaggedLM
+
 #: They make room or another view, and launch nothing.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")
 #: How the host reads values.
@@ -27,6 +29,8 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         work: kernels and copies to the device, by name.
+        recorded: how many are a pass's own bookkeeping (positions, masks, moves in the cache), which on CUDA are
+            replayed with it (`graphs`).
         reads: how often the host read values, and so waited, by kind.
         passes: forward passes of the models.
     """
@@ -35,7 +39,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.work: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
-        self.passes = self._inside = 0
+        self.recorded = self.passes = self._inside = self._recordable = 0
         self._left: list[Callable[[], None]] = []
         for model in models:
             model.register_forward_pre_hook(self._enter_pass)
@@ -52,6 +56,8 @@ class Launches(TorchDispatchMode):
         for name in _READS:
             self._replace(Tensor, name, self._counted(getattr(Tensor, name), self.reads, name))
         self._replace(torch, "from_numpy", self._counted(torch.from_numpy, self.work, "from_numpy"))
+        for name in ("_score", "_compact"):
+            self._replace(RaggedLM, name, self._recorded(getattr(RaggedLM, name)))
         for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
             if hasattr(module, "eager_on_cpu"):
                 self._replace(module, "eager_on_cpu", lambda like: False)
@@ -66,12 +72,24 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self._inside and _works(func, out):
             self.work[str(func)] += 1
+            self.recorded += self._recordable
         return out
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         own = getattr(owner, name)
         self._left.append(lambda: setattr(owner, name, own))
         setattr(owner, name, value)
+
+    def _recorded(self, function: Callable) -> Callable:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._recordable += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._recordable -= 1
+
+        recorded.__name__ = function.__name__
+        return recorded
 
     def _counted(self, function: Callable, counter: Counter[str], name: str) -> Callable:
         def counted(*args: Any, **kwargs: Any) -> Any:

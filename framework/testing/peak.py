@@ -1,0 +1,65 @@
+"""Counting the memory that tensors hold at most, where there is no device that would tell."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it is entered, until nobody holds them.
+
+    Shortcuts that strategies take on a CPU are not taken meanwhile: what is done piece by piece there is done at once.
+
+    Attributes:
+        held, peak: bytes, now and at most.
+        at: the operation that made the peak.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self.at = ""
+        self._known: set[int] = set()
+        self._shortcuts: dict[Any, Any] = {}
+
+    def __enter__(self) -> Peak:
+        for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
+            if hasattr(module, "eager_on_cpu"):
+                self._shortcuts[module] = module.eager_on_cpu
+                module.eager_on_cpu = lambda like: False  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._shortcuts:
+            module, own = self._shortcuts.popitem()
+            module.eager_on_cpu = own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._known:
+                    self._hold(storage, str(func))
+        return out
+
+    def _hold(self, storage: Any, name: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.held += size
+        if self.held > self.peak:
+            self.peak, self.at = self.held, name
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.held -= size
+
+        weakref.finalize(storage, freed)
