@@ -58,7 +58,16 @@ def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
             shutil.copyfile(texts / file, out / file)
     argv = ["train", "small-lm", "--target", args.target, "--out", str(out), "--measure", "none", *METHODS[name]]
     argv += ["--tokens", str(args.tokens), "--epochs", str(args.epochs), "--learning-rate", str(args.learning_rate)]
-    argv += ["--max-response", str(args.max_response), "--batch-tokens", str(args.batch_tokens), "--warm-up", "3"]
+    argv += [
+        "--write-batch",
+        str(args.write_batch),
+        "--max-response",
+        str(args.max_response),
+        "--batch-tokens",
+        str(args.batch_tokens),
+        "--warm-up",
+        "3",
+    ]
     argv += ["--start-from", args.start_from] if args.start_from else []
     argv += ["--questions", args.questions, "--invented", "0"] if args.questions else []
     if code := crossdraft(argv):
@@ -98,6 +107,7 @@ def main() -> None:
     parser.add_argument("--questions", default="", help="prompts that the target answers (default: it invents its own)")
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--max-response", type=int, default=128)
+    parser.add_argument("--write-batch", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
