@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict
-    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
+    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, Learner, StrategyConfig, TextLaw
     from .framework.contracts.errors import (
         ContractError,
         CrossdraftError,
@@ -72,6 +72,7 @@ __all__ = [
     "Fork",
     "Launcher",
     "LauncherConfig",
+    "Learner",
     "Limit",
     "LoadedModel",
     "ModelError",
@@ -158,6 +159,7 @@ _HOME = {
     "Fork": ".framework.contracts.lm",
     "Launcher": ".framework.contracts.launcher",
     "LauncherConfig": ".framework.contracts.launcher",
+    "Learner": ".framework.contracts.drafter",
     "Limit": ".framework.contracts.limits",
     "LoadedModel": ".framework.contracts.models",
     "ModelError": ".framework.contracts.errors",

@@ -66,6 +66,11 @@ def crossdraft_register_drafters(register):
         "small-lm", f"{__name__}.small_lm.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length"
     )
     register(
+        "online",
+        f"{__name__}.small_lm.online:Online",
+        summary="a smaller model that learns, while requests run, what the target says where it was rejected",
+    )
+    register(
         "dynamic-threshold",
         f"{__name__}.small_lm.dynamic_threshold:DynamicThreshold",
         summary="a smaller model drafts until it is unsure",

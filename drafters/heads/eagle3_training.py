@@ -195,6 +195,7 @@ class Eagle3Trainee(Trainee):
             self.student.lm_head.weight,
             self._no_bias,
             r.divergence,
+            beta=r.beta,
             decay=r.decay,
             target_head=self._rows,
         )

@@ -87,7 +87,8 @@ class MedusaTrainee(Trainee):
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         rows, bias = self._rows.at(step)
         states, keep, target, _ = self._aligned(batch)
-        loss, same = distil_many(states, keep, target, rows, bias, self.recipe.divergence, decay=self.recipe.decay)
+        r = self.recipe
+        loss, same = distil_many(states, keep, target, rows, bias, r.divergence, beta=r.beta, decay=r.decay)
         return loss, same[0]
 
     def acceptance(self, batch: Batch) -> list[Tensor]:

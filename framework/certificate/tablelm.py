@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts.drafter import DraftContext
+from ..contracts.drafter import DraftContext, Learner
 from ..contracts.errors import ModelError
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
@@ -70,6 +70,10 @@ class TableLM:
         self.passes = 0
         self._logits, self._fork, self._start = table.log(), fork, start
         self._grown: list[Tensor] = []  # positions [B] of the nodes grown since the last `keep`
+
+    def follow(self, logits: Tensor) -> None:
+        """Say what ``logits [V + 1, V]`` say from here on, also when they change."""
+        self._logits = logits.detach()
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
@@ -151,6 +155,19 @@ class ToyContext(DraftContext):
             raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
         lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)
         return fitted(lm, self.vocab_size, ids, unknown)
+
+    def load_learner(self, name: str) -> Learner:
+        if self._words is not None:
+            raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
+        lm, start, last = TableLM(self._drafter, self.batch_size, start=self._start), self._start, self.vocab_size
+        with torch.inference_mode(False):
+            table = self._drafter.log().requires_grad_()
+        lm.follow(table)
+
+        def logits(tokens: Sequence[int], at: Sequence[int]) -> Tensor:
+            return table[[last if i == start else tokens[i] for i in at]]
+
+        return Learner(lm, [table], logits)
 
 
 @cache

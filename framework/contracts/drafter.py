@@ -119,6 +119,23 @@ class TextLaw:
     keeps_last: bool = True
 
 
+@dataclass(frozen=True)
+class Learner:
+    """A model whose weights are its drafter's to change while it drafts, see `DraftContext.load_learner`.
+
+    Attributes:
+        lm: its B slots. What they compute follows the weights as they are then; keys and values of tokens that were fed
+            before stay as they are.
+        weights: what may be learnt, to be changed in place, outside of inference mode.
+        logits: ``logits(tokens, at) -> [n, V]``, what the model says after the tokens with the n indices ``at`` of one
+            sequence; ``torch.autograd`` finds its gradients with respect to ``weights``.
+    """
+
+    lm: LM
+    weights: Sequence[Tensor]
+    logits: Callable[[Sequence[int], Sequence[int]], Tensor]
+
+
 def settings_file(name: str) -> Path:
     """The file of `DraftContext.load_settings`."""
     path = path_of(name)
@@ -183,6 +200,16 @@ class DraftContext:
         For drafters that make something of it before `load_lm`, a map of ids, say.
         """
         raise self._refused("load a model of its own")
+
+    def load_learner(self, name: str) -> Learner:
+        """A copy of the model called ``name``, which has the target's tokenizer, for a drafter that learns.
+
+        Embedding and head, which others may share, stay as they are.
+
+        Raises:
+            ModelError: as `load_lm`, or a model that has no gradients.
+        """
+        raise self._refused("change a model of its own")
 
     def load_heads(self, name: str) -> Checkpoint:
         """The tensors and the config of heads made for the target. Raises ModelError if there are none, or damaged."""

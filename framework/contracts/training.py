@@ -41,10 +41,11 @@ class Text:
         return self.prompt + self.response
 
 
-#: What is minimised between the target's law p and the student's q: KL(p, q), KL(q, p) or 1 - sum min(p, q).
+#: What is minimised between the target's law p and the student's q, word by word: KL(p, q), KL(q, p),
+#: beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q, or 1 - sum min(p, q).
 #: Y. Zhou, K. Lyu, A. S. Rawat, A. K. Menon, A. Rostamizadeh, S. Kumar, J.-F. Kagy, R. Agarwal, "DistillSpec:
 #: Improving Speculative Decoding via Knowledge Distillation", 2024.
-Divergence = Literal["forward-kl", "reverse-kl", "tv"]
+Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class TrainingConfig(Options, ABC):
     divergence: str = option(
         "forward-kl", "what is minimised between the target's law and the student's", choices=get_args(Divergence)
     )
+    beta: float = option(0.5, "of --divergence jsd: the target's share of the mixture", above=0, below=1)
     epochs: int = option(3, "passes over the training texts", at_least=1, at_most=1000)
     minutes: float = option(
         0.0, "training time, in minutes, after which to stop; 0: all epochs", at_least=0, at_most=1_000_000
@@ -75,6 +77,11 @@ class TrainingConfig(Options, ABC):
     seed: int = option(
         0, "of the order of texts, of initial weights and of sampled tokens", at_least=0, at_most=2**32 - 1
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta != 0.5 and self.divergence != "jsd":
+            raise UsageError(f"--beta {self.beta:g}: must be left out without --divergence jsd")
 
     @abstractmethod
     def trainee(self, target: LoadedModel) -> Trainee:
@@ -134,6 +141,18 @@ class Trainee(ABC):
 
     def prepare(self, texts: Sequence[Text]) -> None:
         """Make what depends on the training texts; called once, before anything else."""
+
+    def made_with(self) -> dict[str, str]:
+        """What the result depends on beside options, texts and target, by name: digests of other models, say."""
+        return {}
+
+    def rewritten(self, texts: Sequence[Text], step: int) -> Sequence[Text]:
+        """The texts that a step learns from, in place of those that it is given: by default these themselves.
+
+        For students that learn from what they say now. What is not one of the given objects is scored by the target
+        anew. It is to be as long as what it stands for, at most, and may use random numbers, as `loss` does.
+        """
+        return texts
 
     def start_from(self, name: str) -> None:
         """Take over the weights of a drafter; called before `prepare`.
@@ -272,6 +291,6 @@ def bfloat16_copy(module: nn.Module) -> nn.Module:
 
 
 def public(name: str) -> str:
-    """A path cut to its last part, anything else as it is: a card names files, not the machine they were on."""
-    path = Path(name)
-    return path.name if path.is_absolute() else name
+    """Paths, with commas between, cut to their last part, anything else as it is: a card names files, not the machine
+    they were on."""
+    return ",".join(Path(part).name if Path(part).is_absolute() else part for part in name.split(","))

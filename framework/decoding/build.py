@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ..contracts.drafter import DraftContext, Drafter, Runner, settings_file
+from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.errors import CrossdraftError, ModelError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
@@ -31,6 +31,7 @@ from .cpu import speed_up_small_batches
 from .fitted import fitted
 from .fused import Fused
 from .graphs import runner_for
+from .learner import learner_of
 from .loop import Decoder
 from .stopwatch import Stopwatch
 from .transformers_lm import TransformersLM
@@ -242,15 +243,23 @@ class TargetContext(ModuleContext):
         return found
 
     def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+        found = self._reaching(name, ids is None)
+        return fitted(make_slots(found, self.batch_size, self.max_length + room), self.vocab_size, ids, unknown)
+
+    def load_learner(self, name: str) -> Learner:
+        return learner_of(self._reaching(name), self.batch_size, self.max_length, self.vocab_size)
+
+    def _reaching(self, name: str, same_tokenizer: bool = True) -> LoadedModel:
+        """A drafting model that speaks the target's tokens, if it has to, and reaches as far as the sequences."""
         found = self.load_model(name)
-        if ids is None and (difference := self._other_tokenizer(found.tokenizer)):
+        if same_tokenizer and (difference := self._other_tokenizer(found.tokenizer)):
             raise ModelError(f"'{name}' cannot draft for '{self.target_name}': {difference}")
         if found.context_length is not None and found.context_length < self.sequence:
             raise ModelError(
                 f"'{name}' has a context of {found.context_length} tokens, but sequences reach {self.sequence} here; "
                 "shorten the prompts or max_new_tokens, or take another drafting model"
             )
-        return fitted(make_slots(found, self.batch_size, self.max_length + room), self.vocab_size, ids, unknown)
+        return found
 
     def _other_tokenizer(self, tokenizer: Any) -> str | None:
         """Why a drafting model's tokenizer will not do, or None."""

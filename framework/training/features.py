@@ -27,24 +27,24 @@ class Features:
     def __init__(self, target: LoadedModel, layers: Sequence[int], gib: float):
         self.target, self.layers = target, tuple(layers)
         self.room = int(gib * 2**30)
-        self._kept: dict[int, Tensor] = {}  # [L, layers, H] by number
+        self._kept: dict[int | None, Tensor] = {}  # [L, layers, H] by number, never None
 
-    def batch(self, texts: Sequence[Text], numbers: Sequence[int]) -> Batch:
-        """The texts, and the features of text ``numbers[i]``, which is always the same text."""
+    def batch(self, texts: Sequence[Text], numbers: Sequence[int | None]) -> Batch:
+        """The texts, and the features of text ``numbers[i]``, which is always the same text (None: not kept)."""
         device = self.target.model.device
         ids, mask, predicts = pad(texts, device)
         lacking = [i for i, number in enumerate(numbers) if number not in self._kept]
         # On a CPU one at a time: so a text's features do not depend on its neighbours in the batch, and a run that
         # was interrupted repeats them bit for bit. The processor is busy with the rows of a single text anyway.
-        new: dict[int, Tensor] = {}
+        new: dict[int, Tensor] = {}  # by place in the batch
         for part in [[i] for i in lacking] if device.type == "cpu" else [lacking] * bool(lacking):
             width = max(len(texts[i].ids) for i in part)
             states = self._states(ids[part, :width], mask[part, :width])
-            new |= {numbers[i]: states[row, : len(texts[i].ids)].cpu() for row, i in enumerate(part)}
-        hidden = [new[number] if number in new else self._kept[number] for number in numbers]
-        for number, states in new.items():
-            size = states.numel() * states.element_size()
-            if size <= self.room:
+            new |= {i: states[row, : len(texts[i].ids)].cpu() for row, i in enumerate(part)}
+        hidden = [new[i] if i in new else self._kept[number] for i, number in enumerate(numbers)]
+        for i, states in new.items():
+            number, size = numbers[i], states.numel() * states.element_size()
+            if number is not None and size <= self.room:
                 self.room -= size
                 self._kept[number] = states
         padded = torch.nn.utils.rnn.pad_sequence(hidden, batch_first=True)

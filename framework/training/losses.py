@@ -35,6 +35,8 @@ class _Distil(torch.autograd.Function):
         bias: Tensor,
         weights: Tensor,
         kind: str,
+        beta: float,
+        tokens: Tensor | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         loss = students.new_zeros((), dtype=torch.float32)
@@ -45,25 +47,36 @@ class _Distil(torch.autograd.Function):
             part = slice(start, start + rows)
             log_p = functional.log_softmax((target[part] @ target_head.T).float() + bias, -1)
             p = log_p.exp()
+            said = None if tokens is None else tokens[part, None]
             for k, (states, weight) in enumerate(zip(students[:, part], weights[:, part, None], strict=True)):
                 log_q = functional.log_softmax((states @ head.T).float() + bias, -1)
                 q = log_q.exp()
                 same = torch.minimum(p, q).sum(-1, keepdim=True)
                 overlap[k] += (same * weight).sum()
-                if kind == "forward-kl":
+                if kind == "nll" and said is not None:
+                    divergence = -log_q.gather(1, said)
+                    slope = q.scatter_add(1, said, torch.full_like(divergence, -1.0))
+                elif kind == "forward-kl":
                     divergence = (p * (log_p - log_q)).sum(-1, keepdim=True)
                     slope = q - p
                 elif kind == "reverse-kl":
                     difference = log_q - log_p
                     divergence = (q * difference).sum(-1, keepdim=True)
                     slope = q * (difference - divergence)
+                elif kind == "jsd":
+                    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+                    difference = log_q - log_m
+                    to_mixture = (q * difference).sum(-1, keepdim=True)
+                    divergence = beta * (p * (log_p - log_m)).sum(-1, keepdim=True) + (1 - beta) * to_mixture
+                    slope = (1 - beta) * q * (difference - to_mixture)
                 elif kind == "tv":
                     divergence = 1 - same
                     below = (q < p).float()
                     slope = -q * (below - (q * below).sum(-1, keepdim=True))
                 else:
                     raise ValueError(
-                        f"there is no divergence {kind!r}; the names are {', '.join(get_args(Divergence))}"
+                        f"there is no divergence {kind!r}; the names are {', '.join(get_args(Divergence))}, and nll "
+                        "where the texts' own tokens are given"
                     )
                 loss += (divergence * weight).sum()
                 slope = (slope * weight).to(head.dtype)
@@ -78,7 +91,7 @@ class _Distil(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         of_states, of_head = (None if saved is None else saved * grads[0] for saved in ctx.saved_tensors)
-        return of_states, of_head, None, None, None, None, None, None
+        return of_states, of_head, None, None, None, None, None, None, None, None
 
 
 def distil(
@@ -88,13 +101,20 @@ def distil(
     bias: Tensor,
     divergence: Divergence | str,
     rows: int = 128,
+    *,
+    beta: float = 0.5,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mean divergence and mean sum_x min(p, q) over ``[n, H]`` final hidden states, a head ``[R, H]`` and bias ``[R]``.
 
-    The bias is the logarithm of how many tokens a row of the head stands for: 0 for a full head.
+    The bias is the logarithm of how many tokens a row of the head stands for: 0 for a full head. ``beta`` is that of
+    ``jsd``. With ``tokens [n]`` int64, the rows of the head that the texts go on with, the divergence may be ``nll``,
+    -log q of these: sequence-level distillation.
     """
     keep = torch.ones(1, len(student), dtype=torch.bool, device=student.device)
-    loss, overlap = distil_many(student[None], keep, target, head, bias, divergence, rows=rows)
+    loss, overlap = distil_many(
+        student[None], keep, target, head, bias, divergence, beta=beta, tokens=tokens, rows=rows
+    )
     return loss, overlap[0]
 
 
@@ -106,6 +126,8 @@ def distil_many(
     bias: Tensor,
     divergence: Divergence | str,
     *,
+    beta: float = 0.5,
+    tokens: Tensor | None = None,
     decay: float = 1.0,
     target_head: Tensor | None = None,
     rows: int = 128,
@@ -119,7 +141,7 @@ def distil_many(
         keep: ``[K, n]`` bool, what the means are over.
         target: ``[n, Ht]``, whose law all students are to match.
         head: ``[R, H]``, the students'.
-        bias: ``[R]``, see `distil`.
+        bias, beta, tokens: see `distil`.
         target_head: ``[R, Ht]``, if the target's law over the same R tokens has another head than the students'.
         rows: hidden states taken at a time.
     """
@@ -127,7 +149,7 @@ def distil_many(
     factors = decay ** torch.arange(len(students), device=keep.device)
     weights = keep / keep.sum(1, keepdim=True).clamp(min=1) * factors[:, None]
     loss, overlap = _Distil.apply(  # type: ignore[misc]
-        students.to(head.dtype), head, target.to(own.dtype), own, bias, weights, divergence, rows
+        students.to(head.dtype), head, target.to(own.dtype), own, bias, weights, divergence, beta, tokens, rows
     )
     return loss, overlap / factors
 
@@ -176,6 +198,11 @@ class SampledHead:
         rest = torch.ones(len(head), dtype=torch.bool, device=head.device)
         rest[self._common] = False
         self._others = rest.nonzero().squeeze(1)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """``[n]``: which of every step's rows are those of ``tokens [n]`` that occur in the texts."""
+        whole = not 0 < self.wanted < len(self._others)
+        return tokens if whole else torch.searchsorted(self._common, tokens)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Rows ``[R, H]``, and the logarithm ``[R]`` float32 of how many tokens each stands for."""

@@ -175,7 +175,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = r.learning_rate * min(1.0, (self.step + 1) / max(r.warm_up, 1)) * fall
         self.trainee.student.train()
-        batch = self.features.batch([texts[i] for i in numbers], numbers)
+        given = [texts[i] for i in numbers]
+        own = self.trainee.rewritten(given, self.step)
+        fresh = (old is not new for old, new in zip(given, own, strict=True))
+        batch = self.features.batch(own, [None if new else i for new, i in zip(fresh, numbers, strict=True)])
         with self.accelerator.autocast():
             loss, first = self.trainee.loss(batch, self.step)
         if not loss.isfinite():
@@ -258,6 +261,7 @@ class Trainer:
             "kind": self.recipe.name,
             **asdict(self.recipe),
             "start_from_sha256": weights_sha256(resolve(begun, heads=True).path) if begun else "",
+            **self.trainee.made_with(),
             "target": self.target.sha256,
             "dtype": str(self.target.model.dtype),
             "precision": self.accelerator.mixed_precision,

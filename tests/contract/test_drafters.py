@@ -62,6 +62,15 @@ class TestHeuristicPolicy(DrafterContract):
     options = {"model": "toy", "gamma": 3, "policy": "heuristic"}
 
 
+@pytest.mark.slow
+class TestOnline(DrafterContract):
+    """Each round changes what the next one draws from."""
+
+    drafter = "online"
+    options = {"model": "toy", "gamma": 3, "every": 1, "learning_rate": 0.05}
+    remembers = True
+
+
 class TestDynamicThreshold(DrafterContract):
     drafter = "dynamic-threshold"
     options = {"model": "toy", "gamma": 3, "threshold": 0.35}

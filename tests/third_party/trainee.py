@@ -51,7 +51,8 @@ class OneHead(Trainee):
         self.longest = max(len(text.response) for text in texts)
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        return distil(*self.states(batch, self.recipe.dropout), self.head, self.bias, self.recipe.divergence)
+        r = self.recipe
+        return distil(*self.states(batch, r.dropout), self.head, self.bias, r.divergence, beta=r.beta)
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
         said, target = self.states(batch, 0)

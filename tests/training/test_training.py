@@ -32,20 +32,28 @@ def target():
     return LoadedModel(tied_llama(), None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "tv"])
-def test_the_gradient_is_that_of_autograd(divergence):
+@pytest.mark.parametrize(
+    ("divergence", "beta"),
+    [("forward-kl", 0.5), ("reverse-kl", 0.5), ("tv", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9), ("nll", 0.5)],
+)
+def test_the_gradient_is_that_of_autograd(divergence, beta):
     torch.manual_seed(1)
     student, teacher = torch.randn(7, 8, requires_grad=True), torch.randn(7, 8)
     head, bias = torch.randn(20, 8), torch.rand(20)
-    loss, overlap = distil(student, teacher, head, bias, divergence, rows=3)
+    tokens = torch.tensor([3, 19, 0, 3, 7, 11, 2])
+    loss, overlap = distil(student, teacher, head, bias, divergence, rows=3, beta=beta, tokens=tokens)
     (ours,) = torch.autograd.grad(loss, student)
     log_p = functional.log_softmax(teacher @ head.T + bias, -1)
     log_q = functional.log_softmax(student @ head.T + bias, -1)
     p, q = log_p.exp(), log_q.exp()
+    m = beta * p + (1 - beta) * q
+    jsd = beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
     expected = {
         "forward-kl": (p * (log_p - log_q)).sum(-1).mean(),
         "reverse-kl": (q * (log_q - log_p)).sum(-1).mean(),
         "tv": (1 - torch.minimum(p, q).sum(-1)).mean(),
+        "jsd": jsd.mean(),
+        "nll": functional.cross_entropy(student @ head.T + bias, tokens),
     }[divergence]
     (theirs,) = torch.autograd.grad(expected, student)
     torch.testing.assert_close(loss, expected)

@@ -1,0 +1,163 @@
+"""One student, trained by each of DistillSpec's choices on the same texts, and replayed along the same responses.
+
+    python benchmarks/distillspec.py [--target smollm2-135m-instruct] [--start-from smollm2-small-lm] [--out DIR]
+
+Each line is `crossdraft train small-lm` with other options: whole sequences (`nll`), or word by word by each
+divergence, on the target's texts, on the student's own (`--on-policy 1`) or on half of each. The target writes the
+texts once. Then every student is replayed, `crossdraft replay`, along responses of the target to prompts that are not
+among its texts; differences are of the same responses, with 95 % over prompts. What is whole is kept in --out, and the
+same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tabulate import tabulate
+
+from crossdraft.framework.cli.main import main as crossdraft
+from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.generate import generate
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.replay.replay import replay
+from crossdraft.framework.replay.responses import Reader
+from crossdraft.framework.replay.tally import difference
+from crossdraft.framework.runs.intervals import Estimate
+from crossdraft.framework.runs.prompts import load_prompts
+
+METHODS = {
+    "forward-kl": ["--divergence", "forward-kl"],
+    "nll": ["--divergence", "nll"],
+    "reverse-kl": ["--divergence", "reverse-kl"],
+    "jsd": ["--divergence", "jsd"],
+    "tv": ["--divergence", "tv"],
+    "forward-kl, on-policy": ["--divergence", "forward-kl", "--on-policy", "1"],
+    "reverse-kl, on-policy": ["--divergence", "reverse-kl", "--on-policy", "1"],
+    "jsd, on-policy": ["--divergence", "jsd", "--on-policy", "1"],
+    "tv, on-policy": ["--divergence", "tv", "--on-policy", "1"],
+    "jsd, mixed": ["--divergence", "jsd", "--on-policy", "0.5"],
+}
+
+
+def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
+    """A student trained by one method, in its directory; texts that another one learnt from are used again."""
+    out = args.out / name.replace(", ", "-")
+    if (out / "training.json").exists():
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    for file in ("texts.jsonl", "texts.json"):
+        if (texts / file).exists() and not (out / file).exists():
+            shutil.copyfile(texts / file, out / file)
+    argv = ["train", "small-lm", "--target", args.target, "--out", str(out), "--measure", "none", *METHODS[name]]
+    argv += ["--tokens", str(args.tokens), "--epochs", str(args.epochs), "--learning-rate", str(args.learning_rate)]
+    argv += [
+        "--write-batch",
+        str(args.write_batch),
+        "--max-response",
+        str(args.max_response),
+        "--batch-tokens",
+        str(args.batch_tokens),
+        "--warm-up",
+        "3",
+    ]
+    argv += ["--start-from", args.start_from] if args.start_from else []
+    argv += ["--questions", args.questions, "--invented", "0"] if args.questions else []
+    if code := crossdraft(argv):
+        sys.exit(code)
+    return out
+
+
+def respond(args: argparse.Namespace) -> Path:
+    """The target's own responses."""
+    path = args.out / "responses.jsonl"
+    if path.exists():
+        return path
+    target = load_model(args.target)
+    prompts = load_prompts(args.prompts, limit=args.limit)
+    inputs = [encode(target.tokenizer, prompt.turns[:1]) for prompt in prompts]
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 1}
+    responses = generate(target, inputs, drafter="none", **options)
+    lines = [
+        {"id": str(i), "category": prompt.category, "prompt": list(ids), "tokens": one.tokens, "finish": one.finish}
+        for i, (prompt, ids, one) in enumerate(zip(prompts, inputs, responses, strict=True))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def text(one: Estimate | None, sign: str = "") -> str:
+    if one is None:
+        return "-"
+    return f"{one.value:{sign}.3f}" + ("" if one.low is None else f" [{one.low:{sign}.3f}, {one.high:{sign}.3f}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--start-from", default="smollm2-small-lm", help="empty: the target's own layers")
+    parser.add_argument("--methods", default=";".join(METHODS), help="some of them, with semicolons between")
+    parser.add_argument("--questions", default="", help="prompts that the target answers (default: it invents its own)")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--max-response", type=int, default=128)
+    parser.add_argument("--write-batch", type=int, default=64)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--prompts", default="builtin", help="whose responses are replayed")
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--verifier", default="token")
+    parser.add_argument("--out", type=Path, default=Path("runs/distillspec"))
+    args = parser.parse_args()
+    names = [name.strip() for name in args.methods.split(";")]
+    if unknown := [name for name in names if name not in METHODS]:
+        parser.error(f"no method {unknown[0]!r}; there are {'; '.join(METHODS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    outs: list[Path] = []
+    for name in names:
+        outs.append(train(args, name, outs[0] if outs else args.out / "none"))
+    facts = [json.loads((out / "training.json").read_text(encoding="utf-8")) for out in outs]
+    models = [*map(str, outs), *([args.start_from] if args.start_from else [])]
+    drafters = [yaml.safe_dump({"name": "small-lm", "model": m}, default_flow_style=True, width=10_000) for m in models]
+    sampling = Sampling(temperature=args.temperature)
+    candidates = candidates_of(
+        [drafter.strip() for drafter in drafters],
+        [args.verifier],
+        [args.gamma],
+        sampling=sampling,
+        target=args.target,
+    )
+    found = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
+    tallies = [candidate.tallies[args.verifier, 1] for candidate in found.candidates]
+    rows = []
+    for i, name in enumerate([*names, args.start_from][: len(tallies)]):
+        less = [difference(tallies[i], args.gamma, other, args.gamma) for other in (tallies[0], tallies[-1])]
+        held_out = f"{facts[i]['log'][-1]['held_out_acceptance']:.3f}" if i < len(facts) else ""
+        minutes = f"{facts[i]['seconds'] / 60:.1f}" if i < len(facts) else ""
+        rows.append(
+            (
+                name,
+                held_out,
+                text(tallies[i].row(args.gamma).block_efficiency),
+                text(less[0], "+") if i else "",
+                text(less[1], "+") if args.start_from and i < len(facts) else "",
+                minutes,
+            )
+        )
+    heads = ["method", "held-out", f"BE, gamma {args.gamma}, {args.verifier}", f"less {names[0]}", "less the start"]
+    print(tabulate(rows, [*heads, "minutes"], tablefmt="github", disable_numparse=True))
+    print(f"\n{found.responses} responses of {found.tokens} tokens; temperature {args.temperature:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What a student says now: answers drawn from its own law, for on-policy distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def own_answers(
+    student: Any, prompts: Sequence[Sequence[int]], most: Sequence[int], eos: Sequence[int]
+) -> list[list[int]]:
+    """An answer to each prompt, token after token from the student's whole law at temperature 1.
+
+    Random numbers are PyTorch's. The student is in eval mode meanwhile.
+
+    Args:
+        student: a causal LM of transformers.
+        prompts: token ids, none empty.
+        most: longest answer to each, at least 1; an end-of-sequence token in it counts, and is its last.
+        eos: ids that end an answer.
+    """
+    from transformers import GenerationConfig
+
+    width = max(map(len, prompts))
+    ids = [[*[0] * (width - len(prompt)), *prompt] for prompt in prompts]
+    mask = [[*[0] * (width - len(prompt)), *[1] * len(prompt)] for prompt in prompts]
+    # All that might cut or bend the law is said: transformers has defaults of its own for what is left out.
+    how = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max(most),
+        eos_token_id=list(eos) or None,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    training = student.training
+    student.eval()
+    try:
+        tensors = [torch.tensor(rows, dtype=torch.long, device=student.device) for rows in (ids, mask)]
+        said: Tensor = student.generate(tensors[0], attention_mask=tensors[1], generation_config=how)
+    finally:
+        student.train(training)
+    return [_until_end(answer[:longest], eos) for answer, longest in zip(said[:, width:].tolist(), most, strict=True)]
+
+
+def _until_end(answer: list[int], eos: Sequence[int]) -> list[int]:
+    ends = [i for i, token in enumerate(answer) if token in eos]
+    return answer[: ends[0] + 1] if ends else answer

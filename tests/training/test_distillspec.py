@@ -1,0 +1,227 @@
+"""DistillSpec's choices: sequences or words, whose texts, and what other students miss."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_target import tied_llama
+
+from crossdraft.drafters.small_lm.own_texts import own_answers
+from crossdraft.drafters.small_lm.training import SmallLMTraining, student_of
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.training import Text, public
+from crossdraft.framework.training import trainer as trainer_module
+from crossdraft.framework.training.losses import SampledHead
+from crossdraft.framework.training.texts import split
+from crossdraft.framework.training.trainer import Trainer
+
+COMMON: dict[str, Any] = {"layers": (0, 2), "batch_tokens": 60, "learning_rate": 3e-3, "warm_up": 1}
+
+
+@pytest.fixture
+def target() -> LoadedModel:
+    return LoadedModel(tied_llama(), None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
+
+
+def texts() -> tuple[list[Text], list[Text]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(2, 50, (20, 14), generator=generator).tolist()
+    return split([Text(row[: 3 + i % 3], row[3 + i % 3 :], "given") for i, row in enumerate(rows)], 0.2)
+
+
+def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> list[list[int]]:
+    """The same as `own_answers`, a whole pass for every token and row, and random numbers in the same order."""
+    said: list[list[int]] = [[] for _ in prompts]
+    for _ in range(max(most)):
+        if all(eos in answer for answer in said):
+            break
+        laws = [student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)]
+        for answer, token in zip(said, torch.multinomial(torch.stack(laws), 1)[:, 0].tolist(), strict=True):
+            answer.append(0 if eos in answer else token)  # what pads a row that ended
+    cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in said]
+    return [answer[:longest] for answer, longest in zip(cut, most, strict=True)]
+
+
+@torch.no_grad()
+def test_answers_come_from_the_whole_law_of_the_student(target: LoadedModel) -> None:
+    student = student_of(target.model, (0, 2))
+    prompts, most = [[4, 9, 3], [7], [5, 5, 5, 8]], [9, 12, 4]
+    eos = 11
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found = own_answers(student.train(), prompts, most, [eos])
+        assert student.training, "it is as it was"
+        torch.manual_seed(seed)
+        assert found == drawn(student.eval(), prompts, most, eos)
+    assert all(1 <= len(answer) <= longest for answer, longest in zip(found, most, strict=True))
+
+
+def test_on_policy_texts_are_the_students_of_that_step(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = SmallLMTraining(**COMMON, epochs=1, on_policy=1.0, divergence="jsd", beta=0.2)
+    trainer = Trainer(target, recipe, tmp_path)
+    students, steps = [], []
+    rewritten, batch = trainer.trainee.rewritten, trainer.features.batch
+
+    def asked(given: Any, step: int) -> Any:
+        students.append(copy.deepcopy(trainer.trainee.student).eval())
+        found = rewritten(given, step)
+        steps.append((step, list(given), list(found)))
+        return found
+
+    scored: list[Any] = []
+
+    def features(given: Any, numbers: Any) -> Any:
+        found = batch(given, numbers)
+        scored.append((list(given), list(numbers), found))
+        return found
+
+    monkeypatch.setattr(trainer.trainee, "rewritten", asked)
+    monkeypatch.setattr(trainer.features, "batch", features)
+    trainer.run(*texts())
+    assert len(steps) == trainer.step > 2
+    for (step, given, found), student in zip(steps, students, strict=True):
+        with trainer_module._seeded(recipe.seed, step, torch.device("cpu")), torch.no_grad():
+            torch.rand(len(given))  # which of them
+            again = drawn(student, [t.prompt for t in given], [len(t.response) for t in given], 1)
+        assert [text.response for text in found] == again
+        assert [text.prompt for text in found] == [text.prompt for text in given]
+    first, last = (dict(student.named_parameters()) for student in (students[0], students[-1]))
+    assert not all(torch.equal(first[name], last[name]) for name in first), "they differ from step to step"
+    # The target scored what the student wrote, and nothing of it is kept for another text.
+    learnt = [one for one in scored if one[1][0] is None]
+    assert len(learnt) == trainer.step and all(number is None for one in learnt for number in one[1])
+    (text, *_), _, found = learnt[0]
+    whole = target.model(torch.tensor([text.ids]), output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(found.hidden[0, : len(text.ids), 0], whole.bfloat16().float())
+
+
+def test_a_share_of_the_texts_is_the_students(target: LoadedModel, tmp_path: Path) -> None:
+    trainee = Trainer(target, SmallLMTraining(**COMMON, on_policy=0.25), tmp_path).trainee
+    given = texts()[0]
+    torch.manual_seed(0)
+    kept = [old is new for _ in range(12) for old, new in zip(given, trainee.rewritten(given, 0), strict=True)]
+    assert 0.65 < sum(kept) / len(kept) < 0.85
+    assert {text.source for text in trainee.rewritten(given, 0)} == {"given", "student"}
+    assert "25% of the answers written by the student" in trainee.describe()[2]
+
+
+def test_on_policy_runs_resume_to_the_bit(target: LoadedModel, tmp_path: Path) -> None:
+    recipe = SmallLMTraining(**COMMON, epochs=2, on_policy=0.5)
+    whole, broken = Trainer(target, recipe, tmp_path / "whole"), Trainer(target, recipe, tmp_path / "broken")
+    whole.run(*texts())
+    original = broken._train
+
+    def dies_in_the_third(*args: Any) -> Any:
+        if broken.step == 3:
+            broken._save()
+            raise KeyboardInterrupt
+        return original(*args)
+
+    broken._train = dies_in_the_third  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        broken.run(*texts())
+    again = Trainer(target, recipe, tmp_path / "broken")
+    again.run(*texts())
+    assert again.log == [
+        entry | {"minutes": other["minutes"]} for entry, other in zip(whole.log, again.log, strict=True)
+    ]
+    ended, resumed = whole._state(), again._state()
+    assert all(torch.equal(ended[name], resumed[name]) for name in ended)
+
+
+@pytest.mark.parametrize("sampled_vocab", [0, 8])
+def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_path: Path, sampled_vocab: int) -> None:
+    trainer = Trainer(target, SmallLMTraining(**COMMON, divergence="nll", sampled_vocab=sampled_vocab), tmp_path)
+    train, _ = texts()
+    train = [Text(text.prompt, [2 + token % 20 for token in text.response], "given") for text in train]
+    trainer.trainee.prepare(train)
+    student, logs = trainer.trainee.student.eval(), []
+    head, bias = trainer.trainee._rows.at(4)
+    for text in train[:3]:
+        states = student.get_decoder()(torch.tensor([text.ids])).last_hidden_state[0]
+        place = trainer.trainee._rows.places(torch.tensor(text.response))
+        assert torch.equal(head[place], trainer.trainee.head[text.response])
+        said = (states[len(text.prompt) - 1 : -1] @ head.T + bias).log_softmax(-1)
+        logs += said[torch.arange(len(place)), place].tolist()
+    loss, _ = trainer.trainee.loss(trainer.features.batch(train[:3], [0, 1, 2]), 4)
+    assert float(loss.detach()) == pytest.approx(-sum(logs) / len(logs), rel=1e-5)
+
+
+def test_places_of_a_sampled_head() -> None:
+    head = torch.arange(24.0).view(12, 2)
+    some, whole = SampledHead(head, [7, 2, 9, 2], 3, seed=1), SampledHead(head, [7, 2, 9, 2], 0, seed=1)
+    tokens = torch.tensor([9, 2, 7])
+    for rows in (some, whole):
+        assert torch.equal(rows.at(5)[0][rows.places(tokens)], head[tokens])
+
+
+# -- what other students miss ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def first(chat_target: LoadedModel, tmp_path: Path) -> str:
+    """A student that was trained for a while."""
+    trainer = Trainer(chat_target, SmallLMTraining(**COMMON, epochs=6), tmp_path / "first")
+    trainer.out.mkdir()
+    trainer.run(*few())
+    trainer.export(few()[1])
+    return str(trainer.out)
+
+
+def few() -> tuple[list[Text], list[Text]]:
+    train, held_out = texts()
+    every = [Text([t % 38 + 2 for t in x.prompt], [t % 7 + 2 for t in x.response], "given") for x in train + held_out]
+    return every[: len(train)], every[len(train) :]
+
+
+def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
+    recipe = SmallLMTraining(**COMMON, misses_of=first, sampled_vocab=0, divergence="nll")
+    trainer = Trainer(chat_target, recipe, tmp_path / "second")
+    train, _ = few()
+    trainer.trainee.prepare(train)
+    batch = trainer.features.batch(train[:4], range(4))
+    learnt = trainer.trainee._learnt(batch)
+    other, kept = trainer.trainee._others[first].model, 0
+    for row, text in enumerate(train[:4]):
+        said = other(torch.tensor([text.ids])).logits[0].argmax(-1).tolist()
+        for at in range(batch.ids.shape[1]):
+            answers = len(text.prompt) - 1 <= at < len(text.ids) - 1
+            wanted = answers and said[at] != text.ids[at + 1]
+            assert bool(learnt[row, at]) == wanted
+            kept += wanted
+    assert 0 < kept < int(batch.predicts.sum()), "the first student says some of them, and misses some"
+    assert len(trainer.trainee.acceptance(batch)[0]) == kept
+    loss, _ = trainer.trainee.loss(batch, 0)
+    logits = trainer.trainee.student(batch.ids, attention_mask=batch.mask).logits
+    expected = torch.nn.functional.cross_entropy(logits[learnt], batch.ids.roll(-1, 1)[learnt])
+    torch.testing.assert_close(loss, expected)
+    assert "those that first misses" in trainer.trainee.describe()[2]
+    assert "none of first is the text's" in trainer.trainee.measured_by
+    assert trainer._identity(*few())[f"misses of {first}"] == trainer.trainee._others[first].sha256
+
+
+def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
+    trainer = Trainer(chat_target, SmallLMTraining(**COMMON, misses_of=first), tmp_path / "second")
+    said = trainer.trainee._others[first].model
+    text = [3, 4]
+    for _ in range(5):
+        text.append(int(said(torch.tensor([text])).logits[0, -1].argmax()))
+    train = [Text(text[:2], text[2:], "given")]
+    trainer.trainee.prepare(train)
+    loss, same = trainer.trainee.loss(trainer.features.batch(train, [0]), 0)
+    assert float(loss.detach()) == float(same) == 0
+    loss.backward()
+
+
+def test_what_cannot_be_missed_is_refused(target: LoadedModel, on_disk: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has an embedding of its own"):
+        Trainer(target, SmallLMTraining(**COMMON, misses_of=str(on_disk)), tmp_path)
+
+
+def test_cards_cut_each_of_several_paths() -> None:
+    assert public("/home/me/first,second,org/name,/a/third") == "first,second,org/name,third"
