@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.contracts.lm import LM, Fork
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
-    from .framework.contracts.rng import RoundRng, draw_each, first_accepted
+    from .framework.contracts.rng import RoundRng, UniformRound, accept_each, draw_each, first_accepted
     from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.suspect import Suspect
-    from .framework.contracts.tensors import columns, counting, eager_on_cpu, on_device, take_rows
+    from .framework.contracts.tensors import at_once, columns, counting, eager_on_cpu, on_device, take_rows
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
@@ -100,6 +100,7 @@ __all__ = [
     "Trainee",
     "TrainingConfig",
     "TreeShape",
+    "UniformRound",
     "UnknownNameError",
     "UsageError",
     "Verdict",
@@ -108,6 +109,8 @@ __all__ = [
     "Work",
     "Worker",
     "__version__",
+    "accept_each",
+    "at_once",
     "cache_dir",
     "columns",
     "counting",
@@ -187,6 +190,7 @@ _HOME = {
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
     "TreeShape": ".framework.contracts.fixed_tree",
+    "UniformRound": ".framework.contracts.rng",
     "UnknownNameError": ".framework.contracts.errors",
     "UsageError": ".framework.contracts.errors",
     "Verdict": ".framework.contracts.draft",
@@ -194,6 +198,8 @@ _HOME = {
     "VerifierTraits": ".framework.contracts.verifier",
     "Work": ".framework.contracts.launcher",
     "Worker": ".framework.contracts.launcher",
+    "accept_each": ".framework.contracts.rng",
+    "at_once": ".framework.contracts.tensors",
     "cache_dir": ".framework.models.device",
     "columns": ".framework.contracts.tensors",
     "counting": ".framework.contracts.tensors",

@@ -167,7 +167,7 @@ def of_run(
     for cells in pairs.values():
         result = max(cells, key=lambda cell: len(cell.records))
         config = result.config
-        acceptance = _acceptance(result, name)
+        acceptance = acceptance_of(result, name)
         if elsewhere is None:
             target, drafter = curves_of(result, curves)
         else:
@@ -205,7 +205,7 @@ def _moved(cell: CellStatistics, elsewhere: Machine | None) -> CellStatistics:
     return cell if elsewhere is None else replace(cell, draft_seconds=0.0, other_seconds=0.0)
 
 
-def _acceptance(result: CellResult, name: str) -> Acceptance:
+def acceptance_of(result: CellResult, name: str) -> Acceptance:
     """Of a cell, over prompts, of the rounds that had room for the deepest draft: as `Metrics.acceptance`."""
     config, metrics = result.config, result.metrics
     assert metrics is not None

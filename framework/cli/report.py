@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..contracts.errors import UsageError
 from ..report.finished import read_runs
 from ..report.html import html_page
 from ..report.page import page
+from .report_settings import settings_of
 from .selecting import add_runs
 from .serve import listening
 
@@ -32,7 +34,9 @@ def main(args: argparse.Namespace) -> int:
     if args.port is not None:
         raise UsageError("--port is of --watch; give that, too")
     runs = read_runs(args.runs)
-    pages = {args.html: html_page} if args.html is not None else {}
+    pages: dict[Path | None, Any] = {}
+    if args.html is not None:
+        pages[args.html] = lambda runs: html_page(runs, settings_of(runs))
     if args.out is not None or args.html is None:
         pages[args.out] = page
     if len(pages) < (args.out is not None) + (args.html is not None):
@@ -65,7 +69,7 @@ def _watch(args: argparse.Namespace) -> int:
     taken = listening("127.0.0.1", 8010 if args.port is None else args.port)
     print(f"crossdraft: http://127.0.0.1:{taken.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     try:
-        Live(args.runs).server().run(sockets=[taken])
+        Live(args.runs, settings_of).server().run(sockets=[taken])
     except KeyboardInterrupt:  # uvicorn has ended in good order, and raises the signal again
         print("crossdraft: the server has ended")
     return 0

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -27,8 +27,12 @@ from .remarks import differences, remarks_of
 _LIBRARIES = {"bokeh": "Bokeh", "jinja2": "Jinja2", "itables": "itables"}
 
 
-def html_page(runs: Sequence[FinishedRun]) -> str:
+def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]] = ()) -> str:
     """The page of these runs.
+
+    Args:
+        settings: what engines are told for each pair, to be copied: ``title``, and ``engines`` with ``name``, ``text``
+            and ``remarks``.
 
     Raises:
         UsageError: a library that it is made with is not installed.
@@ -67,6 +71,7 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         data=[
             ("plots", Markup(_inert(plots))),
             ("responses", Markup(_inert(responses))),
+            ("settings", Markup(_inert(list(settings)))),
         ],
         columns=columns,
         cells=cells,
@@ -75,6 +80,7 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         panels=panels,
         absent=absent,
         responses=responses,
+        settings=settings,
         certificates=certificates(sections),
         runs=[_about(title, run) for title, run in sections],
     )

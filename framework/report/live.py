@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..contracts.errors import CrossdraftError
-from .finished import read_runs
+from .finished import FinishedRun, read_runs
 from .html import html_page
 
 _SCRIPT = """
@@ -64,10 +65,11 @@ class Live:
 
     Args:
         directories: of runs that go on, or will.
+        settings: what `html_page` is to be told beside the runs.
     """
 
-    def __init__(self, directories: Sequence[Path]):
-        self._directories = directories
+    def __init__(self, directories: Sequence[Path], settings: Callable[[Sequence[FinishedRun]], Any] = lambda runs: ()):
+        self._directories, self._settings = directories, settings
         self._made = ("", "")
 
     def version(self) -> str:
@@ -86,7 +88,8 @@ class Live:
         now = self.version()
         if not now or self._made[0] != now:
             try:
-                self._made = (now, html_page(read_runs(self._directories, running=True)))
+                runs = read_runs(self._directories, running=True)
+                self._made = (now, html_page(runs, self._settings(runs)))
             except CrossdraftError as error:
                 return _WAITING.format(reason=escape(str(error)))
         return self._made[1]

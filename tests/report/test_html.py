@@ -170,7 +170,7 @@ def test_what_people_called_things_is_inert(tmp_path: Path) -> None:
     made = html_page([run])
     assert "alert(1)</script>" not in made and "<img" not in made and "onerror=alert(2)>" not in made
     found = Page(made)
-    assert not any("onerror" in a for _, a in found.elements) and len(found.scripts) == 5
+    assert not any("onerror" in a for _, a in found.elements) and len(found.scripts) == 6
     assert EVIL in found.rows[2][0] and found.data("responses")["cells"][0]["responses"][0]["text"] == EVIL
 
 
@@ -196,3 +196,19 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:
     assert [row[1] for row in Page(out.read_text(encoding="utf-8")).rows[1:4]] == ["", "token", "block"]
     assert cli.main([*command, "--out", str(out)]) == 2
     assert "both name" in capsys.readouterr().err
+
+
+def test_settings_of_engines(tmp_path: Path) -> None:
+    """What `crossdraft report --html` offers to copy is what the engines' own formats write, or says why not."""
+    file = tmp_path / "page.html"
+    run = on_disk(finished_run(tmp_path / "run", SMALL, tokens=12))
+    assert cli.main(["report", str(run), "--html", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    data = text.partition('<script type="application/json" id="data-settings">')[2].partition("</script>")[0]
+    pairs = json.loads(data)
+    assert [pair["title"] for pair in pairs] == [f"prompt-lookup × {r}, temperature 1" for r in ("token", "block")]
+    told = [{one["name"]: one for one in pair["engines"]} for pair in pairs]
+    assert '"num_speculative_tokens": 3' in told[0]["vllm"]["text"] and "block" not in told[0]["vllm"]["text"]
+    assert "vLLM" in " ".join(told[0]["vllm"]["remarks"])
+    assert all(one["text"] or one["remarks"][0].startswith(f"not in {one['name']}: ") for one in told[0].values())
+    assert "select" in text and 'id="settings-copy"' in text

@@ -134,5 +134,40 @@
     offer();
   }
 
+  // -- settings of engines ------------------------------------------------------------------------------------------------
+
+  const settings = data("settings");
+  const [pair, engine, copy] = ["pair", "engine", "copy"].map((name) => one(`#settings-${name}`));
+  function tell() {
+    const { text, remarks } = settings[pair.value].engines[engine.value];
+    one("#settings-text").textContent = text;
+    one("#settings-text").hidden = copy.hidden = !text;
+    one("#settings-said").textContent = "";
+    one("#settings-remarks").replaceChildren(...remarks.map((remark) => element("li", remark)));
+  }
+  async function copied() {
+    const place = one("#settings-text");
+    try {
+      await navigator.clipboard.writeText(place.textContent);
+    } catch { // an old browser, or one that keeps files from the clipboard
+      getSelection().selectAllChildren(place);
+      if (!document.execCommand("copy")) return "select the text and copy it";
+    }
+    return "copied";
+  }
+  if (pair) {
+    const offers = [[pair, settings.map(({ title }) => title)], [engine, settings[0].engines.map(({ name }) => name)]];
+    for (const [select, names] of offers) {
+      select.append(...names.map((name, i) => {
+        const option = element("option", name);
+        option.value = i;
+        return option;
+      }));
+      select.addEventListener("change", tell);
+    }
+    copy.addEventListener("click", async () => { one("#settings-said").textContent = await copied(); });
+    tell();
+  }
+
   paint();
 })();
