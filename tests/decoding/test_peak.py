@@ -24,7 +24,10 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("drafter, options, verifier, temperature, most", LIMITS)
+@pytest.mark.parametrize(
+    "drafter, options, verifier, temperature, most",
+    [row if row[2] == "block" else pytest.param(*row, marks=pytest.mark.slow) for row in LIMITS],
+)
 def test_what_a_round_holds(
     tiny_model: Callable,
     decoder: Callable,
