@@ -68,6 +68,7 @@ def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
         "--warm-up",
         "3",
     ]
+    argv += ["--sampled-vocab", str(args.sampled_vocab)]
     argv += ["--start-from", args.start_from] if args.start_from else []
     argv += ["--questions", args.questions, "--invented", "0"] if args.questions else []
     if code := crossdraft(argv):
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--max-response", type=int, default=128)
     parser.add_argument("--write-batch", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--sampled-vocab", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--prompts", default="builtin", help="whose responses are replayed")
