@@ -172,7 +172,8 @@ class DraftedSequences:
         on = chosen > 0
         if start is not None:
             on = on & (counting(self.places.shape[2], on.device)[first:] >= start[:, None])
-        return Path(chosen, *along.unbind(1), on)
+        above, token, law = along.unbind(1)
+        return Path(chosen, above, token, law, on)
 
     def behind(self, at: Tensor, token: Tensor) -> Tensor:
         """``[B, K, L]`` bool: the children of position ``at [B]`` that carry ``token [B]``."""

@@ -108,6 +108,7 @@ class TestEagle3(Heads):
     options = {"gamma": 2, "layers": [2, 3, 1]}
 
 
+@pytest.mark.slow  # TestDynamicTree is the quicker one
 class TestEagle3DynamicTree(Heads):
     drafter = "eagle3"
     options = {"tree": "dynamic", "depth": 3, "top_k": 2, "nodes": 5, "layers": [2, 3, 1]}

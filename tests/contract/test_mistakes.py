@@ -157,9 +157,19 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
 @pytest.mark.parametrize(
     "cls, test, sentence",
     [
-        (OtherTemperature, "test_q_is_the_law_of_the_draw", "q is not the law that tokens are drawn from"),
+        pytest.param(
+            OtherTemperature,
+            "test_q_is_the_law_of_the_draw",
+            "q is not the law that tokens are drawn from",
+            marks=pytest.mark.slow,
+        ),
         (OtherTemperature, "test_the_output_keeps_the_targets_law", "q is not the law of the draw"),
-        (DropsWhatItLookedAt, "test_q_is_the_law_of_the_draw", "a token that was looked at is dropped"),
+        pytest.param(
+            DropsWhatItLookedAt,
+            "test_q_is_the_law_of_the_draw",
+            "a token that was looked at is dropped",
+            marks=pytest.mark.slow,
+        ),
         (DropsWhatItLookedAt, "test_the_output_keeps_the_targets_law", "away from the target's law"),
         (SharesState, "test_rows_do_not_share_state", "rows share state"),
         (LeavesSomething, "test_a_slot_is_handed_over_clean", "a slot keeps what its last sequence left there"),

@@ -35,7 +35,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
 @pytest.mark.parametrize(
     "name, draft, verifier, depth",
     [
-        ("eagle3", {"gamma": 2}, "token", 2),
+        pytest.param("eagle3", {"gamma": 2}, "token", 2, marks=pytest.mark.slow),
         *[pytest.param(name, {"gamma": 2}, "token", 2, marks=pytest.mark.slow) for name in NAMES if name != "eagle3"],
         ("eagle3", {"gamma": 2}, "block", 2),
         *[pytest.param(name, {"gamma": 1}, "block", 1, marks=pytest.mark.slow) for name in ("eagle", "mtp")],

@@ -262,7 +262,7 @@ def exact_heads(model: Any, ids: Sequence[int] | None = None) -> Callable[[str],
 @pytest.mark.parametrize(
     "options, verifier, ids",
     [
-        ({}, "block", None),
+        pytest.param({}, "block", None, marks=pytest.mark.slow),
         ({}, "token", [2, 0, 3]),
         ({"temperature": 0}, "greedy-block", None),
         *(({"branching": [2, 2]}, rule, None) for rule in ("sample-match", "specinfer", "traversal")),

@@ -226,6 +226,7 @@ def test_what_a_run_draws(tmp_path: Path, monkeypatch: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
+@pytest.mark.slow
 def test_files_are_whole_and_always_the_same(results: Sequence[CellResult], tmp_path: Path) -> None:
     cells = [r for r in results if r.config.batch_size == 1]
     written: list[dict[str, bytes]] = []
