@@ -5,7 +5,6 @@ import pytest
 from crossdraft.framework import plugins
 from crossdraft.testing import VerifierContract
 
-
 #: Walks every outcome of two sequences; `specinfer` does the same in half the time.
 SLOW = {"spectr"}
 NAMES = [
