@@ -36,6 +36,7 @@ CHAINS = [
     {"name": "eagle3", "model": "smollm2-eagle3"},
     {"name": "medusa", "model": "smollm2-medusa"},
 ]
+HEADS = 5  # of the pack's Medusa, which drafts no deeper
 SEVERAL = [{"name": "small-lm-iid", "label": f"iid K={k}", "model": "smollm2-small-lm", "K": k} for k in (2, 4)]
 
 
@@ -47,7 +48,10 @@ def recipes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "limit": args.limit,
         "max_new_tokens": args.max_new_tokens,
     }
-    yield common | {"drafters": CHAINS, "verifiers": ["token", "block"], "matrix": _matrix(args, [0, 1])}
+    matrix = _matrix(args, [0, 1])
+    deeper = [gamma for gamma in matrix["gamma"] if gamma > HEADS]
+    exclude = [{"drafter": "medusa", "gamma": deeper}] if deeper else []
+    yield common | {"drafters": CHAINS, "verifiers": ["token", "block"], "matrix": matrix, "exclude": exclude}
     yield common | {"drafters": SEVERAL, "verifiers": ["specinfer", "spectr"], "matrix": _matrix(args, [1])}
 
 

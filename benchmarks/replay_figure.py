@@ -146,6 +146,8 @@ def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], conte
 
 
 def _axes(over_gamma: Axes, over_rows: Axes, over_sizes: Axes) -> None:
+    from matplotlib.ticker import LogLocator
+
     over_gamma.set_xlabel("gamma")
     over_gamma.set_ylabel("block efficiency")
     over_rows.set_xlabel("target rows a token, at most")
@@ -154,6 +156,9 @@ def _axes(over_gamma: Axes, over_rows: Axes, over_sizes: Axes) -> None:
     over_rows.xaxis.set_major_formatter("{x:g}")
     batch_axis(over_sizes, list(BATCH_SIZES))
     over_sizes.set_yscale("log")
+    over_sizes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    over_sizes.yaxis.set_major_formatter("{x:g}")
+    over_sizes.yaxis.set_minor_formatter("")
     over_sizes.set_xlabel("batch size")
     over_sizes.set_ylabel("tokens/s (grey: plain)")
 
