@@ -48,8 +48,9 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
     panels, absent = panels_of(sections)
     responses = responses_of(sections)
     plots = {choice.key: choice.plot for panel in panels for choice in panel.choices}
-    scripts = [_bokeh(), _data_tables(), _asset("page.js")]
-    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    # Bokeh is most of the code: the page keeps it as text, and runs it when the first plot comes into sight.
+    plot_library, scripts = _bokeh(), [_data_tables(), _asset("page.js")]
+    digests = " ".join(f"'sha256-{_digest(script)}'" for script in (plot_library, *scripts))
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     cells = cells_of(sections)
     columns = columns_of(sections, cells)
@@ -67,6 +68,7 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
             )
         ),
         styles=[Markup(_table_styles()), Markup(_asset("page.css"))],
+        plot_library=Markup(plot_library),
         scripts=[Markup(script) for script in scripts],
         data=[
             ("plots", Markup(_inert(plots))),

@@ -38,6 +38,7 @@ def test_forty_cells(browser: Any, tmp_path: Path) -> None:
         page.on("pageerror", lambda error, to=bad: to.append(str(error)))
         page.goto(file.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("window.Bokeh === undefined")  # the table does not wait for the plot library
         shown = "#cells tbody tr"
         assert page.locator(shown).count() == 44
 
@@ -56,6 +57,7 @@ def test_forty_cells(browser: Any, tmp_path: Path) -> None:
         for panel in ("pareto", "heat", "acceptance", "rows", "category", "time"):
             page.locator(f"#panel-{panel}").scroll_into_view_if_needed()
             page.wait_for_selector(f"#plot-{panel} > *", state="attached")
+        assert page.evaluate("typeof Bokeh.embed.embed_item") == "function"
         page.select_option("select[data-plot=time]", index=1)
         page.select_option("#response-cell", index=3)
         assert page.locator("#response-tokens .token").count() == 128

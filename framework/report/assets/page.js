@@ -42,8 +42,16 @@
 
   // -- plots: drawn when they come into sight -------------------------------------------------------------------------
 
-  const plots = data("plots");
+  let plots = null;
+  function ready() { // the library stands in the page as text: most readers look at the table first
+    if (plots) return;
+    const script = element("script", one("#plot-library").textContent);
+    document.head.append(script);
+    script.remove();
+    plots = data("plots");
+  }
   async function draw(panel, key) {
+    ready();
     const place = one(`#plot-${panel}`);
     place.replaceChildren();
     const views = await Bokeh.embed.embed_item(plots[key], `plot-${panel}`);
