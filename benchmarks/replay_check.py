@@ -30,6 +30,7 @@ from crossdraft.framework.replay.tally import difference
 from crossdraft.framework.runs.intervals import Estimate
 from crossdraft.framework.runs.metrics import free, paired_difference
 from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.runs.run_directory import cell_name
 
 CHAINS = [
     {"name": "small-lm", "model": "smollm2-small-lm"},
@@ -106,7 +107,7 @@ def main() -> None:
                 continue
             assert metrics.block_efficiency is not None
             start = time.perf_counter()
-            found = replayed(outcome.directory / "cells" / config.hash, config, [config.verifier.name])
+            found = replayed(outcome.directory / "cells" / cell_name(config), config, [config.verifier.name])
             seconds += time.perf_counter() - start
             gamma, k = config.drafter.config["gamma"], config.drafter.config.get("K", 1)
             measured = metrics.block_efficiency
@@ -124,7 +125,7 @@ def main() -> None:
             if set(rules) == {"token", "block"} and key.startswith("T=1"):
                 block, token = rules["block"], rules["token"]
                 config, gamma = token.config, token.config.drafter.config["gamma"]
-                found = replayed(outcome.directory / "cells" / config.hash, config, ["token", "block"])
+                found = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
                 theirs = paired_difference(free(block.records, gamma), free(token.records, gamma))
                 tallies = found.candidates[0].tallies
                 ours = difference(tallies["block", 1], gamma, tallies["token", 1], gamma)
