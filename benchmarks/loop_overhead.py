@@ -94,6 +94,10 @@ class _TimedGraphs:
     def records(self) -> bool:
         return self.graphs.records
 
+    @property
+    def widths(self) -> dict:
+        return self.graphs.widths
+
     def __call__(self, function: Callable, *rest: Any) -> Any:
         if function != self.lm._score:
             return self.graphs(function, *rest)

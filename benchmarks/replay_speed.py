@@ -22,7 +22,8 @@ import numpy as np
 PROMPT, TOKENS, VOCABULARY = 64, 64, 49_152
 DRAFTERS = {
     "prompt-lookup": ["prompt-lookup"],
-    "both": ["prompt-lookup", "{name: prompt-lookup, max_ngram: 8, match: first, label: 8-grams}"],
+    "suffix": ["suffix"],
+    "two lookups": ["prompt-lookup", "{name: prompt-lookup, max_ngram: 8, match: first, label: 8-grams}"],
 }
 
 

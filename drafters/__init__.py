@@ -63,6 +63,11 @@ def crossdraft_register_drafters(register):
         "jacobi", f"{__name__}.self_speculation.jacobi:Jacobi", summary="the target's own guesses of its last pass"
     )
     register(
+        "pass",
+        f"{__name__}.self_speculation.pass_:Pass",
+        summary="the target drafts in one pass, behind learnt look-ahead embeddings",
+    )
+    register(
         "small-lm", f"{__name__}.small_lm.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length"
     )
     register(
@@ -89,7 +94,7 @@ def crossdraft_register_drafters(register):
     register(
         "small-lm-tree",
         f"{__name__}.small_lm.tree:SmallLMTree",
-        summary="a smaller model draws a tree: without replacement, top-k or greedy siblings",
+        summary="a smaller model draws a tree of a shape or a budget: without replacement, top-k or greedy siblings",
     )
     register(
         "small-lm-dynamic-tree",
@@ -114,6 +119,11 @@ def crossdraft_register_trainers(register):
         "layer-skip",
         f"{__name__}.self_speculation.layer_skip_training:LayerSkipSearch",
         summary="search for the sublayers that the target leaves out when it drafts for itself",
+    )
+    register(
+        "pass",
+        f"{__name__}.self_speculation.pass_training:PassTraining",
+        summary="train the look-ahead embeddings with which a frozen target drafts for itself",
     )
     register(
         "medusa",

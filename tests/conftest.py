@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from given_context import GivenContext
+from hypothesis import settings
 
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.tablelm import Toy
@@ -21,6 +22,10 @@ from crossdraft.framework.plugins import manager
 
 #: Fixtures that the tests of several packages use.
 pytest_plugins = ["run_fixtures", "head_fixtures"]
+
+# Tests count and never time: on a busy machine any example may take a while.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 #: Whose plug-ins these tests are about.
 OURS = ("crossdraft", "crossdraft-smollm2")

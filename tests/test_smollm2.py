@@ -9,6 +9,7 @@ import pytest
 import torch
 from crossdraft_suffix.drafter import Suffix
 
+from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.generate import pair_decoder
 from crossdraft.framework.models.load import load_model
@@ -30,19 +31,27 @@ DRAFTERS = {
     "suffix-tree": (Suffix, Suffix.Config(factor=2, tree=True)),
     "early-exit": {"name": "early-exit", "exit_layer": 24, "gamma": 3},
     "layer-skip": {"name": "layer-skip", "skip_attention": [10, 14, 18], "skip_mlp": [11, 18], "gamma": 3},
+    "pass": {"name": "pass", "gamma": 4},  # `target` makes the embeddings
     "jacobi": {"name": "jacobi", "gamma": 4},
     "lookahead": {"name": "lookahead", "window": 4, "ngram": 3, "guesses": 3},
     "learnt-threshold": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 6, "policy": "learnt-threshold"},
+    "sequoia": {"name": "small-lm-tree", "model": "smollm2-small-lm", "growth": "sequoia", "nodes": 9},
+    "opt-tree": {"name": "small-lm-tree", "model": "smollm2-small-lm", "growth": "opt-tree", "nodes": 9, "depth": 5},
 }
 #: Trees of point masses are judged by other rules.
-TREES = {"token-recycling", "suffix-tree", "lookahead"}
+TREES = {"token-recycling", "suffix-tree", "lookahead", "sequoia", "opt-tree"}
 PAIRS = [(d, v) for d in DRAFTERS for v in (("greedy", "sample-match") if d in TREES else ("greedy", "token", "block"))]
 
 
 @pytest.fixture(scope="module")
-def target():
+def target(tmp_path_factory):
     pytest.importorskip("crossdraft_smollm2")
-    return load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
+    loaded = load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
+    ahead = tmp_path_factory.mktemp("ahead")  # as they are before training
+    mean = loaded.model.get_input_embeddings().weight.mean(0).repeat(3, 1)
+    save_embeddings(ahead, mean, target=loaded.name, sha256=loaded.sha256)
+    DRAFTERS["pass"]["model"] = str(ahead)
+    return loaded
 
 
 @pytest.fixture(scope="module")

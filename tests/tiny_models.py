@@ -33,12 +33,13 @@ def save_model(
     vocab: dict[str, int] = VOCAB,
     nan: bool = False,
     layers: int = 2,
+    hidden: int = 16,
 ) -> str:
-    """A random Llama with logits `width` wide, and its tokenizer; the name to load it by."""
+    """A random Llama, its logits `width` and its states `hidden` wide, and its tokenizer; the name to load it by."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=width, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+            vocab_size=width, hidden_size=hidden, intermediate_size=3 * hidden // 2, num_hidden_layers=layers,
             num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
             max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
         )

@@ -1,4 +1,4 @@
-"""Growing a token tree with any autoregressive drafter: fixed shapes, and the dynamic growth of EAGLE-2.
+"""Growing a token tree with any autoregressive drafter: fixed shapes, and the dynamic growth of EAGLE-2 and OPT-Tree.
 
 A drafter hands over the logits after the root and ``expand(tokens, parents)``, which feeds new nodes to its model;
 what comes back is the draft and, for every node of it, the place at which that model has seen it (-1 = never).
@@ -153,6 +153,17 @@ def dynamic_room(depth: int, top_k: int, nodes: int) -> int:
     return max((depth - 1) * top_k - nodes, 0)
 
 
+def most_expanded(depth: int, nodes: int) -> int:
+    """Most nodes that the model of an optimal tree is fed (`grow_dynamic` without ``top_k``)."""
+    # A node of level i that is among the best has i - 1 ancestors that are, too.
+    return sum(_width(nodes - level + 1, nodes) for level in range(1, min(depth - 1, nodes) + 1))
+
+
+def _width(wanted: int, most: int) -> int:
+    """A level's width, rounded up to a power of two: a pass is recorded for each width there is."""
+    return min(1 << (wanted - 1).bit_length(), most) if wanted else 0
+
+
 def grow_fixed(
     shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: RoundRng
 ) -> tuple[Draft, Tensor]:
@@ -260,13 +271,26 @@ def ordered(scores: Tensor, k: int) -> Tensor:
 
 
 def grow_dynamic(
-    depth: int, top_k: int, nodes: int, root: Tensor, expand: Expand, limit: Tensor
+    depth: int,
+    top_k: int | None,
+    nodes: int,
+    root: Tensor,
+    expand: Expand,
+    limit: Tensor,
+    *,
+    threshold: float = 0.0,
 ) -> tuple[Draft, Tensor]:
-    """The dynamic draft tree of EAGLE-2 (Y. Li, F. Wei, C. Zhang, H. Zhang, EMNLP 2024, section 4).
+    """A tree whose shape follows the drafter's confidence: the dynamic tree of EAGLE-2, or the optimal one of OPT-Tree.
 
-    Expansion: of each level's candidates the ``top_k`` with the largest joint probability are fed, each gets its
-    ``top_k`` most probable children. Re-ranking: of all candidates the ``nodes`` with the largest joint
-    probability are kept; a parent is never less probable than its child, so they form a tree. Point masses.
+    EAGLE-2 (Y. Li, F. Wei, C. Zhang, H. Zhang, EMNLP 2024, section 4). Expansion: of each level's candidates the
+    ``top_k`` with the largest joint probability are fed, each gets its ``top_k`` most probable children. Re-ranking:
+    of all candidates the ``nodes`` with the largest joint probability are kept; a parent is never less probable than
+    its child, so they form a tree. Point masses.
+
+    OPT-Tree (J. Wang et al., TACL 2025), without ``top_k``: of each level those are fed that are among the ``nodes``
+    best so far, each gets its ``nodes`` most probable children. So what is kept is the tree with the largest sum of
+    joint probabilities, which is the expected number of accepted tokens if the target says what the drafter says. A row
+    grows on while a level adds at least ``threshold`` to its sum. The host asks once a level how wide the next one is.
 
     Args:
         root: ``[B, V]`` logits after the last committed token.
@@ -274,34 +298,48 @@ def grow_dynamic(
     """
     b, device = root.shape[0], root.device
     rows = torch.arange(b, device=device)[:, None]
-    score, token = root.float().log_softmax(-1).topk(top_k)
+    born = min(nodes, root.shape[1]) if top_k is None else top_k
+    score, token = root.float().log_softmax(-1).topk(born)
     finite = ~score.isnan().any(1)
     tokens, scores, parents, fed, levels = [token], [score], [torch.full_like(token, -1)], [], [1]
-    first = 0  # index of the current level's first candidate
+    first, seen = 0, 0  # index of the current level's first candidate; nodes that were fed
+    total, going = torch.zeros_like(limit, dtype=score.dtype), torch.ones_like(limit, dtype=torch.bool)
     for level in range(1, depth):
-        frontier = scores[-1].topk(top_k).indices
+        score, width = scores[-1], born
+        if top_k is None:
+            joint = torch.cat(scores, 1)
+            best = _best(joint, nodes)
+            before, total = total, joint.gather(1, best).exp().sum(1)
+            going = going & (total - before >= threshold)
+            kept = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, best, True)[:, first:]
+            kept = kept & (going & (limit > level))[:, None] & (score > -torch.inf)
+            width = _width(int(kept.sum(1).max()), min(nodes, score.shape[1]))
+            if not width:
+                break
+            score = score.masked_fill(~kept, -torch.inf)  # and so are the children of a node that is only padding
+        frontier = score.topk(width).indices
         candidate = first + frontier
         place = torch.full((b, tokens[-1].shape[1]), -1, dtype=torch.long, device=device)
-        place.scatter_(1, frontier, torch.arange(top_k, device=device).expand_as(frontier) + (level - 1) * top_k)
+        place.scatter_(1, frontier, torch.arange(width, device=device).expand_as(frontier) + seen)
+        seen += width
         fed.append(place)
         above = parents[-1].gather(1, frontier)
         # The parent's own place among the fed nodes: parents are indices of candidates.
         at = torch.cat(fed, 1).gather(1, above.clamp(min=0)) if level > 1 else above
         logits = expand(tokens[-1].gather(1, frontier), torch.where(above >= 0, at, -1))
-        logp, child = logits.float().log_softmax(-1).topk(top_k, -1)
+        logp, child = logits.float().log_softmax(-1).topk(born, -1)
         finite = finite & ~logp.isnan().flatten(1).any(1)
         first += tokens[-1].shape[1]
-        joint = (scores[-1].gather(1, frontier)[..., None] + logp).view(b, -1)
+        joint = (score.gather(1, frontier)[..., None] + logp).view(b, -1)
         scores.append(joint)
         tokens.append(child.reshape(b, -1))
-        parents.append(candidate[..., None].expand(-1, -1, top_k).reshape(b, -1))
+        parents.append(candidate[..., None].expand(-1, -1, born).reshape(b, -1))
         levels.append(level + 1)
     fed.append(torch.full_like(tokens[-1], -1))
     token, parent, place = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(fed, 1)
     generation = torch.cat([torch.full_like(t, level) for t, level in zip(tokens, levels, strict=True)], 1)
     joint = torch.cat(scores, 1).masked_fill(generation > limit[:, None], -torch.inf)
-    # Stable, so that of equals the parent comes first; then back into topological order.
-    best = joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
+    best = _best(joint, nodes).sort(1).values  # back into topological order
     new = torch.full_like(token, -1).scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best))
     old_parent = parent.gather(1, best)
     draft = Draft(
@@ -309,7 +347,12 @@ def grow_dynamic(
         parents=torch.where(old_parent >= 0, new.gather(1, old_parent.clamp(min=0)), -1),
         valid=joint[rows, best] > -torch.inf,
         drawn="deterministic",
-        levels=depth,
+        levels=levels[-1],
         finite=finite,
     )
     return draft, place.gather(1, best)
+
+
+def _best(joint: Tensor, nodes: int) -> Tensor:
+    """Indices of the ``nodes`` largest; stable, so that of equals the parent comes first."""
+    return joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes]

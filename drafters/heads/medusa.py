@@ -226,8 +226,10 @@ class Medusa(Drafter):
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         limit = on_device(limits, sequences.device)
-        (logits,) = self._run(self._score, {"features": self._features}, steps)
+        # All heads that draft, in short rounds too: one shape to record.
+        (logits,) = self._run(self._score, {"features": self._features}, self.depth)
         assert logits is not None
+        logits = logits[:, :steps]
         unknown = ~on_device(self._known, sequences.device).bool()  # what is said of such a row means nothing
         if self._tree is not None:
             return self._most_probable(self._tree, logits, limit, unknown)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from ..contracts.errors import UsageError
+from ..models.quantization import refuse_quantized
 from .acceptance import Acceptance
 from .engine import Engine, Schedule
 
@@ -25,6 +26,7 @@ def needs_model(engine: Engine, acceptance: Acceptance) -> str:
         raise UsageError(
             f"the settings of {engine.name} name the drafting model of {acceptance.drafter}; give it as --draft-model"
         )
+    refuse_quantized(acceptance.model, f"{engine.name} does not quantise drafting models so; it needs weights on disk")
     return acceptance.model
 
 

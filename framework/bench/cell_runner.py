@@ -6,6 +6,7 @@ The cells of a group share one target: they take turns on its slots, each with a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import isfinite
 from random import Random
@@ -15,7 +16,7 @@ from ..contracts.errors import ContractError, UsageError
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response, RoundEvent
+from ..contracts.rounds import Request, Response, RoundEvent
 from ..decoding.build import (
     Configured,
     TargetContext,
@@ -25,6 +26,7 @@ from ..decoding.build import (
     slot_length,
 )
 from ..decoding.fused import Fused
+from ..decoding.graphs import Ahead, recording
 from ..decoding.loop import Decoder
 from ..models.chat import encode
 from ..models.load import load_model
@@ -36,7 +38,7 @@ from ..runs.run_directory import PieceResult
 from . import memory
 from .waiting import Waiting
 
-#: Tokens generated per sequence before the clock runs.
+#: Rounds before the clock runs.
 WARM_UP = 4
 #: Tokens after which the prompts of the warm-up repeat themselves, so that drafters that copy draft too.
 WARM_UP_PERIOD = 8
@@ -278,24 +280,31 @@ class Cell:
         return passes
 
     def warm_up(self, length: int) -> None:
-        """Run every slot for a few tokens and forget them: what is made once is made outside the timing.
+        """Run every slot for a few rounds and forget them: what is made once is made outside the timing.
 
+        That includes CUDA graphs: of all widths up to that of the widest draft, and for sequences of all lengths.
         Prompts are ``length`` random tokens on random streams of their own: a drafter that remembers sees nothing of
         what is measured, and is told to forget it anyway.
         """
         decoder, random = self.decoder, Random(self.config.seed)
         fused = decoder.verifier if isinstance(decoder.verifier, Fused) else None
         ends, decoder.eos = decoder.eos, frozenset()
-        if fused is None:  # what is to be compiled comes up in whole sequences only
-            decoder.max_new_tokens = min(WARM_UP, self.config.max_new_tokens)
+        if fused is None:  # the first draft is a whole one; what is to be compiled comes up in whole sequences only
+            decoder.max_new_tokens = min(WARM_UP + self.depth, self.config.max_new_tokens)
         prompts = []
         for _ in range(self.config.batch_size):
             phrase = [random.randrange(self.lm.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
             prompts.append([phrase[i % len(phrase)] for i in range(length)])
-        streams = [WARM_UP_STREAM + row for row in range(len(prompts))]
+        whole = [Request(prompt, i, WARM_UP_STREAM + i, "the warm-up") for i, prompt in enumerate(prompts)]
+        # The target alone, as where the last token is all that is wanted.
+        last = [one._replace(prompt=one.prompt[:1], most=1) for one in whole]
         self._on_round()
-        for _ in decoder.run(prompts, streams, ["the warm-up"] * len(prompts)):
-            pass
+        with recording(Ahead(depth=self.depth, nodes=positions(self.config) - 1)):
+            for requests in (whole, last):
+                with closing(decoder.rounds(requests)) as rounds:
+                    for made, _ in enumerate(rounds, 1):
+                        if fused is None and made == WARM_UP:
+                            break
         decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
         if fused is not None:
             fused.compiling = False
@@ -311,7 +320,9 @@ class Cell:
         try:
             for turn in range(max(len(c.prompt.turns) for c in conversations)):
                 asked = [c for c in conversations if turn < len(c.prompt.turns)]
-                for conversation, response, length in self._decode(asked, turn, answers):
+                with recording(None):
+                    decoded = self._decode(asked, turn, answers)
+                for conversation, response, length in decoded:
                     text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
                     answers[conversation.prompt.index].append(text)
                     self._record(found, conversation.prompt, turn, response, text, length)

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
+from ..decoding.graphs import held
 from ..runs.interrupts import asked
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
@@ -259,7 +260,8 @@ class Group:
             return sentence(error)
         models = [one.model for one in loaded]
         available = memory.total(models[0].device)
-        return memory.explain(models, config.batch_size, self._slot, positions(config), available)
+        recorded = held(models[0].device)
+        return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 
 def cut(conversations: Sequence[Conversation], batch_size: int, random: Random) -> Sequence[Sequence[Conversation]]:

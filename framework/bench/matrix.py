@@ -23,6 +23,7 @@ from ..contracts.reading import kind_of
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..models.device import pick_dtype
+from ..models.quantization import split
 from ..runs.prompts import check_source
 from ..runs.recipe import BASELINE, RUN_KEYS, SAMPLING_KEYS, CellConfig, Recipe, Strategy, digest, read_recipe
 from ..runs.yaml_errors import KeyPath, Places, dotted, explain, suggest
@@ -286,6 +287,9 @@ class _Expansion:
         try:
             if name in known or (name and kind_of(name)):
                 return
+            name, quantization = split(name)
+            if quantization:
+                return self._check_model(name, path)
         except UsageError as error:
             raise self.places.error(path, str(error)) from None
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..models.quantization import nbytes
+
 
 def start(device: torch.device) -> None:
     """Forget the peak so far, where that is possible."""
@@ -45,29 +47,32 @@ def exhausted(error: BaseException) -> bool:
     )
 
 
-def explain(models: Sequence[Any], batch_size: int, slot: int, positions: int, available: int | None) -> str:
+def explain(
+    models: Sequence[Any], batch_size: int, slot: int, positions: int, available: int | None, recorded: int = 0
+) -> str:
     """What a cell that ran out of memory needed, and the batch size that would have fitted, in one sentence.
 
-    Counts what grows large: weights, the caches of all slots, and the logits of a target pass with the law that is
-    made of them, both in float32.
+    Counts what grows large: weights, the caches of all slots, the logits of a target pass with the law that is made of
+    them, both in float32, and what recorded passes return into.
 
     Args:
         models: transformers models, the target first; an embedding that two share counts once.
         slot: tokens that a slot holds.
         positions: that the target evaluates a row in a round.
         available: bytes, see `total`.
+        recorded: bytes that the graphs of all models in the process hold (`graphs.held`), of slots as many as these.
     """
-    weights = sum({p.data_ptr(): p.nbytes for model in models for p in model.parameters()}.values())
+    weights = sum({id(p): nbytes(p) for model in models for p in model.parameters()}.values())
     cache = slot * sum(_bytes_per_token(model) for model in models)
     logits = 2 * 4 * positions * models[0].get_output_embeddings().weight.shape[0]
     needs = (
         f"out of memory at batch size {batch_size}: weights {_gb(weights)}, cache {_gb(batch_size * cache)} "
         f"({batch_size} slots of {slot} tokens), logits and law {_gb(batch_size * logits)} "
         f"({batch_size} × {positions} positions)"
-    )
+    ) + (f", what recorded passes return {_gb(recorded)}" if recorded else "")
     if available is None:
         return f"{needs}; set a smaller batch_size or max_new_tokens"
-    fits = max(available - weights, 0) // (cache + logits)
+    fits = max(available - weights, 0) // (cache + logits + -(-recorded // batch_size))
     if fits >= batch_size:
         rest = "other programs, or the other pairs of the group, hold the rest: run fewer of them at once"
         return f"{needs} are less than the {_gb(available)} there are; {rest}"

@@ -14,6 +14,7 @@ import torch
 from ..contracts.errors import UsageError
 from ..contracts.sampling import Sampling
 from ..cost.curve import BATCH_SIZES, CONTEXTS, REPEATS, WIDTHS, CostCurve, Point
+from ..decoding.graphs import Ahead, recording
 from ..decoding.stopwatch import Stopwatch
 from ..decoding.transformers_lm import TransformersLM
 from ..models.environment import describe
@@ -76,8 +77,9 @@ def measure_passes(
     order = deque(points)
     for repeat in range(repeats + 1):
         for point in order:
-            taken = once(*point)
-            if repeat:  # the first time round, buffers are made
+            with recording(None if repeat else Ahead(depth=0, nodes=0)):
+                taken = once(*point)
+            if repeat:  # the first time round, buffers are made and graphs recorded
                 seconds[point].append(taken)
             advance(1)
         order.rotate(len(points) // 3)

@@ -11,7 +11,7 @@ import torch
 from .. import plugins
 from ..contracts.errors import CrossdraftError
 from ..models.device import pick_device, pick_dtype
-from ..models.digests import file_sha256, settings_sha256, weights_sha256
+from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.resolve import resolve
 from ..runs.recipe import CellConfig
 from ..runs.sources import code_sha256, source_of
@@ -86,7 +86,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _weights(name: str, model: Mapping[str, Any]) -> str:
     if "file" in model:  # of `DraftContext.load_settings`: it has nothing else
         return file_sha256(Path(model["file"]))
-    return weights_sha256(resolve(name, heads=model.get("heads", False)).path)
+    return model_sha256(resolve(name, heads=model.get("heads", False)))
 
 
 def _settings(name: str, model: Mapping[str, Any]) -> str:

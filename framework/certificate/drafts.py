@@ -75,6 +75,17 @@ DRAFTS: dict[str, DraftKind] = {
         lambda gamma: _tree(gamma, "top-k"),
         "the two most probable children, an argmax chain below each",
     ),
+    "tree-sequoia": DraftKind(
+        "small-lm-tree",
+        lambda gamma: _grown(gamma, "sequoia", {"acceptance": [0.8, 0.1], "temperature": 1}),
+        "Sequoia's tree of one node more than a chain, drawn without replacement: a chain, and a leaf beside its first "
+        "node",
+    ),
+    "tree-opt": DraftKind(
+        "small-lm-tree",
+        lambda gamma: _grown(gamma, "opt-tree", {"threshold": 0}),
+        "OPT-Tree's of as many nodes: those that the drafter finds most probable, so that its shape varies",
+    ),
 }
 
 
@@ -104,6 +115,12 @@ def _iid(gamma: int, k: int) -> dict[str, Any]:
 def _tree(gamma: int, siblings: str) -> dict[str, Any]:
     branching = [2] * min(gamma, 1) + [1] * (gamma - 1)
     return {"model": "toy", "branching": branching, "siblings": siblings, "temperature": 1}
+
+
+def _grown(gamma: int, growth: str, options: dict[str, Any]) -> dict[str, Any]:
+    if not gamma:
+        return _tree(gamma, "top-k")
+    return {"model": "toy", "growth": growth, "depth": gamma, "nodes": gamma + 1, **options}
 
 
 @dataclass(frozen=True)

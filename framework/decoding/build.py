@@ -232,6 +232,7 @@ class TargetContext(ModuleContext):
             target=lm,
             target_model=loaded.model if loaded.backend == TRANSFORMERS else None,
             target_name=loaded.name,
+            target_sha256=loaded.sha256,
             tokenizer=loaded.tokenizer,
             loaded=loaded,
             **more,

@@ -43,5 +43,7 @@ class SmallBatchLinear(nn.Linear):
 def speed_up_small_batches(model: nn.Module) -> None:
     """Let every plain `nn.Linear` on a CPU in float32 be a :class:`SmallBatchLinear`; parameters stay as they are."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+        if type(module) is not nn.Linear or hasattr(module.weight, "__tensor_flatten__"):  # quantised: not to be read
+            continue
+        if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = SmallBatchLinear

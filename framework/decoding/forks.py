@@ -13,6 +13,7 @@ on from there (`LayerFork.finished`). Whether a model can be run in two parts is
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -95,11 +96,11 @@ class LayerFork(_Part):
     """Some layers of a model over the slots of the whole one.
 
     Args:
-        layers, no_attention, no_mlp: see `LM.fork`.
+        layers, no_attention, no_mlp, embeddings: see `LM.fork`.
         tried: the model can be run in two parts; ``False`` = try that.
 
     Raises:
-        ModelError: a model that cannot run some of its layers, or parts of them.
+        ModelError: a model that cannot run some of its layers, or parts of them, or embeddings that do not fit.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class LayerFork(_Part):
         no_attention: Collection[int] = (),
         no_mlp: Collection[int] = (),
         tried: bool = False,
+        embeddings: Tensor | None = None,
     ):
         left_out = {*no_attention, *no_mlp}
         model = with_layers(whole.model, layers, no_attention, no_mlp)
@@ -121,10 +123,12 @@ class LayerFork(_Part):
         count = text_config(whole.model).num_hidden_layers
         # So many of the model's first layers run here as they do there.
         shared = next((i for i, n in enumerate(layers) if n != i or n in left_out), len(layers))
-        shares = 0 < shared < count and (tried or (real and _continues(whole.model, shared)))
+        alike = embeddings is None and 0 < shared < count
+        shares = alike and (tried or (real and _continues(whole.model, shared)))
         self._first = _First(whole, shared) if shares else None
         self._rest = _Rest(whole, shared) if shares else None
         self._seam = seam(model, shared - 1) if shares else None
+        self._embeddings = None if embeddings is None else _fitting(model, embeddings)
         super().__init__(whole, model)
 
     @property
@@ -166,6 +170,13 @@ class LayerFork(_Part):
         logits, hidden = super()._forward(*args, **kwargs)
         return logits, hidden if self._seam is None or args[-1] else self._seam.said  # args[-1]: layers
 
+    def _words(self, tokens: Tensor) -> dict[str, Tensor]:
+        if self._embeddings is None:
+            return super()._words(tokens)
+        more = tokens - self.vocab_size  # from 0 on: one of the fork's own
+        own = self.model.get_input_embeddings()(tokens.where(more < 0, 0))
+        return {"inputs_embeds": torch.where(more[..., None] < 0, own, self._embeddings[more.clamp(min=0)])}
+
     def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Nothing but counting; once the whole model has kept, there is nothing left to keep."""
         if self._grown:
@@ -177,6 +188,19 @@ class LayerFork(_Part):
 
     def fork(self, layers: Sequence[int], **_: Any) -> LayerFork:
         raise ModelError("a fork of a model has no forks of its own; ask the target for another one")
+
+
+def _fitting(model: Any, embeddings: Tensor) -> Tensor:
+    """``embeddings [n, H]`` where the model's own lie, in its dtype; ModelError if it cannot be fed such."""
+    name, weight = type(model).__name__, model.get_input_embeddings().weight
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name} takes no inputs_embeds, so it cannot be fed anything but tokens of its own")
+    if embeddings.dim() != 2 or embeddings.shape[1] != weight.shape[1]:
+        raise ModelError(
+            f"embeddings {list(embeddings.shape)} do not stand beside those of {name}, which are vectors of "
+            f"{weight.shape[1]}; take some that were made for it"
+        )
+    return embeddings.to(weight.device, weight.dtype)
 
 
 #: Of each model, whether it may be run in two parts, by the number of layers in the first.

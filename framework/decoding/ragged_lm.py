@@ -5,14 +5,15 @@ committed tokens and, among the speculative nodes, itself and its ancestors; its
 masks are additive floats, the one form that every attention implementation reads the same way.
 
 What is launched on the device for a pass is one function of tensors, `RaggedLM._score`. On a CPU it is called
-with the reach that the pass needs; on CUDA with the next multiple of `BUCKET`, so that few shapes come again and
-again and graphs can replay them (``graphs.py``). What lies beyond a row's own nodes is masked either way.
+with the reach that the pass needs; on CUDA with the next of a few steps, so that few shapes come again and again and
+graphs can replay them (``graphs.py``). Where shapes were recorded ahead, a pass is as wide as the next one that was.
+What lies beyond a row's own nodes is masked either way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -25,13 +26,14 @@ from ..contracts.tensors import descent, on_device
 from .architectures import sliding_window, text_config
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
-from .graphs import Outputs, runner_for
+from .graphs import Outputs, ahead, runner_for
 from .kvcache import Placement, RaggedCache
+from .shapes import at_width, reaches, stepped, wider, widths
 
 #: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
 PREFILL_CHUNK = 1024
-#: Graphs attend over a multiple of so many slots, or over all of them. Also a mask whose rows PyTorch's kernels take as
-#: they are: rows that are no multiple of 8 or 16 numbers they copy first.
+#: Graphs attend over a multiple of so many slots (`stepped`), or over all of them. Also a mask whose rows PyTorch's
+#: kernels take as they are: rows that are no multiple of 8 or 16 numbers they copy first.
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
 MOST_GRAPHED = 4096
@@ -132,8 +134,7 @@ class RaggedLM:
         self._grown = total
         self.passes += 1
         if self._run.records and tokens.numel() <= MOST_GRAPHED:
-            reach = min(-(-reach // BUCKET) * BUCKET, self.max_length)
-            logits, hidden, self._tree = self._run(self._score, tensors, reach, None, self.hidden_layers)
+            logits, hidden, self._tree = self._replayed(first, tensors)
         else:
             start = longest + first if min(self.lengths) == longest else None
             logits, hidden, self._tree = self._score(reach, start, self.hidden_layers, **tensors)
@@ -143,6 +144,9 @@ class RaggedLM:
     def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         if path is not None and path.shape[1] and self._grown:
             tensors = {"path": path, "committed": on_device(self.lengths, self.device)}
+            if self._run.records:
+                self._prepare_moves(tensors)
+                tensors |= at_width({"path": path}, self._width("moves", path.shape[1], max(self.lengths)))
             self._run(self._compact, tensors)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._grown, self._tree = 0, None
@@ -154,6 +158,81 @@ class RaggedLM:
         self.cache.clear(row)
         for fork in self._forks:
             fork.follow()
+
+    # -- what graphs replay -----------------------------------------------------------------------------
+
+    def _replayed(self, first: int, tensors: dict[str, Tensor]) -> Outputs:
+        """`_score` over a width and a reach that come again; ``first`` nodes have been grown before."""
+        tokens, tree = tensors["tokens"], "tree" in tensors
+        wide = {name: one for name, one in tensors.items() if name in ("tokens", "parents") or one.dim() > 2}
+        # Those that name positions, as a head does whose logits are wanted at one of them.
+        naming = {name: one for name, one in tensors.items() if name not in wide and name not in ("starts", "tree")}
+        family = (
+            first if tree else None,
+            self.hidden_layers,
+            *((name, one.shape[2:], one.dtype) for name, one in wide.items()),
+            *((name, one.shape, one.dtype) for name, one in naming.items()),
+        )
+        width, longest = tokens.shape[1], max(self.lengths) + first
+        self._prepare_passes(family, first, tensors, wide, naming)
+        padded = self._width(family, width, longest)
+        reach = min(stepped(longest + padded, BUCKET), self.max_length)
+        found = self._run(self._score, tensors | at_width(wide, padded), reach, None, self.hidden_layers)
+        if padded == width:
+            return found
+        logits, hidden, of = found
+        if not naming:  # who names positions reads what is said there
+            logits, hidden = (None if one is None else one[:, :width] for one in (logits, hidden))
+        return logits, hidden, None if of is None else of[:, : first + width]
+
+    def _width(self, family: Hashable, width: int, longest: int) -> int:
+        """The next width of a kind of pass that was recorded ahead and has room; ``width`` where there is none."""
+        known = self._run.widths.get(family, ())
+        return min((n for n in known if width <= n <= self.max_length - longest), default=width)
+
+    def _prepare_passes(
+        self,
+        family: Hashable,
+        first: int,
+        tensors: Mapping[str, Tensor],
+        wide: Mapping[str, Tensor],
+        naming: Mapping[str, Tensor],
+    ) -> None:
+        """Record what may come of this kind of pass, if that is to be done ahead: other widths, and every reach.
+
+        Nothing that is said counts, and every slot that is written to is written again before it is read, or belongs to
+        a sequence of the warm-up.
+        """
+        most, width = ahead(), wide["tokens"].shape[1]
+        if most is None:
+            return
+        if "tree" not in tensors:
+            several = wider(width, most.depth) if naming else widths(width, most.depth + 1)
+        else:  # levels of a tree are as wide as they are
+            several = [width] if first or naming else widths(width, most.nodes + 1)
+        known = self._run.widths.setdefault(family, set())
+        for n in several:
+            if n in known or n * self.batch_size > MOST_GRAPHED:
+                continue
+            for reach in reaches(BUCKET, self.max_length):
+                if reach < first + n:
+                    continue
+                room = {name: torch.zeros_like(one) for name, one in naming.items()}
+                room |= at_width(wide, n) | {"starts": tensors["starts"].clamp(max=reach - n)}
+                if self._run.records:
+                    self._run(self._score, {**tensors, **room}, reach, None, self.hidden_layers)
+                    known.add(n)
+
+    def _prepare_moves(self, tensors: Mapping[str, Tensor]) -> None:
+        most, path = ahead(), tensors["path"]
+        if most is None:
+            return
+        known = self._run.widths.setdefault("moves", set())
+        for n in widths(path.shape[1], most.depth + 1):
+            if n not in known and max(self.lengths) + n <= self.max_length:
+                still = {"path": path.new_full((len(path), n), -1)}
+                self._run(self._compact, {**tensors, **still})
+                known.add(n)
 
     # -- internals --------------------------------------------------------------------------------------
 
@@ -237,7 +316,7 @@ class RaggedLM:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
         with grouped_attention():
             out = self.model(
-                input_ids=tokens,
+                **self._words(tokens),
                 attention_mask=self._masks(allowed, positions, key_positions),
                 position_ids=position_ids,
                 past_key_values=self.cache,
@@ -250,6 +329,10 @@ class RaggedLM:
             wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in layers]
             hidden = torch.stack([states[i] for i in wanted], 2)
         return (out.logits if want_logits else None), hidden
+
+    def _words(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the model is fed for ``tokens [R, W]``."""
+        return {"input_ids": tokens}
 
     def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor | dict[str, Tensor]:
         """Additive masks ``[R, 1, W, reach]``; a dict by layer type for models that mix full and other layers."""

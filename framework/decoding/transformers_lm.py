@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
 from .forks import LayerFork
 from .ragged_lm import RaggedLM
@@ -32,8 +34,13 @@ class TransformersLM(RaggedLM):
             trial(apart)
 
     def fork(
-        self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()
+        self,
+        layers: Sequence[int],
+        *,
+        no_attention: Collection[int] = (),
+        no_mlp: Collection[int] = (),
+        embeddings: Tensor | None = None,
     ) -> LayerFork:
-        fork = LayerFork(self, layers, no_attention, no_mlp)
+        fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
         self._forks.add(fork)
         return fork

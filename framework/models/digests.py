@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from ..contracts.errors import ModelError
 from ..contracts.files import replace_text
 from .device import cache_dir
+from .quantization import quantizer
 
 if TYPE_CHECKING:
     import torch
 
+    from ..contracts.models import ResolvedModel
 
 #: PyTorch's own files, which heads are also published as.
 PYTORCH_FILES = ("*.bin", "*.pt", "*.pth")
@@ -58,6 +60,12 @@ def weights_sha256(path: Path) -> str:
         return digests[0]
     listing = "".join(f"{digest}  {file.name}\n" for digest, file in zip(digests, files, strict=True))
     return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def model_sha256(found: ResolvedModel) -> str:
+    """What results call the weights of a model: `weights_sha256`, and what they are quantised to, by which version."""
+    digest = weights_sha256(found.path)
+    return f"{digest}+{found.quantization} by {quantizer()}" if found.quantization else digest
 
 
 def file_sha256(file: Path) -> str:

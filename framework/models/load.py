@@ -18,8 +18,9 @@ from ..contracts.errors import CrossdraftError, ModelError, first_line, printabl
 from ..contracts.models import LoadedModel, ResolvedModel
 from .configs import check_against_weights, check_files, read_config
 from .device import pick_device, pick_dtype
-from .digests import weights_sha256
+from .digests import model_sha256
 from .meanwhile import Meanwhile
+from .quantization import GROUP, check_quantized, load_options
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
 from .tokenizer import check_code_is_here, eos_token_ids
@@ -100,7 +101,8 @@ def load_transformers(
     check_files(found.path)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
-    with _explained(name), _quiet if shared is not None else nullcontext():
+    # And of layers that cannot be quantised.
+    with _explained(name), _quiet if shared is not None or found.quantization else nullcontext():
         from transformers import AutoModelForCausalLM
 
         model: Any
@@ -112,8 +114,12 @@ def load_transformers(
             use_safetensors=True,
             output_loading_info=True,
             **options,
+            **load_options(name, found.quantization, place),
         )
         model = model.to(place).eval()
+        if found.quantization:
+            model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
+            check_quantized(name, found.quantization, model)
     missing, unexpected = set(loading["missing_keys"]), set(loading["unexpected_keys"])
     owner = None
     if shared is not None:
@@ -133,7 +139,7 @@ def load_transformers(
         tokenizer=tokenizer,
         name=name,
         source=found.source,
-        sha256=weights_sha256(found.path),
+        sha256=model_sha256(found),
         eos_token_ids=eos_token_ids(
             name,
             *(
@@ -206,6 +212,8 @@ def _explained(name: str) -> Iterator[None]:
         reason = first_line(error)
         if "ignore_mismatched_sizes" in reason:
             reason = "its weights have other shapes than its config.json describes"
+        if "automatic conversion of the weights" in reason:
+            reason = f"its linear layers cannot be quantised so; int4 takes widths that {GROUP} divides"
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
         elif found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
 from ..contracts.reading import kind_of, path_of
 from .configs import shards_of
 from .digests import PYTORCH_FILES
+from .quantization import refuse_quantized, split
 
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -23,7 +25,8 @@ _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
     """Find the model called `name`, fetching it if necessary.
 
-    `name` is, in this order: a registered name, an existing path, a Hub id ``org/name`` (or ``org/name@revision``).
+    `name` is, in this order: a registered name, an existing path, any of them with ``@int8``, ``@int4`` or ``@fp8``
+    behind it (`models.quantization`), a Hub id ``org/name`` (or ``org/name@revision``).
     `heads`: what is wanted is not a model of its own but heads for another one, which are published as PyTorch files
     too (see :mod:`crossdraft.framework.models.checkpoint`).
 
@@ -38,6 +41,16 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
         return _from_registered(name, heads)
     if kind_of(name):
         return from_path(name, path_of(name), heads=heads)
+    stem, quantization = split(name)
+    if quantization:
+        found = resolve(stem, heads=heads)
+        if heads or found.backend != TRANSFORMERS:
+            what = "heads and what training starts from" if heads else f"models of the backend {found.backend}"
+            refuse_quantized(name, f"{what} cannot be quantised as they are loaded")
+        if found.quantization:
+            raise UsageError(f"{printable(name)} is quantised twice; leave out one of the two")
+        source = f"{found.source}, quantised to {quantization} as it is loaded"
+        return replace(found, name=name, source=source, quantization=quantization)
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
         here = f"check the path (it is relative to {Path.cwd()})"
         raise UsageError(f"there is no model directory {printable(name)}; {here}")

@@ -35,6 +35,16 @@ def test_needs_by_hand(tiny_model: Any) -> None:
     assert explain([model], 64, 50_000, 5, None).endswith("; set a smaller batch_size or max_new_tokens")
 
 
+def test_what_recordings_hold_counts(tiny_model: Any) -> None:
+    model = tiny_model("llama", vocab_size=1000)
+    weights = sum(p.nbytes for p in model.parameters())
+    row = 100 * 2 * 2 * 2 * 8 * 4 + 2 * 4 * 5 * 1000
+    recorded = 8 * 10**9 + 1  # of eight slots, a byte more in one of them
+    sentence = explain([model], 8, 100, 5, weights + 3 * (row + 10**9 + 1), recorded)
+    assert ", what recorded passes return 8.00 GB, of " in sentence and "batch size 3 would fit" in sentence
+    assert "batch size 2 would fit" in explain([model], 8, 100, 5, weights + 3 * (row + 10**9 + 1) - 1, recorded)
+
+
 def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> None:
     model = tiny_model(family)
     lm = TransformersLM(model, 2, 16)

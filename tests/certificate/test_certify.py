@@ -167,7 +167,7 @@ def drawn_children(q: list[float], label: str) -> Iterator[tuple[float, set[int]
     if label in ("chain", "iid-2", "iid-3"):
         for children in itertools.product(tokens, repeat={"chain": 1, "iid-2": 2, "iid-3": 3}[label]):
             yield math.prod(q[x] for x in children), set(children)
-    elif label == "tree-wor-2-1":
+    elif label in ("tree-wor-2-1", "tree-sequoia"):
         for x, y in itertools.permutations(tokens, 2):
             if q[x] > 0:
                 yield q[x] * (q[y] / (1 - q[x])), {x, y}
@@ -178,7 +178,7 @@ def drawn_children(q: list[float], label: str) -> Iterator[tuple[float, set[int]
         yield 1.0, set(ranked[: {"point-mass": 1, "tree-top-2-1": 2}[label]])
 
 
-@pytest.mark.parametrize("label", [label for label in DRAFTS if label != "stop-early"])
+@pytest.mark.parametrize("label", [label for label in DRAFTS if label not in ("stop-early", "tree-opt")])
 @pytest.mark.parametrize("toy", TOYS)
 def test_labels_draw_what_they_say(toys: dict[str, Toy], drafts: dict, toy: str, label: str) -> None:
     """Sampling the target and looking for the token among the children finds it as often as it is one."""
@@ -200,6 +200,8 @@ def test_labels_draw_what_they_say(toys: dict[str, Toy], drafts: dict, toy: str,
         ("tree-wor-2-1", "without_replacement"),
         ("tree-greedy-2-1", "greedy_draft"),
         ("tree-top-2-1", "deterministic"),
+        ("tree-sequoia", "without_replacement"),
+        ("tree-opt", "deterministic"),
     ],
 )
 def test_labels_make_drafts_of_their_shape(label: str, drawn: str) -> None:

@@ -106,6 +106,17 @@ class TestTopKTree(DrafterContract):
     options = {"model": "toy", "choices": [[0], [1], [0, 0], [0, 2]], "siblings": "top-k"}
 
 
+class TestSequoia(DrafterContract):
+    drafter = "small-lm-tree"
+    options = {"model": "toy", "growth": "sequoia", "nodes": 5, "depth": 3, "acceptance": [0.5, 0.3]}
+
+
+class TestOptTree(DrafterContract):
+    drafter = "small-lm-tree"
+    options = {"model": "toy", "growth": "opt-tree", "nodes": 5, "depth": 3, "threshold": 0.05}
+    asks_device = True  # once a level: how wide the next one is
+
+
 class TestDynamicTree(DrafterContract):
     drafter = "small-lm-dynamic-tree"
     options = {"model": "toy", "depth": 3, "top_k": 2, "nodes": 5}
@@ -181,6 +192,11 @@ class TestUniversalUnderConfidence(DrafterContract):
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
     setting = OtherTokens()
     asks_device = True
+
+
+class TestPass(DrafterContract):
+    drafter = "pass"
+    options = {"model": "toy", "gamma": 3}
 
 
 class TestJacobi(DrafterContract):

@@ -15,6 +15,7 @@ from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
 from crossdraft.drafters.heads.mlp_speculator import Speculator
 from crossdraft.drafters.heads.mtp import MtpHead
 from crossdraft.drafters.heads.p_eagle import PEagleHead
+from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.testing import DrafterContract, TinyModel
 
 LAYERS = (1, 2, 3)
@@ -48,6 +49,7 @@ def heads(tmp_path_factory: Any) -> Path:
             "p-eagle": PEagleHead(config, embedding, 3 * 16, head=output),
             "mlp-speculator": Speculator(3, 13, 16, 8),
         }
+        save_embeddings(root / "pass", 0.4 * torch.randn(3, 16), target="tiny", sha256="")
         said = {"block_size": 4, "mask_token_id": 12, "markov_head_type": "gated", "n_predict": 3}
         for name, module in made.items():
             tensors = {
@@ -65,6 +67,11 @@ class Heads(DrafterContract):
     @pytest.fixture(autouse=True)
     def _model(self, heads: Path) -> None:
         type(self).options = {**self.options, "model": str(heads / str(self.drafter))}
+
+
+@pytest.mark.slow  # the quicker one is on tables
+class TestPass(Heads):
+    drafter = "pass"
 
 
 class TestMedusa(Heads):

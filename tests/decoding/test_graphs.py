@@ -147,7 +147,7 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
 
 @pytest.mark.parametrize("shape", [{}, {"choices": [[0], [1], [0, 0], [0, 0, 0]]}])
 def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypatch: Any, shape: dict) -> None:
-    """Drafts of all rounds, kept until the end, are those without graphs; a row near its end asks fewer heads."""
+    """Drafts of all rounds, kept until the end, are those without graphs; near its end a row reads fewer heads."""
     target = tiny_model("llama")
     torch.manual_seed(3)
     heads = MedusaHeads(32, 3, vocab_size=97)
@@ -172,7 +172,7 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
         assert torch.equal(ours.tokens, other.tokens)
         if not shape:
             torch.testing.assert_close(ours.q, other.q)
-    assert (recorder.recorded, recorder.replayed) == (2, 7), "nine rounds, of which the first of two shapes rehearse"
+    assert (recorder.recorded, recorder.replayed) == (1, 8), "nine rounds of one shape, the first of which rehearses"
 
 
 def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> None:

@@ -15,6 +15,7 @@ from replaying import Run, Said, configured, fresh, making, run
 from safetensors.torch import save_file
 
 from crossdraft import Drafter
+from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 from crossdraft.framework.replay.force import Asked, forced, together
@@ -57,6 +58,8 @@ def heads(target: Any, tmp_path_factory: Any) -> Callable[[str], tuple[Any, Any]
         if name == "medusa":
             save_file(Weights(rows=V, seed=3).v01(), path / "medusa_lm_head.safetensors")
             (path / "config.json").write_text(json.dumps(MEDUSA), encoding="utf-8")
+        elif name == "pass":
+            save_embeddings(path, torch.randn(2, target.config.hidden_size), target="tiny", sha256="")
         else:
             make_head(name, target).save(path)
         return configured(name, model=str(path), **({"layers": LAYERS} if name == "eagle3" else {}), **options)
@@ -160,9 +163,10 @@ def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     return checked
 
 
-QUICK = [("small-lm", 0.0), ("eagle3", 1.0), ("medusa", 1.0), ("early-exit", 1.0)]
+QUICK = [("small-lm", 0.0), ("eagle3", 1.0), ("medusa", 1.0), ("early-exit", 1.0), ("pass", 1.0)]
 SLOW = [
-    *((name, 0.0) for name in ("eagle", "eagle3", "mtp", "medusa", "early-exit", "linear-head", "prompt-lookup")),
+    *((name, 0.0) for name in ("eagle", "eagle3", "mtp", "medusa", "early-exit", "pass")),
+    *((name, 0.0) for name in ("linear-head", "prompt-lookup")),
     *((name, 1.0) for name in ("small-lm", "eagle", "mtp", "linear-head", "prompt-lookup")),
 ]
 
@@ -192,7 +196,7 @@ def test_forced_laws_are_those_that_a_run_drew_from(
 
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", "medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "early-exit"))],
+    [*("eagle3", "medusa"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp", "early-exit", "pass"))],
 )
 def test_forced_laws_are_those_of_a_drafter_that_begins_there(
     heads: Callable, target: Any, small: Any, said: list[Said], name: str

@@ -27,9 +27,11 @@ PAPER = {
     "paper/block-table5": (12, 2),  # 2 batch sizes x (1 + 2 rules for one draft + 3 for two)
     "paper/dynamic-speculation": (8, 2),  # 2 targets x (1 + 3 drafters)
     "paper/dynamic-speculation-code": (8, 2),
+    "quantized": (12, 2),  # 2 temperatures x (1 + 5 drafters)
     "smollm2-drafters": (8, 2),  # 2 temperatures x (1 + 3 drafters)
     "smollm2-gamma": (7, 1),
     "smollm2-table5": (12, 2),
+    "trees": (10, 2),  # 2 temperatures x (1 + 4 drafters)
 }
 SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if entry.provider.startswith("crossdraft "))
 

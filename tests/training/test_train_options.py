@@ -16,6 +16,7 @@ from crossdraft.drafters.autoregressive.disco_training import DiscoTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
 from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
+from crossdraft.drafters.self_speculation.pass_training import PassTraining
 from crossdraft.drafters.small_lm.training import SmallLMTraining
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.train import CardOptions, RunOptions, StepOptions, TextOptions
@@ -29,6 +30,7 @@ EVERY = [
     Eagle3Training,
     DiscoTraining,
     LayerSkipSearch,
+    PassTraining,
     TextOptions,
     RunOptions,
     StepOptions,

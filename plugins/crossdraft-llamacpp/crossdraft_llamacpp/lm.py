@@ -160,7 +160,16 @@ class LlamaLM:
         if self._said is not None and bool(self._said[row].isnan().any()):
             self._wipe()
 
-    def fork(self, layers: Sequence[int], *, no_attention: Collection[int] = (), no_mlp: Collection[int] = ()) -> Fork:
+    def fork(
+        self,
+        layers: Sequence[int],
+        *,
+        no_attention: Collection[int] = (),
+        no_mlp: Collection[int] = (),
+        embeddings: Tensor | None = None,
+    ) -> Fork:
+        if embeddings is not None:
+            raise ModelError("llama.cpp is fed tokens, and this drafter feeds embeddings of its own to its target")
         raise ModelError("llama.cpp runs all layers of a model or none, and this drafter runs some of its target's")
 
     # -- internals --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from crossdraft_llamacpp.lm import CHUNK, LlamaLM
 from tiny_gguf import SPECIAL, VOCAB, WORDS, Plain, save_gguf
 
 import crossdraft
+from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.plugins import entries, manager
@@ -238,11 +239,14 @@ def test_what_llama_cpp_cannot_do_is_refused(
     target: crossdraft.LoadedModel, files: dict[str, str], tmp_path: Path
 ) -> None:
     prompt = [PROMPTS[0]]
+    ahead = tmp_path / "ahead"
+    save_embeddings(ahead, torch.zeros(2, 32), target="tiny", sha256=target.sha256)
     for drafter, why in (
         ({"name": "eagle3", "model": "nowhere"}, "no transformers model"),
         ({"name": "medusa", "model": "nowhere"}, "no transformers model"),
         ({"name": "early-exit", "exit_layer": 1, "gamma": 2}, "all layers of a model or none"),
         ({"name": "layer-skip", "skip_mlp": [1], "gamma": 2}, "all layers of a model or none"),
+        ({"name": "pass", "model": str(ahead)}, "llama.cpp is fed tokens"),
     ):
         with pytest.raises(crossdraft.ModelError, match=why):
             crossdraft.generate(target, prompt, drafter=drafter, temperature=0)

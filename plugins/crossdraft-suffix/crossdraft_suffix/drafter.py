@@ -35,6 +35,7 @@ from crossdraft import (
     Verdict,
 )
 
+from . import compiled
 from .history import END, History
 from .speculation import Speculation, speculate
 
@@ -124,15 +125,22 @@ class Suffix(Drafter):
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray]:
         memory = _memory(config)
+        nothing = History(1, config.depth, config.occurrences)
         for prompt, response in texts:
             own = History(len(prompt) + len(response), config.depth, config.occurrences)
             own.extend(prompt)
-            tail, found = list(prompt), np.full((len(response), depth), -1)
-            for t, token in enumerate(response):
-                tokens = _draft(config, own, memory, tail[-config.depth :], depth).tokens
-                found[t, : len(tokens)] = tokens
-                own.extend([token])
-                tail.append(token)
+            found = np.full((len(response), depth), -1)
+            compiled.along(
+                own.links,
+                (nothing if memory is None else memory).links,
+                np.array([*prompt, *response], dtype=np.int64),
+                len(prompt),
+                config.depth,
+                config.occurrences,
+                config.factor,
+                config.min_prob,
+                found[:, : config.gamma],
+            )
             if memory is not None:
                 _remember(memory, own, len(prompt))
             yield found
@@ -145,7 +153,7 @@ def _memory(config: Any) -> History | None:
 
 def _remember(memory: History, own: History, start: int) -> None:
     """Add the output of a text to what is remembered."""
-    memory.extend([*own.since(start), END])
+    memory.extend(np.append(own.since(start), END))
 
 
 def _draft(config: Any, own: History, memory: History | None, tail: Sequence[int], limit: int) -> Speculation:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
+import numpy as np
+
+from . import compiled
 from .history import END, History
 
 
@@ -45,6 +48,8 @@ def speculate(
     A match of m tokens gives a draft of at most ``factor`` * m. Of equally good ones the first history's is taken,
     then that of the longest match (G. Oliaro et al., SuffixDecoding, section 3).
     """
+    if not tree:
+        return _chain(histories, tail, factor, min_prob)
     best = Speculation()
     for history in histories:
         for chain in history.chains(tail):
@@ -56,34 +61,19 @@ def speculate(
             for length in sorted(set(lengths), reverse=True):
                 if (budget := int(factor * length)) <= best.score:
                     break
-                seen = [row for row, n in zip(rows, lengths, strict=True) if n >= length]
-                found = (_tree if tree else _chain)(seen, budget, min_prob)
+                found = _tree([row for row, n in zip(rows, lengths, strict=True) if n >= length], budget, min_prob)
                 if found.score > best.score:
                     best = found
     return best
 
 
-def _chain(rows: list[list[int]], budget: int, min_prob: float) -> Speculation:
-    """Always the most frequent next token, the latest of equals, while the path is probable enough."""
-    tokens: list[int] = []
-    score, probability = 0.0, 1.0
-    while len(tokens) < budget:
-        at = len(tokens)
-        if len(rows) == 1:  # it is copied
-            rest = list(takewhile(lambda token: token != END, rows[0][at:budget]))
-            tokens += rest
-            score += probability * len(rest)
-            break
-        groups = _groups(rows, at)
-        if not groups:
-            break
-        token = max(groups, key=lambda token: len(groups[token]))
-        probability *= len(groups[token]) / len(rows)
-        if probability < min_prob:
-            break
-        rows = groups[token]
-        tokens.append(token)
-        score += probability
+def _chain(histories: Sequence[History], tail: Sequence[int], factor: float, min_prob: float) -> Speculation:
+    """The best path along the most frequent continuations."""
+    text, score, tokens = np.asarray(tail, dtype=np.int64), 0.0, []
+    for one in histories:
+        best = np.empty(int(factor * one.depth) + 1, dtype=np.int64)
+        n, score = compiled.chain(one.links, text, len(text), one.depth, one.occurrences, factor, min_prob, score, best)
+        tokens = best[:n].tolist() if n else tokens
     return Speculation(tokens, list(range(-1, len(tokens) - 1)), score)
 
 

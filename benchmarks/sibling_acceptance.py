@@ -1,0 +1,89 @@
+"""How often a rule accepts the first sibling that a small model draws, the second, ...: Sequoia's acceptance vector.
+
+    python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-small-lm]
+        [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]
+
+Every round drafts so many children of the last committed token and nothing below them, so that each is one judgement.
+Printed are the shares with their intervals over prompts, a line for a recipe (``acceptance``, with neighbours that
+would rise replaced by their mean), and what Sequoia's tree of so many nodes is then expected to emit in a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+from tabulate import tabulate
+
+from crossdraft.drafters.autoregressive.sequoia import best_tree
+from crossdraft.framework.contracts.rounds import RoundEvent
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.runs.intervals import estimate
+from crossdraft.framework.runs.prompts import load_prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-small-lm")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--verifier", help="default: specinfer, or greedy at temperature 0")
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=8, help="most levels of the trees that are printed")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    args = parser.parse_args()
+    target = load_model(args.target, device=args.device)
+    prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
+    counts = np.zeros((len(prompts), 1 + args.siblings))  # rounds, and those in which each sibling was accepted
+
+    def note(event: RoundEvent) -> None:
+        if not event.draft.width:
+            return
+        there = event.draft.valid.any(1).tolist()
+        ranks = [0] * len(there) if event.verdict.path is None else event.verdict.path[:, 0].tolist()
+        for prompt, drafted, tau, rank in zip(event.prompts, there, event.accepted, ranks, strict=True):
+            if prompt is not None and drafted:
+                counts[prompt, 0] += 1
+                counts[prompt, 1 + rank] += tau > 0
+
+    decoder = pair_decoder(
+        target,
+        {"name": "small-lm-tree", "model": args.model, "branching": [args.siblings]},
+        args.verifier or ("specinfer" if args.temperature else "greedy"),
+        max(map(len, prompts)) + args.max_new_tokens,
+        sampling=Sampling(temperature=args.temperature),
+        batch_size=min(args.batch_size, len(prompts)),
+        max_new_tokens=args.max_new_tokens,
+        on_round=note,
+    )
+    list(decoder.run(prompts))
+    found = [
+        estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, least=0.0, most=1.0)
+        for k in range(1, args.siblings + 1)
+    ]
+    rows = [[rank, one.value, one.low, one.high] for rank, one in enumerate(found, 1)]
+    print(f"{counts[:, 0].sum():.0f} rounds over {len(prompts)} prompts")
+    print(tabulate(rows, headers=["sibling", "accepted", "from", "to"], floatfmt=".4f"))
+    falling = isotonic_regression([one.value for one in found], increasing=False).x
+    acceptance = tuple(round(float(share), 4) for share in falling)
+    print(f"acceptance: {list(acceptance)}")
+    trees = []
+    for nodes in args.nodes:
+        paths, accepted = best_tree(acceptance, nodes, args.depth)
+        trees.append([nodes, max(map(len, paths)), sum(len(path) == 1 for path in paths), 1 + accepted])
+    print(
+        tabulate(trees, headers=["nodes", "levels", "children of the root", "expected tokens a round"], floatfmt=".3f")
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Nothing is recorded while the clock runs: whole runs of the bench, with a recorder that stands for CUDA graphs."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorder import Recorder
+from tiny_runs import ONE_GROUP, cells, said
+
+from crossdraft.framework.bench import cell_runner, passes
+from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.decoding import build, forks, ragged_lm
+from crossdraft.framework.decoding.graphs import Graphs
+
+DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: small-lm, model: {same}, gamma: 3}}]"
+
+
+@pytest.fixture
+def recorded(monkeypatch: Any) -> list[Graphs]:
+    found: list[Graphs] = []
+
+    def runner(model: Any) -> Graphs:
+        found.append(Graphs(Recorder(), type(model).__name__))
+        return found[-1]
+
+    for module in (ragged_lm, forks, build):
+        monkeypatch.setattr(module, "runner_for", runner)
+    monkeypatch.setattr(ragged_lm, "BUCKET", 16)
+    return found
+
+
+def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
+    """Recordings that were there when a piece began, and those that were made in pieces."""
+    measure, counts = Cell.run, [0, 0]
+
+    def watched(self: Cell, piece: Any) -> Any:
+        before = sum(map(len, recorded))
+        found = measure(self, piece)
+        counts[0] = max(counts[0], before)
+        counts[1] += sum(map(len, recorded)) - before
+        return found
+
+    monkeypatch.setattr(Cell, "run", watched)
+    code, _, err = bench(*ONE_GROUP, "verifiers=[token]", "batch_size=2", DRAFTERS.format(**models))
+    assert code == 0, err
+    return counts[0], counts[1]
+
+
+def test_no_piece_records(
+    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str], tmp_path: Path
+) -> None:
+    there, made = run(bench, recorded, monkeypatch, models)
+    assert there > 0 and made == 0
+    assert sum(one.missed for one in recorded) == 0, "every shape that came had been recorded"
+    assert all(said(directory) for directory in cells(tmp_path))
+
+
+def test_a_warm_up_that_does_not_look_ahead_is_seen(
+    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]
+) -> None:
+    monkeypatch.setattr(cell_runner, "recording", lambda ahead: nullcontext())
+    assert run(bench, recorded, monkeypatch, models)[1] > 0
+
+
+def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
+    """The first time round records every point; whatever is timed replays."""
+    made: list[int] = []
+    advance = lambda n: made.append(sum(one._recorder.recorded for one in recorded))  # type: ignore[union-attr] # noqa: E731
+    passes.measure_passes(
+        tiny_model("llama"), batch_sizes=(1, 2), widths=(1, 3), contexts=(8, 40), repeats=2, advance=advance
+    )
+    points = 8
+    assert len(made) == 3 * points and made[0] > 0 and made[points - 1] == made[-1]
+    assert sum(one.missed for one in recorded) == 0

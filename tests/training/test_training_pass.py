@@ -1,0 +1,225 @@
+"""Training look-ahead embeddings: they learn, nothing else changes, and what is learnt is what drafting asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from crossdraft.drafters.self_speculation.pass_training import PassTraining
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.training.texts import split
+from crossdraft.framework.training.trainer import Trainer
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    """Sharp, so that there is something to learn."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=128,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LoadedModel(LlamaForCausalLM(config).eval(), None, "tiny", "made here", "ab" * 32, (1,), 128)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def texts(target: LoadedModel) -> tuple[list[Text], list[Text]]:
+    """Texts of unequal length that the target wrote, some with a prompt of one token."""
+    torch.manual_seed(1)
+    found = []
+    for i in range(20):
+        prompt = torch.randint(2, VOCAB, (1, 1 + i % 4))
+        with torch.inference_mode():
+            out: Any = target.model.generate(prompt, do_sample=True, max_new_tokens=10 + i % 5, eos_token_id=None)
+        ids = out[0].tolist()
+        found.append(Text(ids[: 1 + i % 4], ids[1 + i % 4 :], "given"))
+    return split(found, 0.2)
+
+
+def recipe(**more: Any) -> PassTraining:
+    small = {"look_ahead": 2, "cuts": 6, "epochs": 8, "batch_tokens": 64, "learning_rate": 0.05, "warm_up": 2}
+    return PassTraining(**{**small, "sampled_vocab": 8, **more})
+
+
+def digest(model: Any) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def trained(target: LoadedModel, texts: Any, tmp_path_factory: Any) -> tuple[Trainer, list[float], bool]:
+    """A trainer after a whole run, its losses, and whether the target's weights are what they were."""
+    before, losses = digest(target.model), []
+    trainer = Trainer(target, recipe(), tmp_path_factory.mktemp("pass"))
+    step = trainer._train
+
+    def watched(*args: Any) -> tuple[float, float]:
+        found = step(*args)
+        losses.append(found[0])
+        return found
+
+    trainer._train = watched  # type: ignore[method-assign]
+    trainer.run(*texts)
+    trainer.export(texts[1])
+    return trainer, losses, digest(target.model) == before
+
+
+def test_the_loss_falls_and_acceptance_rises_at_every_embedding(trained: Any) -> None:
+    trainer, losses, _ = trained
+    epoch = len(losses) // 8
+    assert sum(losses[-epoch:]) < 0.97 * sum(losses[:epoch]), losses
+    first, last = trainer.log[0]["positions"], trainer.log[-1]["positions"]
+    assert len(first) == 2
+    assert all(after > before + 0.003 for before, after in zip(first, last, strict=True)), (first, last)
+
+
+def test_only_the_embeddings_are_trained(trained: Any, target: Any) -> None:
+    trainer, _, unchanged = trained
+    assert unchanged, "the target's weights have changed"
+    assert {name: tuple(w.shape) for name, w in trainer.trainee.trained.items()} == {"embeddings": (2, 32)}
+    assert all(weight.grad is None for weight in target.model.parameters())
+    mean = target.model.get_input_embeddings().weight.mean(0)
+    assert all(not torch.equal(row, mean) for row in trainer.trainee.student.embeddings)
+
+
+@pytest.mark.parametrize("cuts", [3, 1000])
+def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, texts: Any, cuts: int) -> None:
+    """At every place of every text, beside others in the batch: what the target says in a pass of the drafter."""
+    trainer = trained[0]
+    other = Trainer(target, recipe(cuts=cuts), trainer.out / f"cuts{cuts}")
+    trainee: Any = other.trainee
+    trainee.student.load_state_dict(trainer.trainee.student.state_dict())
+    batch = trainer.features.batch(texts[0][:4], range(4))
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        found, there = trainee._cuts(batch)
+        torch.set_rng_state(state)
+        states, keep, law = trainee._aligned(batch)
+    places = found.shape[1]
+    seen: list[set[int]] = [set() for _ in range(4)]
+    for n, (cut, real) in enumerate(zip(found.flatten().tolist(), there.flatten().tolist(), strict=True)):
+        text = texts[0][n // places]
+        last = len(text.ids) - 2  # after it there is one token of the response: no embedding drafts it
+        assert real == (len(text.prompt) - 1 <= cut < last) or not real
+        assert keep[:, n].tolist() == [real and cut + 1 + j <= last for j in range(2)]
+        if not real:
+            continue
+        seen[n // places].add(cut)
+        lm = TransformersLM(target.model, 1, 64)
+        fork = lm.fork(range(2), embeddings=trainee.student.embeddings.detach())
+        lm.begin(0, text.ids[: cut + 1])
+        fork.begin(0, text.ids[: cut + 1])
+        said = fork.grow(torch.tensor([[text.ids[cut], VOCAB, VOCAB + 1]]))[0][0, 1:]
+        for j in range(2):
+            if keep[j, n]:
+                torch.testing.assert_close(states[j, n] @ trainee.head.T, said[j], atol=1e-4, rtol=1e-4)
+                assert torch.equal(law[j, n], batch.hidden[n // places, cut + 1 + j, 0])
+    for text, found_here in zip(texts[0][:4], seen, strict=True):
+        every = set(range(len(text.prompt) - 1, len(text.ids) - 2))
+        assert found_here == every if cuts == 1000 else len(found_here) == 3 and found_here <= every
+
+
+def test_an_interrupted_run_ends_with_the_same_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+    whole = trained[0]
+    broken, steps = Trainer(target, recipe(), tmp_path), []
+    original = broken._train
+
+    def dies(*args: Any) -> Any:
+        if len(steps) == 7:
+            raise RuntimeError("the machine went down")
+        if len(steps) == 4:
+            broken._save()
+        steps.append(1)
+        return original(*args)
+
+    broken._train = dies  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="went down"):
+        broken.run(*texts)
+    again = Trainer(target, recipe(), tmp_path)
+    again.run(*texts)
+    assert again.step == whole.step > 8
+    assert again.log[-1]["positions"] == whole.log[-1]["positions"]
+    assert torch.equal(again.trainee.trained["embeddings"], whole.trainee.trained["embeddings"])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_was_written_drafts_and_keeps_the_greedy_output(
+    trained: Any, target: Any, heads_decoder: Any, batch_size: int
+) -> None:
+    trainer = trained[0]
+    config = json.loads((trainer.out / "config.json").read_text())
+    assert config["target_sha256"] == "ab" * 32 and (config["look_ahead"], config["hidden_size"]) == (2, 32)
+    assert torch.equal(load_checkpoint(str(trainer.out)).tensors["embeddings"], trainer.trainee.student.embeddings)
+    drafter = trainer.trainee.drafting_with(trainer.out)
+    prompts = [[5, 9, 3], [7], [2, 30, 11, 4]]
+    rest = {"max_new_tokens": 12, "eos": (), "rng": CounterRng(0), "batch_size": batch_size}
+    run = heads_decoder(target.model, drafter.pop("name"), drafter, "greedy", **rest)
+    responses = sorted(run.run(prompts), key=lambda r: r.index)
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert response.tokens == ids[len(prompt) :]
+    assert max(r.tau for response in responses for r in response.rounds) > 1, "no look-ahead token was ever right"
+
+
+def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+    out = str(trained[0].out)
+    trainer = Trainer(target, recipe(start_from=out, epochs=1), tmp_path)
+    trainer.run(*texts)
+    assert trainer.log[0]["positions"] == trained[0].log[-1]["positions"]
+    with pytest.raises(UsageError, match="has 2 look-ahead embeddings, not 3; say --look-ahead 2"):
+        Trainer(target, recipe(start_from=out, look_ahead=3), tmp_path)
+
+
+def test_texts_may_be_shorter_than_a_draft(target: Any, tmp_path: Any) -> None:
+    """Nothing runs over their end, and one that holds no place to learn from changes nothing."""
+    short, one, long = Text([3], [4, 5], "given"), Text([6, 7], [8], "given"), Text([9] * 5, [2] * 9, "given")
+    trainer = Trainer(target, recipe(look_ahead=5), tmp_path)
+    trainer.trainee.prepare([short, one, long])
+    with torch.no_grad():
+        alone = trainer.trainee.acceptance(trainer.features.batch([short], [0]))
+        padded: Any = trainer.features.batch([short, one, long], [0, 1, 2])
+        padded.predicts[2] = False
+        together = trainer.trainee.acceptance(padded)
+    assert [len(found) for found in alone] == [1, 0, 0, 0, 0]
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected)
+    trainer = Trainer(target, recipe(), tmp_path)
+    trainer.run([short, one, short], [short, one])
+    assert trainer.step > 0
+
+
+def test_a_window_that_a_text_reaches_beyond_is_refused(tiny_model: Any, tmp_path: Any) -> None:
+    model = tiny_model("gemma3", vocab_size=VOCAB)
+    gemma = LoadedModel(model, None, "gemma", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
+    window = model.config.sliding_window
+    fits, beyond = (Text([3, 4], [5 + i % 9 for i in range(window - 2 + more)], "given") for more in (0, 1))
+    trainer = Trainer(gemma, recipe(epochs=1), tmp_path)
+    trainer.run([fits, fits], [fits])
+    with pytest.raises(UsageError, match=f"{window + 1} tokens reaches beyond the window of {window}"):
+        Trainer(gemma, recipe(epochs=1), tmp_path / "other").run([fits, beyond], [fits])
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [({"look_ahead": 0}, "--look-ahead 0: must be"), ({"cuts": 0}, "--cuts 0: must be a whole number, at least 1")],
+)
+def test_options_that_do_not_fit_are_refused(options: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        recipe(**options)
