@@ -9,6 +9,7 @@ while it was recorded. So only functions of tensors are recorded, and a recordin
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import OrderedDict
@@ -217,7 +218,12 @@ _living: WeakSet[Graphs] = WeakSet()
 
 
 def held(device: torch.device) -> int:
-    """Bytes that the recordings of all models in this process read from and return into on ``device``."""
+    """Bytes that the recordings of all models in this process read from and return into on ``device``.
+
+    A model and what replays its passes refer to each other: one that nobody uses any more is collected first, here, where
+    somebody wants to know where the memory is.
+    """
+    gc.collect()
     return sum(graphs.nbytes(device) for graphs in _living)
 
 

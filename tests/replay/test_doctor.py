@@ -30,7 +30,7 @@ WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: Any) -> Target:
     name = save_model(tmp_path_factory.mktemp("doctor") / "target", seed=2, layers=4)
-    return Target(name, Sampling(temperature=0))
+    return Target(name, Sampling(temperature=0), dtype="float32")  # wherever the tests run
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +199,7 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
+    options += ["--dtype", "float32"]  # elsewhere lower precision is one mistake more to try
     greedy = f"{{name: small-lm, model: {models['same']}, temperature: 0}}"
     assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
     out, err = capsys.readouterr()
