@@ -28,14 +28,16 @@ def decoded(
     limit: int,
     most: int,
     chat: bool | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
     """A file of the target's responses, of at most ``most`` tokens, to the first ``limit`` prompts of a source.
 
-    ``chat``: see `models.chat.encode`; ``trust_remote_code``: `load_model`. Raises UsageError where it cannot be
-    written, or prompts cannot be read.
+    ``chat``: see `models.chat.encode`; ``dtype``, ``device`` and ``trust_remote_code``: `load_model`. Raises UsageError
+    where it cannot be written, or prompts cannot be read.
     """
-    from ..models.device import cache_dir
+    from ..models.device import cache_dir, pick_device, pick_dtype
     from ..models.digests import model_sha256
     from ..models.resolve import resolve
     from ..runs.prompts import load_prompts
@@ -47,7 +49,7 @@ def decoded(
         asked,
         sampling.model_dump(),
         most,
-        1,
+        str(pick_dtype(dtype, pick_device(device))),
         *([] if chat is None else [chat]),
     ]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -59,7 +61,8 @@ def decoded(
         f"decoding {len(found)} responses of at most {most} tokens ({len(found) * most} in all) with "
         f"{target}, temperature {sampling.temperature:g}, no drafts"
     )
-    rows = _responses(target, asked, sampling, most, chat, trust_remote_code)
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    rows = _responses(target, asked, sampling, most, chat, options)
     for row, prompt in zip(rows, found, strict=True):
         row |= {"id": str(prompt.question_id), "category": prompt.category}
     try:
@@ -71,14 +74,14 @@ def decoded(
 
 
 def _responses(
-    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, trust_remote_code: bool
+    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from ..contracts.rounds import raise_failed
     from ..decoding.generate import pair_decoder
     from ..models.chat import encode
     from ..models.load import load_model
 
-    target = load_model(name, trust_remote_code=trust_remote_code)
+    target = load_model(name, **options)
     ids = [encode(target.tokenizer, [text], chat=chat) for text in asked]
 
     def decode(some: Sequence[Sequence[int]], tokens: int) -> list[Any]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
@@ -99,7 +100,9 @@ def _trials(args: argparse.Namespace, drafter: Configured, target: Target, optio
     if precision != "float32":
         exact = Target(args.target, target.sampling, dtype="float32", **options)
         mistake = f"{precision} is too coarse for the drafter, the target or both"
-        yield Trial(Suspect(mistake, "run them with --dtype float32"), exact, responses)
+        # What was kept with the responses is log P at the lower precision.
+        unknown = [replace(response, log_p=None) for response in responses]
+        yield Trial(Suspect(mistake, "run them with --dtype float32"), exact, unknown)
 
 
 def _of_heads(drafter: Configured, target: LoadedModel) -> Sequence[Any]:
@@ -126,7 +129,8 @@ def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None =
 
     name, consent = args.target, args.target in args.trust_remote_code
     limits = {"limit": args.responses, "most": args.max_new_tokens}
-    path = decoded(name, args.prompts, sampling, **limits, chat=chat, trust_remote_code=consent)
+    options = {"chat": chat, "dtype": args.dtype, "device": args.device, "trust_remote_code": consent}
+    path = decoded(name, args.prompts, sampling, **limits, **options)
     return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
 
 

@@ -220,7 +220,7 @@ _living: WeakSet[Graphs] = WeakSet()
 def held(device: torch.device) -> int:
     """Bytes that the recordings of all models in this process read from and return into on ``device``.
 
-    A model and what replays its passes refer to each other: one that nobody uses any more is collected first, here, where
+    A model and what replays its passes refer to each other: one that nobody uses any more is collected first, where
     somebody wants to know where the memory is.
     """
     gc.collect()

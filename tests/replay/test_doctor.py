@@ -214,6 +214,13 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     out, err = capsys.readouterr()
     assert "None of the 1 usual mistakes explains it" in out and "as it is" in out and "were decoded before" in err
     assert "By category: a 1.00, b 1.00, c 1.00" in out
+    # Responses are decoded in the precision that is asked for, and both are tried along them.
+    options[-1] = "bfloat16"
+    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}", "--json"]) == 0
+    out, err = capsys.readouterr()
+    as_it_is, *_, exact = json.loads(out)["tried"]
+    assert "decoding 5 responses" in err and exact["mistake"].startswith("bfloat16 is too coarse")
+    assert min(as_it_is["marginal"][0], exact["marginal"][0]) > 0.99
 
 
 @pytest.mark.parametrize(
