@@ -34,6 +34,8 @@ from ..autoregressive.trees import (
 )
 from .small_lm import ModelConfig
 
+#: The tree of a config that describes none.
+BRANCHING = (2, 2, 1)
 #: What `growth` leaves open. The acceptance is that of the SmolLM2 pair at temperature 1 by rule ``specinfer``, from
 #: 477 rounds of ``benchmarks/sibling_acceptance.py``.
 NODES, DEPTH, THRESHOLD = 16, 8, 0.1
@@ -54,7 +56,9 @@ class SmallLMTree(Drafter):
     name = "small-lm-tree"
 
     class Config(ModelConfig):
-        branching: tuple[int, ...] = Field((2, 2, 1), description="children of every node of level 1, 2, ..")
+        branching: tuple[int, ...] | None = Field(
+            None, description=f"children of every node of level 1, 2, .. ({list(BRANCHING)})"
+        )
         choices: Choices | None = Field(
             None, description="instead of branching: nodes as lists of sibling ranks, e.g. [[0], [1], [0, 0]]"
         )
@@ -100,7 +104,7 @@ class SmallLMTree(Drafter):
                     raise ValueError(
                         f"{key} belongs to {owners}, but this is {kinds.get(self.growth, f'growth: {self.growth}')}"
                     )
-            if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
+            if self.choices is not None and self.branching is not None:
                 raise ValueError("branching and choices both describe the tree; give one of them")
             if self.growth == "opt-tree":
                 check_most(MOST_NODES, most_expanded(self.levels, self.budget), "expanded nodes")
@@ -127,7 +131,8 @@ class SmallLMTree(Drafter):
                 depth = DEPTH if self.depth is None else self.depth
                 acceptance = ACCEPTANCE if self.acceptance is None else self.acceptance
                 choices, _ = best_tree(acceptance, self.budget, depth)
-            return tree_shape(self.branching, choices, contiguous=self.siblings != "top-k")
+            branching = BRANCHING if self.branching is None else self.branching
+            return tree_shape(branching, choices, contiguous=self.siblings != "top-k")
 
         def chosen(self, target: Sampling) -> Siblings:
             point_mass = self.growth == "opt-tree" or target.at(self.temperature).temperature == 0
@@ -152,12 +157,13 @@ class SmallLMTree(Drafter):
             return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.budget, levels=config.levels)
         siblings, shape = config.chosen(sampling), config.shape()
         fixed = config.growth is None and config.choices is None
+        branching = BRANCHING if config.branching is None else config.branching
         return DraftTraits(
             drawn="chain" if shape.is_path else DRAWN[siblings],
             point_mass=siblings == "top-k",
             nodes=shape.nodes,
             levels=len(shape.ranks),
-            branching=config.branching if fixed else None,
+            branching=branching if fixed else None,
         )
 
     @property

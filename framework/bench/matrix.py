@@ -365,7 +365,7 @@ def _matches(cell: CellConfig, key: str, wanted: Any) -> bool:
 
 
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
-    """Give each strategy a label; the config keys that differ tell apart those that would share one."""
+    """Give each strategy a label; the keys that differ, where they are set, tell apart those that would share one."""
     for kind in ("drafter", "verifier"):
         strategies: list[Strategy] = [getattr(cell, kind) for cell in cells]
         variants: dict[str, dict[str, dict[str, Any]]] = {}  # of the same title: configs by their JSON
@@ -379,7 +379,8 @@ def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
         for i, strategy in enumerate(strategies):
             label, config = strategy.title, strategy.config
             known = values.get(label, {})
-            differ = [key for key, value in config.items() if known.get(key, set()) - {json.dumps(value)}]
+            set_keys = {key: value for key, value in config.items() if value is not None}
+            differ = [key for key, value in set_keys.items() if known.get(key, set()) - {json.dumps(value)}]
             label += "".join(f" {key}={_shown(config[key])}" for key in differ)
             cells[i] = cells[i].model_copy(update={kind: strategy.model_copy(update={"label": label})})
     return cells

@@ -117,6 +117,14 @@ def test_labels(base: str) -> None:
     drafters = "drafters=[{name: prompt-lookup, label: copy}, {name: prompt-lookup, gamma: 3}, {name: prompt-lookup, gamma: 5}]"
     labels = {c.drafter.label for c in plan(load_recipe(base, [drafters])).cells}
     assert labels == {"none", "copy", "prompt-lookup gamma=3", "prompt-lookup gamma=5"}
+    # What a variant leaves open is not in its label.
+    assert {c.drafter.label for c in plan(load_recipe("trees")).cells} == {
+        "none",
+        "small-lm-tree branching=[3, 2, 1]",
+        "small-lm-tree growth=sequoia nodes=15",
+        "small-lm-dynamic-tree",
+        "small-lm-tree growth=opt-tree nodes=15 depth=3",
+    }
 
 
 def test_exclude(base: str) -> None:
