@@ -118,13 +118,10 @@ def test_labels(base: str) -> None:
     labels = {c.drafter.label for c in plan(load_recipe(base, [drafters])).cells}
     assert labels == {"none", "copy", "prompt-lookup gamma=3", "prompt-lookup gamma=5"}
     # What a variant leaves open is not in its label.
-    assert {c.drafter.label for c in plan(load_recipe("trees")).cells} == {
-        "none",
-        "small-lm-tree branching=[3, 2, 1]",
-        "small-lm-tree growth=sequoia nodes=15",
-        "small-lm-dynamic-tree",
-        "small-lm-tree growth=opt-tree nodes=15 depth=3",
-    }
+    tree = f"name: small-lm-tree, model: {Path(base).parent / 'small'}"
+    trees = f"drafters=[{{{tree}, growth: opt-tree, nodes: 15}}, {{{tree}, branching: [3, 2]}}]"
+    labels = {c.drafter.label for c in plan(load_recipe(base, [trees, "verifiers=[traversal]", "exclude=[]"])).cells}
+    assert labels == {"none", "small-lm-tree growth=opt-tree nodes=15", "small-lm-tree branching=[3, 2]"}
 
 
 def test_exclude(base: str) -> None:
