@@ -34,14 +34,18 @@ def save_model(
     nan: bool = False,
     layers: int = 2,
     hidden: int = 16,
+    heads: tuple[int, int] = (2, 1),
 ) -> str:
-    """A random Llama, its logits `width` and its states `hidden` wide, and its tokenizer; the name to load it by."""
+    """A random Llama and its tokenizer; the name to load it by.
+
+    Its logits are `width` and its states `hidden` wide; it has `heads` of queries, and of keys and values.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=width, hidden_size=hidden, intermediate_size=3 * hidden // 2, num_hidden_layers=layers,
-            num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
-            max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
+            num_attention_heads=heads[0], num_key_value_heads=heads[1], initializer_range=0.3,
+            tie_word_embeddings=False, max_position_embeddings=context, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
     if nan:

@@ -20,6 +20,7 @@ from typing import Any
 from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
 from ..decoding.graphs import held
+from ..models.placement import input_device
 from ..runs.interrupts import asked
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
@@ -259,8 +260,8 @@ class Group:
         if not memory.exhausted(error) or not loaded:
             return sentence(error)
         models = [one.model for one in loaded]
-        available = memory.total(models[0].device)
-        recorded = held(models[0].device)
+        device = input_device(models[0])
+        available, recorded = memory.total(device), held(device)
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError, printable
 from ..contracts.launcher import Launcher, Work, Worker
+from ..models.processes import SPLIT
 from ..runs.interrupts import asked
 from ..runs.recipe import CellConfig, Recipe
 from ..runs.records import CellResult, Outcome
@@ -61,6 +62,11 @@ def launch(
         UsageError: the recipe, its prompts or an option is wrong, or the processes would share a device.
         CrossdraftError: no group was measured; with what the processes said.
     """
+    if recipe.device == SPLIT:
+        raise UsageError(
+            f"--launcher and device {SPLIT}: a launcher starts one process for a group, and a split target needs "
+            "several; run torchrun ... -m crossdraft run with --shard instead"
+        )
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out))
     found = _made(launcher, options or {}, recipe.device, not untimed)

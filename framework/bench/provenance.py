@@ -10,8 +10,9 @@ import torch
 
 from .. import plugins
 from ..contracts.errors import CrossdraftError
-from ..models.device import pick_device, pick_dtype
+from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
+from ..models.placement import described, first_device
 from ..models.resolve import resolve
 from ..runs.recipe import CellConfig
 from ..runs.sources import code_sha256, source_of
@@ -28,7 +29,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         prompts: digest of the prompts.
         timed: False for cells that share their device with others.
     """
-    device = pick_device(config.device)
+    device = first_device(config.device)
     cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     sides = {"drafter": ("drafters", config.drafter.name), "verifier": ("verifiers", config.verifier.name)}
@@ -37,7 +38,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         "code": code_sha256([f"{__package__}.cell_runner"]),
         **{library: environment["versions"][library] for library in LIBRARIES},
         **{side: source_of(plugins.get(*what)) for side, what in sides.items()},
-        "device": f"{device.type} ({hardware})",
+        "device": f"{device.type} ({hardware}){described(config.device)}",
         "threads": torch.get_num_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import CrossdraftError, printable
+from ..models import processes
 from ..plugins import KINDS
 from ..runs.interrupts import interrupting
 from .listing import list_names, list_plugins, show_environment
@@ -46,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    with interrupting():  # SIGTERM and SIGHUP end a command as Ctrl-C does, from its first line on
+    if processes.rank():  # torchrun's others: what to do is told by the first
+        from ..decoding.split_lm import follow
+
+        return follow()
+    with interrupting(), processes.leading():  # SIGTERM and SIGHUP end a command as Ctrl-C does, from its first line on
         return _main(argv)
 
 

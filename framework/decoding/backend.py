@@ -35,6 +35,8 @@ class TransformersBackend(Backend):
         return load_transformers(found, **options)
 
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
+        from ..models.placement import is_split
+        from .split_lm import SplitLM
         from .transformers_lm import TransformersLM
 
-        return TransformersLM(loaded.model, batch_size, max_length)
+        return (SplitLM if is_split(loaded.model) else TransformersLM)(loaded.model, batch_size, max_length)

@@ -7,7 +7,7 @@ drafter that is made with it, the target's slots and the verifier together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ from ..contracts.verifier import Verifier, incompatible
 from ..models.checkpoint import load_checkpoint
 from ..models.digests import file_sha256
 from ..models.load import load_model, same_tokenizer
+from ..models.placement import input_device, is_split, is_spread
 from ..models.resolve import resolve
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
@@ -33,6 +34,7 @@ from .fused import Fused
 from .graphs import runner_for
 from .learner import learner_of
 from .loop import Decoder
+from .split_lm import Tables
 from .stopwatch import Stopwatch
 from .transformers_lm import TransformersLM
 
@@ -185,8 +187,8 @@ def load_drafting_model(name: str, target: LoadedModel, *, trust_remote_code: bo
     Where one of the two is of another backend, that one decides on its own.
     """
     alike = target.backend == TRANSFORMERS == resolve(name).backend
-    same = {"dtype": target.model.dtype, "device": target.model.device} if alike else {}
-    share_with = target if alike and shares_embedding(name, target) else None
+    same = {"dtype": target.model.dtype, "device": input_device(target.model)} if alike else {}
+    share_with = replace(target, model=_readable(target)) if alike and shares_embedding(name, target) else None
     return load_model(name, share_with=share_with, trust_remote_code=trust_remote_code, **same)
 
 
@@ -230,7 +232,7 @@ class TargetContext(ModuleContext):
             vocab_size=lm.vocab_size,
             device=lm.device,
             target=lm,
-            target_model=loaded.model if loaded.backend == TRANSFORMERS else None,
+            target_model=_readable(loaded),
             target_name=loaded.name,
             target_sha256=loaded.sha256,
             tokenizer=loaded.tokenizer,
@@ -277,6 +279,14 @@ class TargetContext(ModuleContext):
         found, file = super().load_settings(name), settings_file(name).resolve()
         self.used[name] = {"sha256": file_sha256(file), "source": f"file {file}", "file": str(file)}
         return found
+
+
+def _readable(loaded: LoadedModel) -> Any:
+    """What drafters may read of a target: the model, if it is one of transformers, or what a larger one offers."""
+    if loaded.backend != TRANSFORMERS:
+        return None
+    larger = is_split(loaded.model) or is_spread(loaded.model)
+    return Tables(loaded.model) if larger else loaded.model
 
 
 def _drafting(drafter: Configured, context: DraftContext) -> Drafter:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..models.meanwhile import Meanwhile
+from ..models.placement import input_device
 
 logger = logging.getLogger(__name__)
 
@@ -270,12 +271,15 @@ _failed: list[torch.cuda.CUDAGraph] = []
 
 
 def runner_for(model: Any) -> Graphs:
-    """What runs the passes of ``model``; not recorded on a CPU, over several devices, or where graphs are off."""
+    """What runs the passes of ``model``; not recorded on a CPU, over devices or processes, or if graphs are off."""
     name, places = type(model).__name__, set(getattr(model, "hf_device_map", {}).values())
-    if model.device.type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
+    if input_device(model).type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
         return Graphs(None, name)
     if len(places) > 1:
         _warn_once(name, f"it is spread over {len(places)} devices")
+        return Graphs(None, name)
+    if any(hasattr(weight, "placements") for weight in model.parameters()):
+        _warn_once(name, "it is split over several processes")
         return Graphs(None, name)
     return Graphs(CudaRecorder(model.device), name)
 

@@ -8,7 +8,7 @@ rows, which is why this exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,18 @@ class Placement:
     def rows(self) -> Tensor:
         """``[R, 1]`` int64, the batch row of each row of ``slots``."""
         return torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
+
+    def on(self, device: torch.device) -> Placement:
+        """The same where ``device`` reads it: layers of a model may lie on several."""
+        if device == self.slots.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = replace(self, slots=self.slots.to(device))
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, Placement]:
+        return {}
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -73,6 +85,7 @@ class RaggedLayer(CacheLayerMixin):
         if place.start is not None:
             buffer[:, :, place.start : place.start + states.shape[2]] = states
         else:
+            place = place.on(buffer.device)
             # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
             buffer[place.rows, :, place.slots] = states.transpose(1, 2)
         return buffer[:, :, : place.reach]
@@ -106,8 +119,14 @@ class RaggedCache(Cache):
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row of every layer."""
         rows = counting(source.shape[0], source.device)[:, None]
+        there = {source.device: (rows, source, target)}
         for layer in self.layers:
-            layer.move(rows, source, target)  # type: ignore[union-attr]
+            if layer.is_initialized:
+                assert layer.keys is not None
+                place = layer.keys.device
+                if place not in there:
+                    there[place] = rows.to(place), source.to(place), target.to(place)
+                layer.move(*there[place])  # type: ignore[union-attr]
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:

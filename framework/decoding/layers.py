@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.errors import ModelError
+from ..models.placement import is_spread
 
 #: What the parts of a decoder layer are called.
 _ATTENTION, _MLP = ("self_attn", "attn", "attention", "self_attention"), ("mlp", "feed_forward", "block_sparse_moe")
@@ -32,6 +33,11 @@ def with_layers(
         raise ModelError(
             f"{type(model).__name__} has layers that need each other, or their number ({', '.join(shared)} in its "
             "config), so some of them cannot be run alone"
+        )
+    if is_spread(model):
+        raise ModelError(
+            f"{type(model).__name__} is spread over several devices, by hooks that run the whole of it, so some of its "
+            "layers cannot be run alone; load it on one device"
         )
     count, decoder = model.config.get_text_config().num_hidden_layers, model.get_decoder()
     stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]

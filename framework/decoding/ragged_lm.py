@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from ..contracts.errors import ModelError
 from ..contracts.tensors import descent, on_device
+from ..models.placement import input_device
 from .architectures import sliding_window, text_config
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
@@ -53,7 +54,7 @@ class RaggedLM:
         config = text_config(model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
-        self.device: torch.device = model.device
+        self.device: torch.device = input_device(model)
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.errors import CrossdraftError, ModelError, first_line, printable, quoted
+from ..contracts.errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..contracts.models import LoadedModel, ResolvedModel
+from . import placement, processes
 from .configs import check_against_weights, check_files, read_config
-from .device import pick_device, pick_dtype
+from .device import pick_dtype
 from .digests import model_sha256
 from .meanwhile import Meanwhile
 from .quantization import GROUP, check_quantized, load_options
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from .placement import Device
+
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -38,7 +41,7 @@ def load_model(
     name: str,
     *,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
+    device: Device = "auto",
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     share_with: LoadedModel | None = None,
@@ -47,7 +50,9 @@ def load_model(
 
     Args:
         dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
-        device: a torch device or its name; for ``"auto"`` see `pick_device`.
+        device: a torch device or its name; for ``"auto"`` see `pick_device`. For models larger than one:
+            ``"spread"``, or a mapping from the names of its parts to devices (accelerate's ``device_map``); ``"tp"``
+            under ``torchrun``, see `models.processes`.
         trust_remote_code: let the model run Python code from its own directory. Consent is for this one model: not for
             the owner of a shared embedding, nor for code that its files fetch from another repository.
         attn_implementation: passed to transformers, which chooses if it is None.
@@ -56,27 +61,35 @@ def load_model(
             An ``"auto"`` dtype or device is then that of this model.
 
     Raises:
-        UsageError: an unknown name, dtype or device.
+        UsageError: an unknown name, dtype or device, or one that cannot be had of this model.
         ModelError: a model that is incomplete, damaged, pickled, or has weights missing: never run with
             weights that were made up.
     """
-    found = resolve(name)
-    backend = plugins.get("backends", found.backend)()
-    return backend.load(
-        found,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
-        share_with=share_with,
-    )
+    processes.check(device)
+    options: Any = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "attn_implementation": attn_implementation,
+    }
+
+    def load() -> LoadedModel:
+        found = resolve(name)
+        backend = plugins.get("backends", found.backend)()
+        return backend.load(found, device=device, share_with=share_with, **options)
+
+    if device != processes.SPLIT:
+        return load()
+    key = processes.number()
+    loaded = processes.everywhere(load, "load", key, name, options)
+    placement.lead(loaded.model, key)
+    return loaded
 
 
 def load_transformers(
     found: ResolvedModel,
     *,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
+    device: Device = "auto",
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     share_with: LoadedModel | None = None,
@@ -84,7 +97,7 @@ def load_transformers(
     """`load_model` of a directory as transformers writes it."""
     name = found.name
     shares = share_with.model if share_with else None
-    place: torch.device = shares.device if device == "auto" and shares is not None else pick_device(device)
+    place: torch.device = shares.device if device == "auto" and shares is not None else placement.first_device(device)
     precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
     shared = shared_embedding_of(found.path)
     if trust_remote_code:
@@ -99,6 +112,13 @@ def load_transformers(
         )
     check_against_weights(found.path, config, without=("vocab_size",) if shared else ())
     check_files(found.path)
+    if shared is not None and placement.larger(device):
+        raise UsageError(
+            f"{name} takes its embedding from {shared['model']}, so it has one device, that of the embedding; give cpu "
+            "or cuda"
+        )
+    placement.check_divides(name, config, device)
+    placing = placement.load_options(name, device, found.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Quiet, because transformers warns at length about the embedding that we are about to add.
     # And of layers that cannot be quantised.
@@ -115,8 +135,9 @@ def load_transformers(
             output_loading_info=True,
             **options,
             **load_options(name, found.quantization, place),
+            **placing,
         )
-        model = model.to(place).eval()
+        model = (model if placing else model.to(place)).eval()
         if found.quantization:
             model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
             check_quantized(name, found.quantization, model)
@@ -133,6 +154,7 @@ def load_transformers(
             f"the weights of {name} do not fit its config.json: missing {listed(missing)}; "
             f"unexpected {listed(unexpected)}"
         )
+    placement.check_split(name, model, device)
     tokenizer = _tokenizer(name, found.path, owner, options)
     return LoadedModel(
         model=model,

@@ -39,6 +39,7 @@ class Target:
         device: str = "auto",
         trust_remote_code: Collection[str] = (),
     ):
+        pick_device(device)  # one: some responses are replayed without the target
         self.name, self.sampling, self._trusted = name, sampling, frozenset(trust_remote_code)
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._drafting: dict[tuple[str, bool], LoadedModel] = {}

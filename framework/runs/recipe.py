@@ -59,6 +59,10 @@ def _printable(name: str) -> str:
 Name = Annotated[str, AfterValidator(_printable)]
 
 
+#: A device by name, or one for each part of the target.
+Device = Name | dict[Annotated[str, AfterValidator(_printable)], Name | Annotated[int, Field(ge=0, strict=True)]]
+
+
 class PromptSpec(Options):
     """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``,
     and no name for the built-in ones."""
@@ -146,7 +150,7 @@ class CellConfig(Options):
 
     target: Name = Field(min_length=1)
     dtype: Name = "auto"
-    device: Name = "auto"
+    device: Device = "auto"
     attn_implementation: Name | None = None
     prompts: PromptSpec = PromptSpec(name="builtin")
     max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
@@ -197,7 +201,9 @@ class Recipe(Options):
     batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="rows that are decoded at once")
     seed: int = Field(default=0, ge=0, le=MOST_SEED, description="of all random numbers")
     dtype: Name = Field(default="auto", description="of target and drafting models")
-    device: Name = Field(default="auto", description="cpu, cuda, cuda:1, ..")
+    device: Device = Field(
+        default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for targets larger than one"
+    )
     attn_implementation: Name | None = Field(default=None, description="of the target; transformers' choice by default")
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
     sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")

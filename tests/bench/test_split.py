@@ -1,0 +1,143 @@
+"""A target that two processes hold between them says what it says in one; these tests start such processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import save_file
+from tiny_models import save_model
+from tiny_runs import cells, said
+
+pytestmark = pytest.mark.slow
+
+H = 16
+RECIPE = """\
+target: {target}
+prompts: {prompts}
+dtype: float32
+device: {device}
+max_new_tokens: 12
+batch_size: 2
+drafters:
+  - prompt-lookup
+  - {{name: small-lm, model: {drafter}, gamma: 3}}
+  - {{name: small-lm-tree, model: {drafter}, branching: [2, 1]}}
+  - {{name: medusa, model: {medusa}, gamma: 2}}
+  - {{name: eagle, model: {eagle}, gamma: 2}}
+verifiers: [token, traversal]
+matrix: {{temperature: [1.0]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: Any, write_prompts: Any) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("split")
+    found = {
+        "target": save_model(root / "target", heads=(4, 2), hidden=H),
+        "drafter": save_model(root / "drafter", heads=(4, 2), hidden=H, seed=1),
+        "prompts": write_prompts(root / "prompts.jsonl", n=4),
+    }
+    torch.manual_seed(2)
+    medusa = {}
+    for i in range(2):
+        medusa |= {f"{i}.0.linear.weight": torch.randn(H, H) * 0.1, f"{i}.0.linear.bias": torch.zeros(H)}
+    found["medusa"] = _heads(root / "medusa", medusa, {"medusa_num_heads": 2, "medusa_num_layers": 1})
+    sizes = {"q_proj": (H, H), "k_proj": (H // 2, H), "v_proj": (H // 2, H), "o_proj": (H, H)}
+    eagle = {f"layers.0.self_attn.{name}.weight": torch.randn(size) * 0.3 for name, size in sizes.items()}
+    for name, size in {"gate": (24, H), "up": (24, H), "down": (H, 24)}.items():
+        eagle[f"layers.0.mlp.{name}_proj.weight"] = torch.randn(size) * 0.3
+    eagle |= {"layers.0.post_attention_layernorm.weight": torch.ones(H), "fc.weight": torch.randn(H, 2 * H) * 0.3}
+    config = json.loads((root / "target" / "config.json").read_text(encoding="utf-8"))
+    found["eagle"] = _heads(root / "eagle", eagle, {**config, "num_hidden_layers": 1})
+    return found
+
+
+def _heads(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+def _crossdraft(arguments: list[str], cwd: Path, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(start if processes > 1 else []), "-m", "crossdraft", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def _run(directory: Path, text: str, processes: int, *more: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "recipe.yaml").write_text(text, encoding="utf-8")
+    return _crossdraft(["run", "recipe.yaml", "--untimed", *more], directory, processes)
+
+
+def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path, paths: dict[str, str]) -> None:
+    """All drafters, chains and trees, heads on the target's states and tables; files are written by one process."""
+    one = _run(tmp_path / "one", RECIPE.format(device="cpu", **paths), 1)
+    assert one.returncode == 0, one.stderr
+    two = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("small-lm-tree") == one.stdout.count("small-lm-tree")  # one table
+    assert two.stderr.count("recipe: 10 cells in 1 group") == 1
+    there = [{path.name.rpartition("_")[0]: path for path in cells(tmp_path / name)} for name in ("one", "two")]
+    assert there[0].keys() == there[1].keys() and len(there[0]) == 10
+    for name, path in there[0].items():
+        assert said(path) == said(there[1][name]), name
+        assert _rounds(path) == _rounds(there[1][name]), name
+    head = json.loads((next(iter(there[1].values())) / "config.json").read_text(encoding="utf-8"))
+    assert head["provenance"]["device"].endswith("split over 2 processes")
+    again = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
+    assert again.returncode == 0 and "reusing 10 cells" in again.stderr
+
+
+def _rounds(cell: Path) -> list[dict[str, Any]]:
+    return parquet.read_table(cell / "rounds.parquet").drop_columns(["cell"]).to_pylist()
+
+
+def test_what_a_split_target_cannot_do_is_refused_in_one_sentence(tmp_path: Path, paths: dict[str, str]) -> None:
+    def sentence(text: str, processes: int = 2) -> str:
+        done = _run(tmp_path, text, processes)
+        assert done.returncode
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("crossdraft: error: ")]
+        return line
+
+    text = RECIPE.format(device="tp", **paths)
+    early = text.replace("prompt-lookup", "{name: early-exit, exit_layer: 1}")
+    assert "no part of its target" in sentence(early)
+    odd = save_model(tmp_path / "odd", heads=(4, 1))
+    assert "num_key_value_heads" in sentence(text.replace(paths["target"], odd))
+    assert "device tp" in sentence(text.replace("device: tp", "device: cpu"))
+
+
+def test_a_process_that_dies_ends_all(tmp_path: Path, paths: dict[str, str]) -> None:
+    """The second process leaves in the middle of a pass; nothing hangs, and what is on disk is whole."""
+    text = RECIPE.format(device="tp", **paths)
+    (tmp_path / "sitecustomize.py").write_text(DYING, encoding="utf-8")
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        done = _run(tmp_path, text, 2)
+    finally:
+        del os.environ["PYTHONPATH"]
+    assert done.returncode
+    assert "process 2 of 2: RuntimeError: no memory left" in done.stderr
+
+
+DYING = """\
+import os
+if os.environ.get("RANK") == "1":
+    import transformers.models.llama.modeling_llama as llama
+    forward, passes = llama.LlamaMLP.forward, []
+    def fail(self, x):
+        passes.append(1)
+        if len(passes) == 60:
+            raise RuntimeError("no memory left")
+        return forward(self, x)
+    llama.LlamaMLP.forward = fail
+"""

@@ -1,0 +1,85 @@
+"""Targets whose layers lie on several devices: what can be seen of that with a CPU and a disk."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_model
+
+from crossdraft import UsageError, generate, load_model
+from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.decoding.kvcache import Placement, RaggedCache
+from crossdraft.framework.models.placement import input_device
+
+#: Half of the weights stay on the disk, and are read in every pass.
+HALF = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "disk"}
+HALF |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
+PROMPTS = ["w5 w6 w7 w5 w6", "w9"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> str:
+    return save_model(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.mark.parametrize("device", [HALF, "spread"], ids=["disk", "spread"])
+def test_a_spread_target_says_what_a_whole_one_says(target: str, device: Any) -> None:
+    whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
+    for drafter in ("prompt-lookup", {"name": "small-lm", "model": target, "gamma": 2}):
+        said = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
+        assert [r.tokens for r in said[0]] == [r.tokens for r in said[1]]
+    assert whole.sha256 == spread.sha256
+    if device is HALF:
+        assert {str(weight.device) for weight in spread.model.parameters()} == {"cpu", "meta"}
+        assert input_device(spread.model) == torch.device("cpu")
+
+
+def test_layers_of_a_spread_target_do_not_run_alone(target: str) -> None:
+    """Its hooks would run all of them without a word."""
+    spread = load_model(target, device=HALF, dtype="float32")
+    with pytest.raises(ModelError, match="its layers cannot be run alone"):
+        generate(spread, PROMPTS, drafter={"name": "early-exit", "exit_layer": 1}, max_new_tokens=4)
+
+
+def test_indices_follow_keys_and_values_to_their_device() -> None:
+    """PyTorch takes an index on the device of what is indexed; a device without values is one that is elsewhere."""
+    cache = RaggedCache(2, 8)
+    states = {where: torch.zeros(2, 1, 2, 4, device=where) for where in ("cpu", "meta")}
+    cache.placement = Placement(torch.tensor([[1, 2], [3, 4]]), 5)
+    for layer, where in enumerate(("cpu", "meta")):
+        keys, _ = cache.update(states[where], states[where], layer)
+        assert keys.device.type == where
+    place = cache.placement.on(torch.device("meta"))
+    assert place.slots.device.type == place.rows.device.type == "meta"
+    assert cache.placement.on(torch.device("meta")) is place  # once a pass, not once a layer
+    assert cache.placement.on(torch.device("cpu")) is cache.placement
+    moved: list[str] = []
+    for layer in cache.layers:
+        layer.move = lambda *indices: moved.extend(one.device.type for one in indices)  # type: ignore[union-attr]
+    cache.move(torch.tensor([[1], [3]]), torch.tensor([[0], [2]]))
+    assert moved == ["cpu"] * 3 + ["meta"] * 3
+
+
+def test_what_cannot_be_placed_is_refused_in_a_sentence(target: str, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(UsageError, match="quantised as it is loaded, and then has one device"):
+        load_model(f"{target}@int8", device="spread")
+    for device, sentence in (({}, "the device map is empty"), ({"": "disc"}, "'disc'"), ({"": None}, "None in the")):
+        with pytest.raises(UsageError, match=sentence):
+            load_model(target, device=device)
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node N -m crossdraft"):
+        load_model(target, device="tp")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ModelError, match=r"pip install 'crossdraft\[spread\]'"):
+        load_model(target, device="spread")
+
+
+def test_under_torchrun_a_target_on_one_device_is_refused(target: str, monkeypatch: Any) -> None:
+    """The other processes would have nothing to do."""
+    for key, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto is one"):
+        load_model(target)
+    with pytest.raises(UsageError, match="not for scripts of your own"):
+        load_model(target, device="tp")
