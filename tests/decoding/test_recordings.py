@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,11 @@ def test_where_recording_fails_there_is_one_warning(
 class SomeModel:
     def __init__(self, device: str, **attributes: Any):
         self.device = torch.device(device)
+        self.weights: list[Any] = []
         vars(self).update(attributes)
+
+    def parameters(self) -> list[Any]:
+        return self.weights
 
 
 def test_which_models_get_graphs(monkeypatch: Any, caplog: Any, fresh_warnings: None) -> None:
@@ -104,6 +109,7 @@ def test_which_models_get_graphs(monkeypatch: Any, caplog: Any, fresh_warnings: 
     assert not caplog.records
     assert not runner_for(SomeModel("cuda", hf_device_map={"model.layers.0": 0, "model.layers.1": 1})).records
     assert "SomeModel runs without CUDA graphs" in caplog.text and "spread over 2 devices" in caplog.text
+    assert not runner_for(SomeModel("cuda", weights=[SimpleNamespace(placements=())])).records
     monkeypatch.setenv("CROSSDRAFT_CUDA_GRAPHS", "0")
     assert not runner_for(SomeModel("cuda")).records
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2 and "split over several processes" in caplog.text
