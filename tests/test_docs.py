@@ -6,11 +6,14 @@ not compared.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -34,11 +37,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: A block: its info string and what stands in it.
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: The port that the pages name; tests take a free one.
+PORT = "8000"
 #: The plug-in that provides the real models.
 PACK = "crossdraft-smollm2:smollm2"
-#: Commands that install, test the repository, measure for minutes or never end; .ci/run, the benchmarks and tests/serve
-#: run them.
-NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff", "crossdraft serve")
+#: Commands that install, test the repository, measure for minutes or are other people's; .ci/run, the benchmarks and
+#: tests/serve run them.
+NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff", "guidellm", "lm-eval")
+#: Commands that start processes or need an extra: a slow test below runs them.
+ELSEWHERE = ("--launcher", "--track")
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: Any) -> Iterator[None]:
-    """Tiny models under the names that the pages use."""
+def models(tmp_path_factory: Any) -> Iterator[dict[str, Path]]:
+    """Tiny models under the names that the pages use, and where they are."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     target = save_model(root / "target", context=2048, layers=6)
@@ -82,14 +89,14 @@ def models(tmp_path_factory: Any) -> Iterator[None]:
     real = manager().unregister(name=PACK) if manager().has_plugin(PACK) else None
     plugin = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs))
     manager().register(plugin, "models of the docs")
-    yield
+    yield names
     manager().unregister(plugin)
     if real is not None:
         manager().register(real, PACK)
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: Any, models: None) -> Path:
+def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     """A folder to work in, with the files that the pages take for granted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
@@ -117,26 +124,34 @@ def test_every_block_runs(page: Path, place: Path, monkeypatch: Any) -> None:
         plugin = import_module(module)
         manager().register(plugin, "a package of the docs")
     try:
-        for block in blocks(page):
-            run_block(block, place, names)
+        with ExitStack() as servers:
+            for block in blocks(page):
+                run_block(block, place, names, servers)
     finally:
         if plugin is not None:
             manager().unregister(plugin)
             sys.modules.pop(plugin.__name__)
 
 
-def run_block(block: Block, place: Path, names: dict[str, Any]) -> None:
+def run_block(block: Block, place: Path, names: dict[str, Any], servers: ExitStack) -> None:
     if block.language == "python" and not block.title:
-        exec(compile(block.text, "a block of the docs", "exec"), names)
-    elif block.language == "yaml" and "target:" in block.text:
+        exec(compile(block.text.replace(PORT, names.get(PORT, PORT)), "a block of the docs", "exec"), names)
+    elif block.language == "yaml" and re.search("^target:", block.text, re.MULTILINE):
         file = place / (block.title or "recipe.yaml")
         file.write_text(block.text, encoding="utf-8")
         load_recipe(str(file))
     elif block.language == "bash":
-        for line in block.text.splitlines():
-            command = line.partition("  #")[0].strip()
-            if command and not command.startswith(NOT_HERE):
+        for command in commands(block):
+            if command.startswith("crossdraft serve"):
+                serving = pytest.importorskip("serving", reason="the endpoint needs the extra serve").serving
+                names[PORT] = str(servers.enter_context(serving(*shlex.split(command)[2:])).port)
+            elif not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE):
                 run_command(shlex.split(command))
+
+
+def commands(block: Block) -> list[str]:
+    lines = [line.partition("  #")[0].strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line]
 
 
 def run_command(words: list[str]) -> None:
@@ -146,17 +161,20 @@ def run_command(words: list[str]) -> None:
         # In this process: another one would take ten seconds to load PyTorch and transformers.
         assert pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *few, *words[1:]]) == 0
     elif words[0] == "crossdraft":
-        if any("<hash>" in word for word in words):  # a run that the reader has made
-            assert main(shortened(["run", "quickstart"])) == 0
-            (run,) = Path("runs").glob("quickstart-*")
-            words = [str(run) if "<hash>" in word else word for word in words]
+        if named := next((word for word in words if "<hash>" in word), None):  # a run that the reader has made
+            recipe = Path(named).name.removesuffix("-<hash>")
+            if not list(Path("runs").glob(f"{recipe}-*")):
+                assert main(shortened(["run", recipe])) == 0
+            (run,) = Path("runs").glob(f"{recipe}-*")
+            words = [str(run) if word == named else word for word in words]
         assert main(shortened(words[1:])) == 0, shlex.join(words)
 
 
 def shortened(arguments: list[str]) -> list[str]:
     """The same command, on less: a page shows what takes minutes."""
     if arguments[:1] == ["run"]:
-        few = ["--set", "matrix.batch_size=[1, 2]"] if "smollm2-batch" in arguments else []
+        smaller = ("matrix.batch_size=[1, 2]", "matrix.gamma=[4]", "verifiers=[token, spectr]")
+        few = [word for one in smaller for word in ("--set", one)] if "smollm2-batch" in arguments else []
         return [*arguments, "--limit", "1", "--set", "max_new_tokens=4", *few, "--quiet"]
     if arguments[:1] == ["doctor"]:
         return [*arguments, "--responses", "1", "--max-new-tokens", "8"]
@@ -174,3 +192,51 @@ def shortened(arguments: list[str]) -> list[str]:
 
 def test_pages_are_found() -> None:
     assert {"README.md", "plugins.md", "recipes.md", "cost.md"} <= {page.name for page in PAGES if blocks(page)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option, package",
+    [
+        ("--launcher local", "crossdraft"),
+        ("--launcher ray", "ray"),
+        ("--launcher slurm", "submitit"),
+        ("--track mlflow", "mlflow"),
+        ("--track trackio", "trackio"),
+    ],
+)
+def test_launchers_and_trackers_of_the_docs(option: str, package: str, place: Path, models: dict[str, Path]) -> None:
+    """As they stand in machines.md, but on a cluster, or a server, of this machine alone; processes find the models."""
+    pytest.importorskip(package)
+    page = [block for block in blocks(ROOT / "docs/machines.md") if block.language == "bash"]
+    (command,) = [one for block in page for one in commands(block) if option in one]
+    known = {"MLFLOW_TRACKING_URI": (place / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    here = {"ray": [], "submitit": ["--launcher-option", "cluster=local"]}
+    words = shlex.split(command)
+    while "=" in words[0]:
+        assert words.pop(0).partition("=")[0] in known
+    if package in here:
+        words = [*words[: words.index("--launcher-option")], *here[package], "--untimed"]
+    provide(place / "site", models)
+    own = {"PYTHONPATH": str(place / "site"), "TRACKIO_DIR": str(place / "trackio"), "HF_HUB_OFFLINE": "1", **known}
+    line = [sys.executable, "-m", words[0], *shortened(words[1:])]
+    done = subprocess.run(line, env=os.environ | own, cwd=place, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = place.glob("runs/*-*")
+    assert (run / "summary.md").is_file() and list(run.glob("cells/*/responses.jsonl"))
+    if package == "mlflow":
+        assert list(place.glob("mlruns/*/*/metrics/block_efficiency"))
+    if package == "trackio":
+        assert list((place / "trackio").iterdir())
+
+
+def provide(site: Path, models: dict[str, Path]) -> None:
+    """The models as an installed distribution, in place of the pack that has the real ones."""
+    about = site / "crossdraft_smollm2-9.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: crossdraft-smollm2\nVersion: 9\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[crossdraft]\nsmollm2 = models_of_the_docs\n", encoding="utf-8")
+    lines = ["from pathlib import Path", "from crossdraft import hookimpl", "@hookimpl"]
+    lines += ["def crossdraft_register_models(register):"]
+    lines += [f"    register({name!r}, Path({str(path)!r}))" for name, path in models.items()]
+    (site / "models_of_the_docs.py").write_text("\n".join(lines) + "\n", encoding="utf-8")

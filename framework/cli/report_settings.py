@@ -33,9 +33,15 @@ def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
             config = result.config
             pair = f"{config.drafter.title} × {config.verifier.title}"
             words = [run_title] * (len(runs) > 1) + [pair, group_title(config, configs, but="batch_size")]
-            acceptance = acceptance_of(result, run.name)
-            schedule = Schedule(acceptance, (Range(1, 1, acceptance.gamma),), {})
-            engines = [_told(name, schedule) for name in sorted(plugins.entries("engines"))]
+            names = sorted(plugins.entries("engines"))
+            try:
+                acceptance = acceptance_of(result, run.name)
+            except UsageError:
+                why = "no round had room for a whole draft: there is no acceptance to go by"
+                engines = [{"name": name, "text": "", "remarks": [why]} for name in names]
+            else:
+                schedule = Schedule(acceptance, (Range(1, 1, acceptance.gamma),), {})
+                engines = [_told(name, schedule) for name in names]
             found.append({"title": ", ".join(words), "engines": engines})
     return found
 

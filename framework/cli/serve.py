@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import socket
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError
 from ..contracts.limits import MOST_ROWS, MOST_TOKENS, Limit
 from .consent import add_consent, trusted
 from .sampling import sampling_from
 
+if TYPE_CHECKING:
+    from ..contracts.models import LoadedModel
+    from ..contracts.sampling import Sampling
+    from ..decoding.loop import Decoder
+
 #: What it is for; said in --help and when it starts.
 PURPOSE = (
-    "It is for evaluation, not for production: no authentication, no batched prefill, no paged cache, one law for all "
-    "requests"
+    "It is for evaluation, not for production: no authentication, no batched prefill, no paged cache, one law after "
+    "the other"
 )
 
 
@@ -32,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of prompt and answer (the context, up to 4096)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="of every answer; 0 (the default) is greedy")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="where a request names none; 0 (the default) is greedy"
+    )
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 = off")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this much mass")
     parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
@@ -73,36 +81,43 @@ def main(args: argparse.Namespace) -> int:
 
 def offered(args: argparse.Namespace) -> Any:
     """The pair over the target, with its slots."""
+    from ..decoding.build import load_drafting_model
     from ..decoding.generate import fitting_pair, pair_decoder
     from ..models.load import load_model
     from ..runs.recipe import Strategy
-    from ..serve.asked import Served
+    from ..serve.laws import Served
 
     def strategy(option: str, text: str) -> dict[str, Any]:
         return Strategy.parse(text, option).model_dump()
 
     sampling = sampling_from(args)
+    if sampling.temperature == 0:
+        sampling = type(sampling)(temperature=0)  # the others change nothing then: one law, however it is asked for
+    drafter = strategy("--drafter", args.drafter)
     rule = None if args.verifier is None else strategy("--verifier", args.verifier)
-    pair = fitting_pair(strategy("--drafter", args.drafter), rule, sampling)
+    pair = fitting_pair(drafter, rule, sampling)
     target = load_model(args.target, dtype=args.dtype, trust_remote_code=args.target in trusted(args, (args.target,)))
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; a server answers in text")
     most = args.max_length or min(4096, target.context_length or 4096)
     if target.context_length is not None and most > target.context_length:
         raise UsageError(f"--max-length {most} is more than the target's context of {target.context_length} tokens")
-    decoder = pair_decoder(
-        target,
-        *pair,
-        most,
-        sampling=sampling,
-        batch_size=args.slots,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-    )
+
+    @cache
+    def drafting(name: str) -> LoadedModel:
+        return load_drafting_model(name, target)  # once for all laws
+
+    def build(law: Sampling) -> Decoder:
+        options: dict[str, Any] = {"batch_size": args.slots, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        return pair_decoder(target, drafter, rule, most, sampling=law, load=lambda name, _: drafting(name), **options)
+
+    def check(law: Sampling) -> None:
+        fitting_pair(drafter, rule, law)
+
     title = (
         f"{target.name}, drafter {pair[0][0].name}, verifier {pair[1][0].name}, temperature {sampling.temperature:g}"
     )
-    return Served(target, decoder, args.max_new_tokens, most, title)
+    return Served(target, sampling, check, build, args.max_new_tokens, most, title)
 
 
 def listening(host: str, port: int) -> socket.socket:

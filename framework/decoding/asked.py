@@ -25,6 +25,17 @@ def checked_sampling(**parameters: Any) -> Sampling:
         raise UsageError(f"{name}={first['input']!r} cannot be: {message[0].lower()}{message[1:]}") from None
 
 
+def laws(inputs: int, **parameters: Any) -> list[Sampling]:
+    """The law of each of so many inputs: every parameter is one number, or a list of them, one for each input."""
+    each = {key: value for key, value in parameters.items() if isinstance(value, list | tuple)}
+    shared = {key: value for key, value in parameters.items() if key not in each}
+    for key, values in each.items():
+        if len(values) != inputs:
+            raise UsageError(f"{key} names {len(values)} numbers for {inputs} inputs; give one number, or one each")
+    found = [checked_sampling(**shared, **{key: values[i] for key, values in each.items()}) for i in range(inputs)]
+    return found or [checked_sampling(**shared)]
+
+
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """An integer from a user, of any integer type, at least ``least``; UsageError says what it is instead."""
     found = _index(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..contracts.errors import UsageError
@@ -18,7 +19,7 @@ from ..contracts.rng import CounterRng
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.load import load_model
-from .asked import check_streamer, checked_sampling, encoded, ids, limits, separate, stop_strings, tell, whole
+from .asked import check_streamer, encoded, ids, laws, limits, separate, stop_strings, tell, whole
 from .build import (
     Configured,
     StrategyLike,
@@ -92,10 +93,10 @@ def generate(
     drafter: StrategyLike = "prompt-lookup",
     verifier: StrategyLike | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    temperature: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
     batch_size: int = 8,
     seed: int = 0,
     chat: bool | None = None,
@@ -117,8 +118,8 @@ def generate(
             ``block`` for chains, ``spectr`` for K sequences, ``traversal`` for trees without replacement,
             ``greedy-draft-optimal`` for greedy siblings, ``sample-match`` for deterministic trees.
         max_new_tokens: most tokens of an answer, at least 1; or a list of them, one for each input.
-        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. All inputs of a call
-            share one law.
+        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. Each may be a list,
+            one for each input. Inputs that share a law are decoded together, one law after the other.
         batch_size: most sequences decoded at once, at least 1.
         seed: any integer; equal seeds give equal texts.
         chat: put texts into the model's chat template; by default if it has one.
@@ -163,10 +164,10 @@ def stream(
     drafter: StrategyLike = "prompt-lookup",
     verifier: StrategyLike | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    temperature: float | Sequence[float] = 1.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
     batch_size: int = 8,
     seed: int = 0,
     chat: bool | None = None,
@@ -198,20 +199,31 @@ def _streamed(call: _Call) -> Iterator[Chunk]:
 
 
 @dataclass
-class _Call:
-    """A checked call: requests, and the decoder that will answer them; without a decoder there is nothing to do."""
+class _Batch:
+    """Requests of one law, and what makes the decoder that will answer them."""
 
     requests: list[Request]
     outputs: list[Output]
-    decoder: Decoder | None
+    decoder: Callable[[], Decoder]
+
+
+@dataclass
+class _Call:
+    """A checked call: a batch for each law, in the order of their first inputs."""
+
+    requests: list[Request]
+    batches: list[_Batch]
     live: bool
     on_round: Callable[[RoundEvent], None] | None
 
     def pieces(self) -> Iterator[Chunk]:
-        if self.decoder is not None:
-            outputs = Outputs(self.decoder, live=self.live, on_round=self.on_round)
-            for pieces in outputs.rounds(zip(self.requests, self.outputs, strict=True)):
-                yield from pieces
+        while self.batches:
+            yield from self._of(self.batches.pop(0))  # its slots are free before the next ones are made
+
+    def _of(self, batch: _Batch) -> Iterator[Chunk]:
+        outputs = Outputs(batch.decoder(), live=self.live, on_round=self.on_round)
+        for pieces in outputs.rounds(zip(batch.requests, batch.outputs, strict=True)):
+            yield from pieces
 
 
 def _prepare(
@@ -229,7 +241,6 @@ def _prepare(
     on_round: Callable[[RoundEvent], None] | None,
     live: bool,
 ) -> _Call:
-    sampling = checked_sampling(**settings)
     batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
     stop = stop_strings(stop)
     if chat is not None and not isinstance(chat, bool):
@@ -244,32 +255,42 @@ def _prepare(
             "model.generate(..., custom_generate=crossdraft.custom_generate)"
         )
     texts = separate(inputs)
-    wanted = limits(max_new_tokens, len(texts))
-    fitting = fitting_pair(*pair, sampling)  # before anything is loaded
+    wanted, sampled = limits(max_new_tokens, len(texts)), laws(len(texts), **settings)
+    fitting = {law: fitting_pair(*pair, law) for law in dict.fromkeys(sampled)}  # before anything is loaded
     if not texts:
-        return _Call([], [], None, live, on_round)
+        return _Call([], [], live, on_round)
     target = load_model(model) if isinstance(model, str) else model
     if stop and target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer, so its answers have no text in which stop could be said")
     prompts = [encoded(target, text, chat) if isinstance(text, str) else ids(i, text) for i, text in enumerate(texts)]
-    decoder = pair_decoder(
-        target,
-        *fitting,
-        max(len(prompt) + most for prompt, most in zip(prompts, wanted, strict=True)),
-        sampling=sampling,
-        batch_size=min(batch_size, len(prompts)),
-        max_new_tokens=max(wanted),
-        seed=seed,
-    )
     eos: tuple[int, ...] | None = () if ignore_eos else None
     requests = [
         Request(prompt, i, i, f"prompt {i}", most, eos)
         for i, (prompt, most) in enumerate(zip(prompts, wanted, strict=True))
     ]
+
+    def decoder_of(law: Sampling) -> Decoder:
+        rows = [i for i, one in enumerate(sampled) if one == law]
+        return pair_decoder(
+            target,
+            *fitting[law],
+            max(len(prompts[i]) + wanted[i] for i in rows),
+            sampling=law,
+            batch_size=min(batch_size, len(rows)),
+            max_new_tokens=max(wanted[i] for i in rows),
+            seed=seed,
+        )
+
+    first = decoder_of(sampled[0])  # the others when it is their turn: each has slots of its own
     for request in requests:
-        check_ids(decoder, request.name, request.prompt, target.name)
-    outputs = [Output(target.tokenizer, stop, live=live) for _ in requests]
-    return _Call(requests, outputs, decoder, live, on_round)
+        check_ids(first, request.name, request.prompt, target.name)
+    batches = []
+    for law in fitting:
+        mine = [request for request, one in zip(requests, sampled, strict=True) if one == law]
+        outputs = [Output(target.tokenizer, stop, live=live) for _ in mine]
+        batches.append(_Batch(mine, outputs, partial(decoder_of, law)))
+    batches[0].decoder = lambda: first
+    return _Call(requests, batches, live, on_round)
 
 
 def fitting_pair(

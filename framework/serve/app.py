@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -21,7 +22,8 @@ from ..contracts.reading import parse_json
 from ..contracts.rounds import Chunk
 from ..contracts.rounds import Response as Answer
 from ..decoding.outputs import Output
-from .asked import Asked, Refused, Served, asked
+from .asked import Asked, Refused, asked
+from .laws import Served
 from .told import Telling
 from .worker import Client, Failed, Full, Job, Worker
 
@@ -31,7 +33,7 @@ _GRACE = 3
 
 def server(served: Served, *, most_waiting: int = 1024) -> uvicorn.Server:
     """A server of one pair; ``run(sockets=[..])`` answers until ``should_exit`` is set or a signal comes."""
-    worker = Worker(served.decoder, most_waiting)
+    worker = Worker(served, most_waiting)
     app = application(served, worker)
     config = uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_GRACE
@@ -81,7 +83,15 @@ def application(served: Served, worker: Worker) -> Starlette:
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _elsewhere})
+
+
+async def _elsewhere(http: HttpRequest, error: Exception) -> Response:
+    """An address that there is not, or another method."""
+    assert isinstance(error, HTTPException)
+    offered = "/v1/models, /v1/completions, /v1/chat/completions and /health"
+    asked_for = f"{http.method} {http.url.path}"
+    return _error(f"{asked_for}: {error.detail.lower()}; this server answers {offered}", error.status_code)
 
 
 async def _answer(served: Served, worker: Worker, http: HttpRequest, *, chat: bool) -> Response:
@@ -90,7 +100,7 @@ async def _answer(served: Served, worker: Worker, http: HttpRequest, *, chat: bo
         wanted = asked(served, await _body(http), chat=chat)
         tokenizer = served.target.tokenizer
         outputs = [Output(tokenizer, wanted.stop) for _ in wanted.requests]
-        jobs = worker.submit(client, list(zip(wanted.requests, outputs, strict=True)))
+        jobs = worker.submit(client, wanted.law, list(zip(wanted.requests, outputs, strict=True)))
     except Refused as error:
         return _error(str(error), error.status, error.param)
     except Full as error:
@@ -184,7 +194,7 @@ def _event(value: dict[str, Any]) -> str:
 
 def _error_object(message: str, status: int, param: str | None = None) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = "model_not_found" if status == 404 else None
+    code = "model_not_found" if param == "model" else None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

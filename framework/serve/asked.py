@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..contracts.errors import CrossdraftError, UsageError, quoted
-from ..contracts.models import LoadedModel
 from ..contracts.rounds import Request
 from ..contracts.sampling import Sampling
-from ..decoding.asked import stop_strings, whole
+from ..decoding.asked import checked_sampling, stop_strings, whole
 from ..decoding.generate import check_ids
-from ..decoding.loop import Decoder
 from ..models.chat import encode_messages, encode_text
+from .laws import Served
 
 #: Fields that are honoured, by both endpoints and by one of them.
 HONOURED = frozenset({
@@ -31,7 +30,7 @@ _ONE = "each prompt is answered once; send it again, with another seed"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), _ONE),
     "best_of": ((1,), _ONE),
-    "echo": ((False,), "prompts are not repeated, and their tokens are not scored"),
+    "echo": ((False,), "prompts are not repeated, and their tokens are not scored: no drafter has a part in that"),
     "suffix": (("",), "text is continued, not filled in"),
     "top_logprobs": ((0,), "log P of the chosen token is known, of others it is not asked"),
     "presence_penalty": ((0,), _LAW),
@@ -60,29 +59,20 @@ class Refused(UsageError):
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a server offers: a pair over one target at one law, and sequences of up to ``length`` tokens."""
-
-    target: LoadedModel
-    decoder: Decoder
-    most: int
-    length: int
-    title: str
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.decoder.sampling
-
-
-@dataclass(frozen=True)
 class Asked:
-    """A checked request: its prompts, and how the answer is to be told."""
+    """A checked request: its prompts, their law, and how the answer is to be told.
+
+    Attributes:
+        usage: whether a last chunk counts tokens; ``counting``: whether every chunk does.
+    """
 
     chat: bool
+    law: Sampling
     requests: list[Request]
     stop: tuple[str, ...]
     stream: bool
     usage: bool
+    counting: bool
     logprobs: bool
 
 
@@ -94,7 +84,7 @@ def asked(served: Served, body: Any, *, chat: bool) -> Asked:
     _check_fields(given, chat)
     if (name := given.get("model")) != served.target.name:
         raise Refused(f"there is no model {quoted(name)} here; it is {quoted(served.target.name)}", "model", 404)
-    _check_law(given, served.sampling)
+    law = _law(served, given)
     try:
         stop = stop_strings(given.get("stop", ()))
     except UsageError as error:
@@ -106,7 +96,7 @@ def asked(served: Served, body: Any, *, chat: bool) -> Asked:
         raise Refused(f"logprobs={quoted(logprobs)} asks for other tokens than the chosen one; say 0", "logprobs")
     else:
         logprobs = logprobs is not False
-    usage = _usage(given, stream)
+    usage, counting = _usage(given, stream)
     key = "messages" if chat else "prompt"
     try:
         prompts = _chat(served, given.get(key)) if chat else _prompts(served, given.get(key))
@@ -129,7 +119,7 @@ def asked(served: Served, body: Any, *, chat: bool) -> Asked:
         )
         for prompt in prompts
     ]
-    return Asked(chat, requests, stop, stream, usage, logprobs)
+    return Asked(chat, law, requests, stop, stream, usage, counting, logprobs)
 
 
 def _check_fields(given: Mapping[str, Any], chat: bool) -> None:
@@ -140,22 +130,26 @@ def _check_fields(given: Mapping[str, Any], chat: bool) -> None:
             raise Refused(f"{quoted(name)[1:-1]}={quoted(value)} cannot be honoured: {why}; leave it out", name)
 
 
-def _check_law(given: Mapping[str, Any], ours: Sampling) -> None:
-    """The law is the server's: drafter and rule are built for it. At temperature 0 only the temperature counts."""
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        value, mine = given.get(name), getattr(ours, name)
-        if value is None:
-            continue
+def _law(served: Served, given: Mapping[str, Any]) -> Sampling:
+    """The server's law, with what the request says of it. At temperature 0 only the temperature counts."""
+    told = {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) is not None}
+    if told.get("top_k") == -1:  # how engines spell it
+        told["top_k"] = 0
+    for name, value in told.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refused(f"{name}={quoted(value)} must be a number", name)
-        off = name == "top_k" and value == -1 and mine == 0  # how engines spell it
-        if value != mine and not off and (name == "temperature" or ours.temperature):
-            option = name.replace("_", "-")
-            raise Refused(
-                f"{name}={quoted(value)}, but this server decodes at {name}={mine:g}, for which its drafter and rule "
-                f"were built; leave it out, or start a server with --{option} {quoted(value)}",
-                name,
-            )
+        try:
+            checked_sampling(**{name: value})
+        except UsageError as error:
+            raise Refused(str(error), name) from None
+    law = served.sampling.model_copy(update=told)
+    law = Sampling(temperature=0) if law.temperature == 0 else Sampling(**law.model_dump())
+    if law != served.sampling:
+        try:
+            served.check(law)
+        except CrossdraftError as error:
+            raise Refused(str(error), "temperature") from None
+    return law
 
 
 def _truth(given: Mapping[str, Any], name: str) -> bool:
@@ -174,15 +168,19 @@ def _number(given: Mapping[str, Any], name: str, least: int) -> int | None:
         raise Refused(str(error), name) from None
 
 
-def _usage(given: Mapping[str, Any], stream: bool) -> bool:
+def _usage(given: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
     options = given.get("stream_options", {})
-    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise Refused(f"stream_options={quoted(options)} may hold include_usage alone", "stream_options")
+    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    if not isinstance(options, dict) or set(options) - known:
+        raise Refused(
+            f"stream_options={quoted(options)} may hold include_usage and continuous_usage_stats alone",
+            "stream_options",
+        )
     if options.get("include_obfuscation"):
         raise Refused("include_obfuscation cannot be honoured: pieces are sent as they are", "stream_options")
     if options and not stream:
         raise Refused("stream_options are for stream=true", "stream_options")
-    return _truth(options, "include_usage")
+    return _truth(options, "include_usage"), _truth(options, "continuous_usage_stats")
 
 
 def _most(served: Served, given: Mapping[str, Any], prompt: int) -> int:

@@ -32,6 +32,9 @@ class Telling:
         head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
         self._whole = {**head, "object": kind, "model": name}
         self._part = {**head, "object": f"{kind}.chunk" if asked.chat else kind, "model": name}
+        if asked.usage:
+            self._part["usage"] = None  # of every chunk but the last one
+        self._said = 0
         self._texts = [Text(tokenizer) for _ in asked.requests]  # where in its text a token begins
 
     def first(self) -> list[dict[str, Any]]:
@@ -43,6 +46,7 @@ class Telling:
     def part(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
         """The chunk of a piece; None where it says nothing yet, because its text is held back."""
         done = piece.response is not None
+        self._said += len(piece.tokens)
         if not (piece.text or done or (self._asked.logprobs and piece.tokens)):
             return None
         logprobs = self._logprobs(choice, piece)
@@ -74,15 +78,13 @@ class Telling:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(one.nodes for one in rounds) - accepted,
         }
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "completion_tokens_details": details,
-        }
+        return {**_counts(prompt, new), "completion_tokens_details": details}
 
     def _chunk(self, choice: int, **said: Any) -> dict[str, Any]:
-        return {**self._part, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **said}]}
+        chunk = {**self._part, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **said}]}
+        if self._asked.counting:
+            chunk["usage"] = _counts(sum(len(request.prompt) for request in self._asked.requests), self._said)
+        return chunk
 
     def _logprobs(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
         """At temperature 0 every log P is 0."""
@@ -103,3 +105,7 @@ class Telling:
             offsets.append(len(text.text))
             text.add([token])
         return {"tokens": names, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+
+
+def _counts(prompt: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

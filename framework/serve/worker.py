@@ -1,5 +1,8 @@
 """One thread that decodes: requests wait in a queue, join the running batch as slots free up, and leave pieces behind.
 
+A batch has one law. Where requests of several wait, one law after the other has its turn: all that waited for it when
+the turn began, and then whoever comes while nobody waits for another.
+
 Nothing that a client does holds the thread up. A piece is appended to what its client has not fetched yet, which is at
 most the client's whole answers; a slot is free when its answer is decoded, whether it was read or not.
 """
@@ -15,8 +18,9 @@ from dataclasses import dataclass
 
 from ..contracts.errors import CrossdraftError, first_line
 from ..contracts.rounds import Chunk, Request
-from ..decoding.loop import Decoder
+from ..contracts.sampling import Sampling
 from ..decoding.outputs import Output, Outputs
+from .laws import Served
 
 
 class Failed(CrossdraftError):
@@ -57,6 +61,7 @@ class Job:
 
     client: Client
     choice: int
+    law: Sampling
     request: Request
     output: Output
 
@@ -65,13 +70,12 @@ class Worker:
     """Decodes in a thread of its own.
 
     Args:
-        decoder: with the slots that requests share.
+        served: the pair, with a decoder for each law.
         most_waiting: how many requests may wait for a slot.
     """
 
-    def __init__(self, decoder: Decoder, most_waiting: int):
-        self.decoder, self.most_waiting = decoder, most_waiting
-        self._outputs = Outputs(decoder)
+    def __init__(self, served: Served, most_waiting: int):
+        self.served, self.most_waiting = served, most_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
@@ -82,7 +86,11 @@ class Worker:
     @property
     def counts(self) -> dict[str, int]:
         """Slots there are, answers in work, and requests that wait."""
-        return {"slots": self.decoder.target.batch_size, "running": len(self._running), "waiting": len(self._waiting)}
+        return {
+            "slots": self.served.decoder.target.batch_size,
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+        }
 
     @property
     def alive(self) -> bool:
@@ -102,8 +110,8 @@ class Worker:
         self.end()
         self._thread.join()
 
-    def submit(self, client: Client, requests: Sequence[tuple[Request, Output]]) -> list[Job]:
-        """Put prompts into the queue, all or none; their ``index`` is given here. Raises `Full`."""
+    def submit(self, client: Client, law: Sampling, requests: Sequence[tuple[Request, Output]]) -> list[Job]:
+        """Put prompts of one law into the queue, all or none; their ``index`` is given here. Raises `Full`."""
         with self._changed:
             if self._closing:
                 raise Full("the server is ending")
@@ -111,7 +119,7 @@ class Worker:
                 raise Full(f"{len(self._waiting)} requests wait already, and {self.most_waiting} may; ask again later")
             jobs = []
             for choice, (request, output) in enumerate(requests):
-                jobs.append(Job(client, choice, request._replace(index=self._next), output))
+                jobs.append(Job(client, choice, law, request._replace(index=self._next), output))
                 self._next += 1
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -126,24 +134,41 @@ class Worker:
                     self._waiting.remove(job)
 
     def _run(self) -> None:
-        while not self._closing:
+        while (law := self._turn()) is not None:
             try:
-                with closing(self._outputs.rounds(self._requests())) as rounds:
+                outputs = Outputs(self.served.decoder_of(law))
+            except BaseException as error:  # out of memory, say
+                self._fail(f"a request of this law cannot be decoded: {first_line(error)}", law)
+                continue
+            try:
+                with closing(outputs.rounds(self._requests(law))) as rounds:
                     for pieces in rounds:
                         self._hand_out(pieces)
                         if self._closing:
                             break
-                self._fail("the server is ending")
             except BaseException as error:  # of a strategy or a model; SystemExit, too
                 self._fail(f"decoding failed, and all that was in work with it: {first_line(error)}")
+        self._fail("the server is ending")
 
-    def _requests(self) -> Iterator[tuple[Request, Output] | None]:
-        """What is waiting, None while others run, and the end when the server ends; asked by the decoding thread."""
+    def _turn(self) -> Sampling | None:
+        """The law of who has waited longest, and all who wait for it to the front; None when the server ends."""
+        with self._changed:
+            while not (self._waiting or self._closing):
+                self._changed.wait()
+            if self._closing:
+                return None
+            law = self._waiting[0].law
+            self._waiting = deque(sorted(self._waiting, key=lambda job: job.law != law))
+            return law
+
+    def _requests(self, law: Sampling) -> Iterator[tuple[Request, Output] | None]:
+        """What waits for ``law``, None while others run, and the end when the next one waits for another law or the
+        server ends; asked by the decoding thread."""
         while True:
             with self._changed:
                 while not (self._waiting or self._running or self._closing):
                     self._changed.wait()
-                if self._closing:
+                if self._closing or (self._waiting and self._waiting[0].law != law):
                     return
                 job = self._waiting.popleft() if self._waiting else None
                 if job is not None:
@@ -158,12 +183,12 @@ class Worker:
             failed = response is not None and response.error is not None
             job.client.put(job.choice, Failed(str(response.error)) if failed and response is not None else piece)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, law: Sampling | None = None) -> None:
+        """What is in work fails; so does what waits for ``law``, or, when the server ends, for any."""
         with self._changed:
             jobs = list(self._running.values())
             self._running.clear()
-            if self._closing:
-                jobs += self._waiting
-                self._waiting.clear()
+            jobs += [job for job in self._waiting if self._closing or job.law == law]
+            self._waiting = deque(job for job in self._waiting if not self._closing and job.law != law)
         for job in jobs:
             job.client.put(job.choice, Failed(why))

@@ -12,6 +12,7 @@ from tiny_models import save_model
 from transformers import TextStreamer
 
 from crossdraft import Chunk, LoadedModel, NumericalError, RoundEvent, generate, load_model, stream
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.decoding.loop import Decoder
 
@@ -108,6 +109,26 @@ def test_each_prompt_has_its_own_limit(target: LoadedModel) -> None:
     assert short[0].tokens == long[0].tokens[:6]
 
 
+@pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()], ids=["name", "instance"])
+def test_each_prompt_has_its_own_law(target: LoadedModel, drafter: Any) -> None:
+    """As if each law had been asked for all prompts; the rule fits the law."""
+    laws = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
+    inputs = [[5, 6, 7, 5, 6], [9, 8, 9], [5, 6, 7, 5], [11, 12, 11, 12]]
+    temperature, top_k, top_p = (list(values) for values in zip(*laws, strict=True))
+    named = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options: dict[str, Any] = {"drafter": drafter, "max_new_tokens": 24, "ignore_eos": True, "seed": 3}
+    mixed = generate(target, inputs, **named, **options)
+    assert [response.index for response in mixed] == [0, 1, 2, 3]
+    for i, law in enumerate(laws):
+        alone = generate(target, inputs, **dict(zip(named, law, strict=True)), **options)
+        assert mixed[i].tokens == alone[i].tokens and mixed[i].logprobs == alone[i].logprobs
+        assert mixed[i].rounds == alone[i].rounds
+    assert len({tuple(response.tokens) for response in alone}) == 4
+    pieces = list(stream(target, inputs, **named, **options))
+    for i, response in enumerate(mixed):
+        assert [token for piece in pieces if piece.index == i for token in piece.tokens] == response.tokens
+
+
 def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
     (plain,) = generate(target, [[5, 6, 7]], temperature=0, max_new_tokens=30, ignore_eos=True)
     end = plain.tokens[4]
@@ -137,7 +158,9 @@ def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys
         ({"max_new_tokens": [4]}, "max_new_tokens names 1 limits for 2 inputs"),
         ({"max_new_tokens": [4, 0]}, "max_new_tokens[1]=0 must be an integer of at least 1"),
         ({"max_new_tokens": "44"}, "max_new_tokens='44' must be an integer"),
-        ({"temperature": [0.5, 1.0]}, "temperature=[0.5, 1.0] cannot be"),
+        ({"temperature": [0.5]}, "temperature names 1 numbers for 2 inputs"),
+        ({"temperature": [0.5, -1.0]}, "temperature=-1.0 cannot be"),
+        ({"temperature": [0.5, 0], "verifier": "greedy"}, "temperature"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(

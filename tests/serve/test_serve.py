@@ -101,7 +101,7 @@ def test_a_stream_joins_to_the_whole(sampled: Running, name: str, stop: Any) -> 
     offsets = [one for choice in told for one in choice.logprobs.text_offset]
     assert offsets == whole.choices[0].logprobs.text_offset
     assert [choice.finish_reason for choice in told if choice.finish_reason] == [whole.choices[0].finish_reason]
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage == whole.usage and not any(chunk.usage for chunk in chunks[:-1])
     messages = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     whole = ask.chat.completions.create(messages=messages, **options)
     parts = list(ask.chat.completions.create(messages=messages, stream=True, **options))
@@ -120,12 +120,9 @@ def test_stop_strings(greedy: Running, name: str) -> None:
 @pytest.mark.parametrize(
     "options, param, sentence",
     [
-        (
-            {"temperature": 0.7},
-            "temperature",
-            "this server decodes at temperature=0, for which its drafter",
-        ),
         ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"temperature": -1}, "temperature", "temperature=-1 cannot be"),
+        ({"temperature": 1, "top_p": 0}, "top_p", "top_p=0 cannot be"),
         ({"n": 2}, "n", "each prompt is answered once"),
         ({"logprobs": 3}, "logprobs", "asks for other tokens than the chosen one; say 0"),
         ({"presence_penalty": 0.5}, "presence_penalty", "changes the law along the draft"),
@@ -154,6 +151,27 @@ def test_what_cannot_be_honoured_is_refused(
     if sentence is not None:
         assert caught.value.param == param and sentence in caught.value.body["message"]
     assert greedy.idle()
+
+
+def test_chunks_count_tokens_where_that_is_asked_for(sampled: Running, name: str) -> None:
+    """As guidellm asks."""
+    counting = {"include_usage": True, "continuous_usage_stats": True}
+    options: dict[str, Any] = {"model": name, "max_tokens": 9, "stream": True, "stream_options": counting}
+    ask = client(sampled)
+    for chunks in (
+        list(ask.completions.create(prompt=[PROMPT, "w5"], extra_body={"ignore_eos": True}, **options)),
+        list(ask.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **options)),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[-2] == counts[-1] > 0 and counts[0] < counts[-1]
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+        assert chunks[-1].usage.completion_tokens_details and not chunks[-1].choices
+
+
+def test_other_addresses_are_refused_as_the_protocol_has_it(greedy: Running) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client(greedy).embeddings.create(model="any", input="w5")
+    assert "this server answers /v1/models, /v1/completions" in caught.value.body["message"]
 
 
 def test_conversations_that_are_none(greedy: Running, name: str) -> None:
