@@ -121,8 +121,10 @@ def test_each_prompt_has_its_own_law(target: LoadedModel, drafter: Any) -> None:
     assert [response.index for response in mixed] == [0, 1, 2, 3]
     for i, law in enumerate(laws):
         alone = generate(target, inputs, **dict(zip(named, law, strict=True)), **options)
-        assert mixed[i].tokens == alone[i].tokens and mixed[i].logprobs == alone[i].logprobs
-        assert mixed[i].rounds == alone[i].rounds
+        # Another number of rows is another shape of the passes: log P agrees to rounding.
+        assert mixed[i].tokens == alone[i].tokens
+        assert mixed[i].logprobs == pytest.approx(alone[i].logprobs, abs=1e-4)
+        assert [one.emitted for one in mixed[i].rounds] == [one.emitted for one in alone[i].rounds]
     assert len({tuple(response.tokens) for response in alone}) == 4
     pieces = list(stream(target, inputs, **named, **options))
     for i, response in enumerate(mixed):
