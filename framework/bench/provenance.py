@@ -10,11 +10,12 @@ import torch
 
 from .. import plugins
 from ..contracts.errors import CrossdraftError
+from ..decoding.build import configured
 from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.placement import described, first_device
 from ..models.resolve import resolve
-from ..runs.recipe import CellConfig
+from ..runs.recipe import CellConfig, Strategy
 from ..runs.sources import code_sha256, source_of
 
 #: Libraries whose versions decide what models say or how fast.
@@ -32,18 +33,24 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
     device = first_device(config.device)
     cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
-    sides = {"drafter": ("drafters", config.drafter.name), "verifier": ("verifiers", config.verifier.name)}
     return {
         "crossdraft": environment["versions"]["crossdraft"],
         "code": code_sha256([f"{__package__}.cell_runner"]),
         **{library: environment["versions"][library] for library in LIBRARIES},
-        **{side: source_of(plugins.get(*what)) for side, what in sides.items()},
+        "drafter": _source("drafters", config.drafter),
+        "verifier": _source("verifiers", config.verifier),
         "device": f"{device.type} ({hardware}){described(config.device)}",
         "threads": torch.get_num_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,
         **({} if timed else {"timed": False}),
     }
+
+
+def _source(kind: str, strategy: Strategy) -> dict[str, str]:
+    cls, options = configured(kind, {**strategy.config, "name": strategy.name})
+    with plugins.guarded(kind, cls.name, "wrapped()"):
+        return source_of(cls, *cls.wrapped(options))
 
 
 def models_used(used: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -289,6 +289,11 @@ class Drafter(ABC):
         """What a drafter with this ``config`` makes for a target sampled with ``sampling``; loads nothing."""
 
     @classmethod
+    def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
+        """The drafters that one with this ``config`` runs by their names: results depend on their code, too."""
+        return ()
+
+    @classmethod
     def drafts_along(
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray] | None:

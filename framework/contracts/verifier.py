@@ -68,6 +68,11 @@ class Verifier(ABC):
     def traits(cls, config: Any) -> VerifierTraits:
         """What a verifier with this ``config`` accepts and promises; decided before any model is loaded."""
 
+    @classmethod
+    def wrapped(cls, config: Any) -> Sequence[type[Verifier]]:
+        """The rules that one with this ``config`` runs by their names: results depend on their code, too."""
+        return ()
+
     def begin(self, row: int) -> None:
         """Slot ``row`` starts a new sequence: forget what was kept for it."""
 

@@ -22,8 +22,8 @@ from typing import Any
 _INSTALLED = tuple(Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def source_of(cls: type[Any]) -> dict[str, str]:
-    """What provides a class, and the SHA-256 of its code.
+def source_of(cls: type[Any], *wrapped: type[Any]) -> dict[str, str]:
+    """What provides a class, and the SHA-256 of its code, and that of the ``wrapped`` ones which it runs.
 
     Returns:
         ``distribution`` and ``version`` (empty for code that is not installed), and ``sha256``: of all files that its
@@ -36,8 +36,13 @@ def source_of(cls: type[Any]) -> dict[str, str]:
         number = version(distribution) if distribution else ""
     except PackageNotFoundError:
         number = ""
-    modules = [base.__module__ for base in cls.__mro__ if base.__module__ != "builtins"]
-    return {"distribution": distribution, "version": number, "sha256": code_sha256(modules)}
+    digests = [
+        code_sha256([base.__module__ for base in one.__mro__ if base.__module__ != "builtins"])
+        for one in (cls, *wrapped)
+    ]
+    if len(digests) > 1:
+        digests = [hashlib.sha256("".join(digests).encode()).hexdigest() if all(digests) else ""]
+    return {"distribution": distribution, "version": number, "sha256": digests[0]}
 
 
 @cache

@@ -139,6 +139,12 @@ def test_what_cannot_be_combined_is_refused(drafters: Any, options: Any, sentenc
         traits(1, *drafters, **options)
 
 
+def test_results_depend_on_the_code_of_all_parts() -> None:
+    inner = {"name": "combine", "drafters": [LOOKUP, "token-recycling"]}
+    found = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))
+    assert [cls.name for cls in found] == ["small-lm", "combine", "prompt-lookup", "token-recycling"]
+
+
 def test_options_are_checked_at_once() -> None:
     for drafters, sentence in (
         ([LOOKUP], "at least 2"),

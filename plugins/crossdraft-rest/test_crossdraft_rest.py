@@ -179,6 +179,14 @@ def test_another_tokenizer_is_refused(store: Path, tmp_path: Path) -> None:
         Rest(Rest.Config(datastore=str(store)), context(vocab_size=3))
 
 
+def test_results_depend_on_the_datastore(store: Path) -> None:
+    """A run keeps the digest of the settings that a drafter reads, and the manifest has those of the texts."""
+    read: list[str] = []
+    context = SimpleNamespace(vocab_size=9, tokenizer=None, load_settings=read.append)
+    Rest(Rest.Config(datastore=str(store)), context)  # type: ignore[arg-type]
+    assert read == [str(store / "manifest.json")]
+
+
 def test_a_damaged_datastore_is_refused(tmp_path: Path) -> None:
     def refused(change: Any, sentence: str) -> None:
         path = tmp_path / str(len(list(tmp_path.iterdir())))

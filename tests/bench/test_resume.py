@@ -190,6 +190,21 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     assert "measured again, because these have changed: the code of the drafter\n" in bench(*settings)[2]
     found = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
     assert all(one["provenance"]["verifier"]["distribution"] == "crossdraft" for one in found)
-    for name in ("my_drafter", "helping"):
+    # A drafter that runs another one by its name depends on that one's code.
+    text = (
+        "from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup\n"
+        "from crossdraft import find_drafter\n"
+        "class Outer(PromptLookup):\n    name = 'outer'\n"
+        "    @classmethod\n    def wrapped(cls, config): return [find_drafter('mine')[0]]\n"
+    )
+    (tmp_path / "my_wrapper.py").write_text(text, encoding="utf-8")
+    install("drafters", ("outer", "my_wrapper:Outer"))
+    wrapping = [*SETTINGS, "drafters=[outer]"]
+    assert bench(*wrapping)[0] == 0
+    assert "reusing 2 cells" in bench(*wrapping)[2]
+    (tmp_path / "helping.py").write_text("LENGTH = 3\n", encoding="utf-8")
+    sources._digest.cache_clear()
+    assert "measured again, because these have changed: the code of the drafter\n" in bench(*wrapping)[2]
+    for name in ("my_drafter", "my_wrapper", "helping"):
         sys.modules.pop(name)
     importlib.invalidate_caches()

@@ -5,57 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from written_heads import write_heads
 
-from crossdraft.drafters.heads.dflash import DFlashHead
-from crossdraft.drafters.heads.dspark import DSparkHead
-from crossdraft.drafters.heads.eagle import EagleHead
-from crossdraft.drafters.heads.eagle3 import Eagle3Head
-from crossdraft.drafters.heads.eagle_weights import config_json, make_config, write
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
-from crossdraft.drafters.heads.mlp_speculator import Speculator
-from crossdraft.drafters.heads.mtp import MtpHead
-from crossdraft.drafters.heads.p_eagle import PEagleHead
-from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.testing import DrafterContract, TinyModel
-
-LAYERS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: Any) -> Path:
     """Directories with heads of every kind."""
-    root, target = tmp_path_factory.mktemp("heads"), TinyModel.model()
-    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    config = make_config(
-        **shape, num_key_value_heads=1, num_hidden_layers=1, max_position_embeddings=128, vocab_size=13
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        medusa = MedusaHeads(16, 3, lm_head=target.get_output_embeddings())
-        for weight in medusa.parameters():
-            torch.nn.init.normal_(weight, std=0.2)
-        save_heads(root / "medusa", medusa, {})
-        EagleHead(config, embedding, output).save(root / "eagle")
-        ids = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11])
-        Eagle3Head(config, embedding, 3 * 16, target_ids=ids).save(root / "eagle3", layers=LAYERS[1:] + LAYERS[:1])
-        MtpHead(target).save(root / "mtp")
-        block: dict[str, Any] = {"head": output, "block_size": 4, "mask_token": 12}
-        made: dict[str, Any] = {
-            "dflash": DFlashHead(config, embedding, 3 * 16, **block),
-            "dspark": DSparkHead(
-                config, embedding, 3 * 16, **block, from_anchor=True, kind="gated", rank=4, confidence=20
-            ),
-            "p-eagle": PEagleHead(config, embedding, 3 * 16, head=output),
-            "mlp-speculator": Speculator(3, 13, 16, 8),
-        }
-        save_embeddings(root / "pass", 0.4 * torch.randn(3, 16), target="tiny", sha256="")
-        said = {"block_size": 4, "mask_token_id": 12, "markov_head_type": "gated", "n_predict": 3}
-        for name, module in made.items():
-            tensors = {
-                k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
-            }
-            write(root / name, config_json(config, name, **said), tensors)
+    root = tmp_path_factory.mktemp("heads")
+    write_heads(root, TinyModel.model(), mask_token=12, target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
     return root
 
 

@@ -26,6 +26,7 @@ from test_crossdraft_combine import (  # noqa: F401
     test_a_merged_tree_is_one,
     test_equal_beginnings_are_one,
     test_options_are_checked_at_once,
+    test_results_depend_on_the_code_of_all_parts,
     test_the_model_makes_no_pass_where_a_copy_is_found,
     test_traits_follow_from_the_parts,
     test_what_cannot_be_combined_is_refused,
@@ -50,6 +51,7 @@ from test_crossdraft_rest import (  # noqa: F401
     test_large_ids,
     test_more_hits_than_are_counted_are_taken_evenly,
     test_nothing_follows_where_nothing_is_known,
+    test_results_depend_on_the_datastore,
     test_what_cannot_be_built,
 )
 from test_crossdraft_rest import test_options_that_cannot_be as test_contexts_that_cannot_be  # noqa: F401

@@ -54,6 +54,10 @@ class ByShape(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset(get_args(Drawn)))
 
+    @classmethod
+    def wrapped(cls, config: Any) -> list[type[Verifier]]:
+        return [type(make_verifier(getattr(config, shape))) for shape in get_args(Drawn)]
+
     def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         return self.rules[draft.drawn].verify(draft, p, rng)
 

@@ -100,6 +100,11 @@ class Combine(Drafter):
             adapts=any(traits.adapts for traits in parts),
         )
 
+    @classmethod
+    def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
+        found = [find_drafter(drafter) for drafter in config.drafters]
+        return [one for part, options in found for one in (part, *part.wrapped(options))]
+
     @property
     def passes(self) -> int:
         return sum(part.drafter.passes for part in self.parts)

@@ -28,7 +28,7 @@ from crossdraft import (
     UsageError,
 )
 
-from .datastore import Datastore, tokenizer_sha256
+from .datastore import MANIFEST, Datastore, tokenizer_sha256
 from .trie import best_path, most_frequent
 
 MOST_MATCHED = Limit(256, "the look-up compares as many tokens at every step")
@@ -65,6 +65,7 @@ class Rest(Drafter):
         super().attach(context)
         path = Path(self.config.datastore).expanduser()
         self._texts = Datastore.open(path)
+        context.load_settings(str(path / MANIFEST))  # its digests stand for the texts: results depend on them
         if self._texts.ids > context.vocab_size:
             raise UsageError(
                 f"the datastore {path} holds token ids up to {self._texts.ids - 1}, but the target knows only "

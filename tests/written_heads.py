@@ -1,0 +1,63 @@
+"""Directories with random heads of every kind, in the published layouts, for a target of any size."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossdraft.drafters.heads.dflash import DFlashHead
+from crossdraft.drafters.heads.dspark import DSparkHead
+from crossdraft.drafters.heads.eagle import EagleHead
+from crossdraft.drafters.heads.eagle3 import Eagle3Head
+from crossdraft.drafters.heads.eagle_weights import config_json, make_config, write
+from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.mlp_speculator import Speculator
+from crossdraft.drafters.heads.mtp import MtpHead
+from crossdraft.drafters.heads.p_eagle import PEagleHead
+from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
+
+
+def write_heads(root: Path, target: Any, *, mask_token: int, target_ids: torch.Tensor) -> None:
+    """A directory under ``root`` for each drafter that needs one, by its name.
+
+    Args:
+        target: a model of transformers.
+        mask_token: of the block drafters.
+        target_ids: tokens that the EAGLE-3 head knows.
+    """
+    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    vocabulary, width = embedding.shape
+    config = make_config(
+        hidden_size=width,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        max_position_embeddings=target.config.max_position_embeddings,
+        vocab_size=vocabulary,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        medusa = MedusaHeads(width, 3, lm_head=target.get_output_embeddings())
+        for weight in medusa.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+        save_heads(root / "medusa", medusa, {})
+        EagleHead(config, embedding, output).save(root / "eagle")
+        Eagle3Head(config, embedding, 3 * width, target_ids=target_ids).save(root / "eagle3", layers=(2, 3, 1))
+        MtpHead(target).save(root / "mtp")
+        block: dict[str, Any] = {"head": output, "block_size": 4, "mask_token": mask_token}
+        gated: dict[str, Any] = {"from_anchor": True, "kind": "gated", "rank": 4, "confidence": width + 4}
+        made: dict[str, Any] = {
+            "dflash": DFlashHead(config, embedding, 3 * width, **block),
+            "dspark": DSparkHead(config, embedding, 3 * width, **block, **gated),
+            "p-eagle": PEagleHead(config, embedding, 3 * width, head=output),
+            "mlp-speculator": Speculator(3, vocabulary, width, 8),
+        }
+        ahead = 0.4 * torch.randn(3, width)
+        save_embeddings(root / "pass", ahead, target="tiny", sha256="")
+        said = {"block_size": 4, "mask_token_id": mask_token, "markov_head_type": "gated", "n_predict": 3}
+        for name, module in made.items():
+            tensors = {
+                k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
+            }
+            write(root / name, config_json(config, name, **said), tensors)
