@@ -18,6 +18,7 @@ from ..runs.recipe import CellConfig, PromptSpec, read_recipe
 from ..runs.records import CellResult
 from ..runs.run_directory import FORMAT, RunDirectory
 from ..runs.shards import FILE, FOLDER, joined
+from .remarks import remarks_of
 from .summary import Summary
 
 
@@ -139,12 +140,13 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
         raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
     if timed and not all(result.metrics is None or result.metrics.timed for result in results):
         raise UsageError(f"the run {directory} was not timed (--untimed); run its recipe on a device of its own")
-    kept = [line for line in remarks if line.startswith(_REMARKS)]
     try:
         curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
     summary, shard = Summary(recipe, directory, results, curves=curves), run.read_json(FILE)
+    told = {f"- {line}" for lines in remarks_of(summary) for line in lines}  # from the cells, again
+    kept = [line for line in remarks if line.startswith(_REMARKS) and line not in told]
     return FinishedRun(summary, run.read_json("environment.json"), kept, tuple(map(str, shard.get("cells", ()))))
 
 

@@ -45,7 +45,7 @@ def hover(plot: Any, renderers: list[Any], **lines: str) -> None:
 def add_legend(plot: Any, items: list[tuple[str, list[Any]]], hides: bool = True) -> None:
     """Below the plot; a click on an entry hides what it names."""
     entries = [LegendItem(label={"value": label}, renderers=renderers) for label, renderers in items]
-    legend = Legend(items=entries, click_policy="hide" if hides else "none", border_line_color=None)
+    legend = Legend(items=entries, click_policy="hide" if hides else "none", border_line_color=None, spacing=8)
     legend.background_fill_color = None
     plot.add_layout(legend, "below")
 

@@ -30,20 +30,21 @@ class Column:
     chosen: bool = False
 
 
+#: What is read first stands first: on a phone the others are a swipe away.
 COLUMNS = (
-    Column("run", "run", "The run that the cell belongs to.", True),
     Column("drafter", "drafter", meaning("drafter"), True),
     Column("verifier", "verifier", meaning("verifier"), True),
-    Column("setting", "setting", "Temperature, and whatever else varies but drafter, rule and batch size.", True),
     Column("batch_size", "B", meaning("batch_size"), True),
     Column("block_efficiency", "BE", meaning("block_efficiency")),
-    Column("first", "Pr(τ ≥ 1)", f"{meaning('acceptance_<i>')} Here i is 1."),
-    Column("rows", "rows/tok", meaning("target_rows_per_token")),
+    Column("speed_up", "speed-up", meaning("speed_up")),
+    Column("setting", "setting", "Temperature, and whatever else varies but drafter, rule and batch size.", True),
     Column("rate", "tok/s", meaning("tokens_per_second")),
     Column("per_user", "tok/s/user", "Tokens per second of one sequence: tok/s over the batch size."),
-    Column("speed_up", "speed-up", meaning("speed_up")),
+    Column("rows", "rows/tok", meaning("target_rows_per_token")),
+    Column("first", "Pr(τ ≥ 1)", f"{meaning('acceptance_<i>')} Here i is 1."),
     Column("draft", "draft %", meaning("draft_share")),
     Column("same", "same %", meaning("same_as_baseline")),
+    Column("run", "run", "The run that the cell belongs to.", True),
 )
 
 
