@@ -117,7 +117,8 @@ def _estimate(found: Estimate | None, most: float) -> dict[str, Any]:
 
 def columns_of(runs: RUNS, cells: Sequence[dict[str, dict[str, Any]]]) -> list[Column]:
     """The columns that say something; which run a cell is of is told where there are several."""
-    return [c for c in COLUMNS[len(runs) == 1 :] if any(row[c.key]["text"] for row in cells)]
+    told = [c for c in COLUMNS if c.key != "run" or len(runs) > 1]
+    return [c for c in told if any(row[c.key]["text"] for row in cells)]
 
 
 def filters_of(
