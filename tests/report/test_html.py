@@ -13,6 +13,7 @@ from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.report import finished
 from crossdraft.framework.report.html import html_page
 from crossdraft.framework.report.html_responses import fates
 from crossdraft.framework.runs.metrics import RoundRecord
@@ -213,3 +214,12 @@ def test_settings_of_engines(tmp_path: Path) -> None:
     assert "vLLM" in " ".join(told[0]["vllm"]["remarks"])
     assert all(one["text"] or one["remarks"][0].startswith(f"not in {one['name']}: ") for one in told[0].values())
     assert "select" in text and 'id="settings-copy"' in text
+
+
+def test_a_note_that_follows_from_the_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """What the run's own summary says of them is left to whoever reads the cells again; its other notes are kept."""
+    path = on_disk(finished_run(tmp_path, SMALL))
+    monkeypatch.setattr(finished, "remarks_of", lambda summary: [["note: this machine was busy"], []])
+    with (path / "summary.md").open("a", encoding="utf-8") as file:
+        file.write("\n- note: this machine was busy\n- note: no charts: no matplotlib\n")
+    assert finished.read_run(path).remarks == ["- note: no charts: no matplotlib"]
