@@ -36,6 +36,8 @@ from .small_lm import ModelConfig
 
 #: The tree of a config that describes none.
 BRANCHING = (2, 2, 1)
+#: How its siblings are chosen, unless it says otherwise.
+SIBLINGS: Siblings = "without-replacement"
 #: What `growth` leaves open. The acceptance is that of the SmolLM2 pair at temperature 1 by rule ``specinfer``, from
 #: 477 rounds of ``benchmarks/sibling_acceptance.py``.
 NODES, DEPTH, THRESHOLD = 16, 8, 0.1
@@ -62,7 +64,7 @@ class SmallLMTree(Drafter):
         choices: Choices | None = Field(
             None, description="instead of branching: nodes as lists of sibling ranks, e.g. [[0], [1], [0, 0]]"
         )
-        siblings: Siblings = Field("without-replacement", description="without-replacement, top-k or greedy")
+        siblings: Siblings | None = Field(None, description=f"{SIBLINGS}, top-k or greedy ({SIBLINGS})")
         growth: Literal["sequoia", "opt-tree"] | None = Field(
             None,
             description="instead of branching: sequoia, the best fixed tree for an acceptance vector, or opt-tree, the "
@@ -136,7 +138,7 @@ class SmallLMTree(Drafter):
 
         def chosen(self, target: Sampling) -> Siblings:
             point_mass = self.growth == "opt-tree" or target.at(self.temperature).temperature == 0
-            return "top-k" if point_mass else self.siblings
+            return "top-k" if point_mass else self.siblings or SIBLINGS
 
     config: Config
 

@@ -266,6 +266,10 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         ({"growth": "sequoia", "threshold": 0.1}, "threshold belongs to growth: opt-tree, but this is growth: sequoia"),
         ({"growth": "opt-tree", "acceptance": [0.5]}, "acceptance belongs to growth: sequoia, but this is growth: opt"),
         ({"growth": "opt-tree", "siblings": "greedy"}, "siblings belongs to a tree without growth or growth: sequoia"),
+        (
+            {"growth": "opt-tree", "siblings": "without-replacement"},
+            "siblings belongs to a tree without growth or growth: sequoia",
+        ),
         ({"growth": "opt-tree", "temperature": 1}, "temperature belongs to a tree without growth or growth: sequoia"),
         ({"growth": "sequoia", "branching": [2, 2]}, "branching belongs to a tree without growth, but"),
         ({"growth": "sequoia", "choices": [[0]]}, "choices belongs to a tree without growth, but this is growth: seq"),
