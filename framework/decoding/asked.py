@@ -13,6 +13,7 @@ from ..contracts.errors import UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
+from .processors import Processors
 
 
 def checked_sampling(**parameters: Any) -> Sampling:
@@ -52,6 +53,13 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
         if not isinstance(one, str) or not one:
             raise UsageError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
     return found
+
+
+def checked_processors(given: Any) -> Processors | None:
+    """Logits processors from a user, None for none; UsageError for what can be none."""
+    if not isinstance(given, list | tuple) or not all(map(callable, given)):
+        raise UsageError(f"logits_processor={given!r} must be a list of functions of (ids [1, T], logits [1, V])")
+    return Processors(lambda _: given) if given else None
 
 
 def limits(most: Any, inputs: int) -> list[int]:

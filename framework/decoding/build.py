@@ -34,6 +34,7 @@ from .fused import Fused
 from .graphs import runner_for
 from .learner import learner_of
 from .loop import Decoder
+from .processors import Processors
 from .split_lm import Tables
 from .stopwatch import Stopwatch
 from .transformers_lm import TransformersLM
@@ -308,6 +309,7 @@ def build_decoder(
     stopwatch: Stopwatch | None = None,
     on_round: Callable[[RoundEvent], None] | None = None,
     compile_verifier: bool = False,
+    processors: Processors | None = None,
     validate: str = "sampled",
 ) -> Decoder:
     """A decoder for a pair, over the slots of ``context.target``.
@@ -316,7 +318,7 @@ def build_decoder(
         drafter: its class (or an instance) and config, or what makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
-        eos, max_new_tokens, rng, stopwatch, on_round, validate: see `Decoder`.
+        eos, max_new_tokens, rng, stopwatch, on_round, processors, validate: see `Decoder`.
 
     Raises:
         UsageError: a pair that is incompatible (says why); only classes and configs are checked.
@@ -337,5 +339,6 @@ def build_decoder(
         rng=rng if rng is not None else CounterRng(0),
         stopwatch=stopwatch,
         on_round=on_round,
+        processors=processors,
         validate=validate,
     )

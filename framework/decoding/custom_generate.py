@@ -7,10 +7,11 @@ is in one of them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ from ..contracts.sampling import Sampling
 from .asked import checked_sampling, whole
 from .build import StrategyLike
 from .generate import check_ids, pair_decoder
+from .processors import Processor, Processors
 
 #: Fields of the generation config that are honoured.
 HONOURED = frozenset({
     "max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "do_sample", "temperature", "top_k",
-    "top_p", "min_p", "num_return_sequences", "return_dict_in_generate",
+    "top_p", "min_p", "num_return_sequences", "return_dict_in_generate", "min_new_tokens", "min_length",
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
 })  # fmt: skip
 
 #: Fields that change no token here, whatever their value, and why.
@@ -57,7 +61,7 @@ HARMLESS = {
     "transformers_version": "says who wrote the file",
 }
 
-_LAW = "it changes the law along the draft, which a round scores at once"
+_BATCH = "it looks at the whole batch, and here each text is scored by itself"
 _WARPER = "laws are warped by temperature, top_k, top_p and min_p alone"
 _STOP = "a sequence ends at eos_token_id or at its length alone"
 _MODE = "it asks for another way of decoding than sampling or taking the argmax"
@@ -67,21 +71,10 @@ _OUTPUT = "only the sequences are returned"
 
 #: Fields that are refused: the values that ask for nothing (None always does), and why others cannot be honoured.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "min_new_tokens": ((0,), _LAW),  # before min_length, which transformers works out from it
-    "min_length": ((0,), _LAW),
-    "repetition_penalty": ((1.0,), _LAW),
-    "encoder_repetition_penalty": ((1.0,), _LAW),
-    "no_repeat_ngram_size": ((0,), _LAW),
-    "encoder_no_repeat_ngram_size": ((0,), _LAW),
-    "bad_words_ids": ((), _LAW),
-    "sequence_bias": ((), _LAW),
-    "suppress_tokens": (([], ()), _LAW),
-    "begin_suppress_tokens": (([], ()), _LAW),
-    "forced_bos_token_id": ((), _LAW),
-    "forced_eos_token_id": ((), _LAW),
-    "exponential_decay_length_penalty": ((), _LAW),
-    "guidance_scale": ((1.0,), _LAW),
-    "watermarking_config": ((), _LAW),
+    "encoder_repetition_penalty": ((1.0,), _BATCH),
+    "encoder_no_repeat_ngram_size": ((0,), _BATCH),
+    "guidance_scale": ((1.0,), "it makes passes of its own"),
+    "watermarking_config": ((), "transformers alone checks its watermarks"),
     "remove_invalid_values": ((False,), "logits that are NaN or infinite are an error here, not mended"),
     "token_healing": ((False,), "prompts are taken as they are"),
     "top_h": ((), _WARPER),
@@ -111,11 +104,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 #: Arguments of transformers' ``generate`` that are honoured; its keywords are fields and inputs of the model.
-HONOURED_ARGUMENTS = frozenset({"self", "inputs", "generation_config", "custom_generate", "streamer"})
+HONOURED_ARGUMENTS = frozenset({
+    "self", "inputs", "generation_config", "custom_generate", "streamer", "logits_processor",
+})  # fmt: skip
 #: Those that are refused, as in `REFUSED`.
 REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "logits_processor": (([],), _LAW),
-    "prefix_allowed_tokens_fn": ((), _LAW),
+    "prefix_allowed_tokens_fn": ((), _BATCH),
     "stopping_criteria": (([],), _STOP),
     "synced_gpus": ((False,), "devices that decode different texts make different numbers of rounds"),
     "assistant_model": ((), _DRAFTING),
@@ -124,6 +118,8 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 #: Inputs of the model that are honoured, or (the last two) change no token.
 HONOURED_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+#: Warpers, wherever they stand.
+_TOP = logits_process.TopKLogitsWarper | logits_process.TopPLogitsWarper | logits_process.MinPLogitsWarper
 _UNKNOWN = (), "this version of crossdraft does not know it"
 
 
@@ -142,8 +138,9 @@ def custom_generate(
     """For ``model.generate(..., custom_generate=crossdraft.custom_generate, drafter=..., verifier=...)``.
 
     Honours the generation config's (the model's own one counts) max_length, max_new_tokens, eos_token_id,
-    pad_token_id, do_sample, temperature, top_k, top_p, min_p, num_return_sequences and return_dict_in_generate; prompts
-    that are padded on the left; and a streamer, for one sequence. Every other setting that would change the output is
+    pad_token_id, do_sample, temperature, top_k, top_p, min_p, num_return_sequences and return_dict_in_generate; logits
+    processors, and the settings that transformers makes some of (min_length, repetition_penalty, ...); prompts that are
+    padded on the left; and a streamer, for one sequence. Every other setting that would change the output is
     refused. Samples follow torch's generator: ``torch.manual_seed`` decides them. The model's modules stay as they are.
     Drafters that load another model need :func:`generate`.
 
@@ -170,9 +167,9 @@ def custom_generate(
     for name in inputs.keys() - HONOURED_INPUTS - vars(config).keys():
         _refuse(name, inputs[name], (), "a target is given token ids and their attention_mask alone")
     sampling = sampling_of(config)
-    _check_processors(logits_processor or (), sampling)
+    processors = _processors(logits_processor or (), sampling)
     _check_criteria(stopping_criteria or (), config)
-    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    prompts, padding = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     most, ends = config.max_length - input_ids.shape[1], _listed(config.eos_token_id)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and (longest := max(map(len, prompts))) + most > context:
@@ -196,6 +193,7 @@ def custom_generate(
         seed=_drawn_seed(sampling) if seed is None else whole("seed", seed),
         load=_no_model,
         on_round=None if streamer is None else _streamed(streamer, len(prompts)),
+        processors=Processors(_of_each(processors, len(prompts)), padding) if processors else None,
     )
     for i, prompt in enumerate(prompts):
         check_ids(decoder, f"prompt {i}", prompt, target.name)
@@ -257,14 +255,35 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _check_processors(processors: Iterable[Any], sampling: Sampling) -> None:
-    """What transformers would do to the logits must be what ``sampling`` does, whoever asked for it."""
-    ours = sampling.warpers()
-    for processor in processors:
+def _processors(given: Iterable[Any], sampling: Sampling) -> list[Processor]:
+    """What transformers would do to the logits before it warps them as ``sampling`` does."""
+    ours, found = sampling.warpers(), list[Processor]()
+    count = len(ours)
+    for processor in given:
         if ours and type(processor) is type(ours[0]) and vars(processor) == vars(ours[0]):
             ours.pop(0)
+        elif isinstance(processor, logits_process.TemperatureLogitsWarper | _TOP) or len(ours) < count:
+            if not _does_nothing(processor):
+                _refuse("logits_processor", [type(processor).__name__], (), _WARPER)
         elif not _does_nothing(processor):
-            _refuse("logits_processor", [type(processor).__name__], (), _LAW)
+            found.append(processor)
+    return found
+
+
+def _of_each(processors: Sequence[Any], rows: int) -> Callable[[int], list[Processor]]:
+    """The processors of each row; one that knows how long the padding of every row is, knows that row's alone."""
+
+    def of(row: int) -> list[Processor]:
+        found = []
+        for processor in processors:
+            ignored = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(ignored, Tensor):
+                processor = copy.copy(processor)
+                processor.prompt_ignore_length = int(ignored[row * len(ignored) // rows])
+            found.append(processor)
+        return found
+
+    return of
 
 
 def _does_nothing(processor: Any) -> bool:
@@ -291,8 +310,10 @@ def _check_criteria(criteria: Iterable[Any], config: GenerationConfig) -> None:
         _refuse("stopping_criteria", [type(criterion).__name__], (), _STOP)
 
 
-def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
-    """The rows without their padding, which is on the left; positions must count the tokens of a row from 0."""
+def _prompts(
+    input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
+) -> tuple[list[list[int]], dict[int, list[int]]]:
+    """The rows without their padding, and their padding, which is on the left; positions must count tokens from 0."""
     seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     if seen.shape != input_ids.shape or not (seen[:, 1:] >= seen[:, :-1]).all() or not seen[:, -1:].all():
         raise UsageError(
@@ -307,7 +328,8 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -
             moved = True
         if moved:
             _refuse("position_ids", positions.tolist(), (), "positions count the tokens of a prompt from 0")
-    return [row[keep].tolist() for row, keep in zip(input_ids, seen, strict=True)]
+    rows = list(zip(input_ids, seen, strict=True))
+    return [row[keep].tolist() for row, keep in rows], {i: row[~keep].tolist() for i, (row, keep) in enumerate(rows)}
 
 
 # -- pieces -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..contracts.rng import CounterRng
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.load import load_model
-from .asked import check_streamer, encoded, ids, laws, limits, separate, stop_strings, tell, whole
+from .asked import check_streamer, checked_processors, encoded, ids, laws, limits, separate, stop_strings, tell, whole
 from .build import (
     Configured,
     StrategyLike,
@@ -36,6 +36,7 @@ from .forms import check_prompt
 from .layers import own_modules
 from .loop import Decoder
 from .outputs import Output, Outputs
+from .processors import Processor
 
 
 def pair_decoder(
@@ -102,6 +103,7 @@ def generate(
     chat: bool | None = None,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    logits_processor: Sequence[Processor] = (),
     streamer: Any = None,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> list[Response]:
@@ -126,6 +128,9 @@ def generate(
         stop: strings that end an answer. Its text is cut before the first of them, its tokens behind the one that
             completes it.
         ignore_eos: go on behind end-of-sequence tokens.
+        logits_processor: functions ``(ids [1, T], logits [1, V]) -> [1, V]``, such as transformers' logits processors,
+            that change what the target says, before it is warped. They are asked about every node of a draft, one by
+            one, so each must be a function of its text (prompt and answer so far) alone.
         streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
             stop string too.
         on_round: called after every round with what was drafted, scored and decided.
@@ -139,7 +144,8 @@ def generate(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": streamer is not None}
+    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "on_round": on_round}
+    options["live"] = streamer is not None
     call = _prepare(model, inputs, (drafter, verifier), settings, **options)
     if streamer is not None:
         check_streamer(streamer, len(call.requests))
@@ -173,6 +179,7 @@ def stream(
     chat: bool | None = None,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    logits_processor: Sequence[Processor] = (),
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> Iterator[Chunk]:
     """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
@@ -185,7 +192,7 @@ def stream(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": True}
+    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "on_round": on_round, "live": True}
     return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
 
 
@@ -238,11 +245,12 @@ def _prepare(
     chat: bool | None,
     stop: str | Sequence[str],
     ignore_eos: bool,
+    logits_processor: Sequence[Processor],
     on_round: Callable[[RoundEvent], None] | None,
     live: bool,
 ) -> _Call:
     batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
-    stop = stop_strings(stop)
+    stop, processors = stop_strings(stop), checked_processors(logits_processor)
     if chat is not None and not isinstance(chat, bool):
         raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
     if not isinstance(ignore_eos, bool):
@@ -279,6 +287,7 @@ def _prepare(
             batch_size=min(batch_size, len(rows)),
             max_new_tokens=max(wanted[i] for i in rows),
             seed=seed,
+            processors=processors,
         )
 
     first = decoder_of(sampled[0])  # the others when it is their turn: each has slots of its own

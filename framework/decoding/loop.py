@@ -24,6 +24,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_prompt, check_verdict
 from .fused import Fused
+from .processors import Processors
 from .slots import Slot
 from .stopwatch import Stopwatch
 from .transfer import check_rows, failures, kept_path, to_host
@@ -48,6 +49,7 @@ class Decoder:
         rng: the source of randomness; equal seeds give equal random numbers whatever B is.
         stopwatch: phase timer, or None for a fresh one.
         on_round: called after every round with a `RoundEvent`; what it raises ends the run.
+        processors: what the target's logits go through before they become p, see `Processors`.
         validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
             device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
             NaN, counts and emitted tokens are checked in every round, for nothing.
@@ -70,6 +72,7 @@ class Decoder:
         rng: RngSource | None = None,
         stopwatch: Stopwatch | None = None,
         on_round: Callable[[RoundEvent], None] | None = None,
+        processors: Processors | None = None,
         validate: str = "sampled",
     ):
         if validate not in VALIDATE:
@@ -78,7 +81,7 @@ class Decoder:
         self.sampling, self.eos, self.max_new_tokens = sampling, frozenset(eos), max_new_tokens
         self.rng = rng if rng is not None else CounterRng(0)
         self.stopwatch = stopwatch or Stopwatch(target.device)
-        self.on_round, self.validate = on_round, validate
+        self.on_round, self.processors, self.validate = on_round, processors, validate
         self.traits = drafter.traits(drafter.config, sampling)
         rule = verifier.rule if isinstance(verifier, Fused) else verifier  # of compiled code, what was compiled
         self._lossless = rule.traits(rule.config).lossless
@@ -208,7 +211,7 @@ class Decoder:
         draft = drafted.trimmed(max(seqs.limit))
         judged = draft.candidates
         with self._explained(drafted):
-            scores = self._score(draft)
+            scores = self._score(draft, full)
             clock.mark("target")
             verdict = self.verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
         clock.mark("verify")
@@ -337,7 +340,7 @@ class Decoder:
             p=scores.p if self._lossless else None,
         )
 
-    def _score(self, draft: Draft) -> Scores:
+    def _score(self, draft: Draft, full: bool) -> Scores:
         seqs = self.sequences
         root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
         tokens = torch.cat([root, draft.tokens], 1)
@@ -351,6 +354,9 @@ class Decoder:
             same = fed[:, :width] == tokens[:, :width]
             taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
         logits, hidden = self.target.grow(tokens, parents, **begun)
+        if self.processors is not None:
+            prompts = [slot.index if slot else None for slot in self._slots]
+            logits = self.processors(logits, draft, seqs.history, prompts, twice=full)
         p, finite = self.sampling.checked_law(logits)
         # Rows that are padded past their own draft compute something there that nobody reads: valid means finite.
         fine = finite[:, 0] & (draft.valid <= finite[:, 1:]).all(1)

@@ -140,10 +140,13 @@ def test_entries_that_transformers_does_not_know_are_let_be(model: Any) -> None:
 def test_the_models_own_generation_config_counts(model: Any) -> None:
     own = copy.copy(model)
     own.generation_config = copy.deepcopy(model.generation_config)
+    own.generation_config.typical_p = 0.3
+    sentence = refused(own, do_sample=True)
+    assert "typical_p=0.3" in sentence and "the model's own generation_config counts" in sentence
+    assert torch.equal(ask(own, typical_p=1.0), ask(model))  # the call's value wins
+    own.generation_config.typical_p = None
     own.generation_config.repetition_penalty = 1.3
-    sentence = refused(own)
-    assert "repetition_penalty=1.3" in sentence and "the model's own generation_config counts" in sentence
-    assert torch.equal(ask(own, repetition_penalty=1.0), ask(model))  # the call's value wins
+    assert torch.equal(ask(own), own.generate(IDS, max_new_tokens=3))
     own.generation_config.repetition_penalty = None
     own.generation_config.do_sample, own.generation_config.temperature = True, 0.01
     assert torch.equal(ask(own), model.generate(IDS, max_new_tokens=3))
@@ -152,15 +155,9 @@ def test_the_models_own_generation_config_counts(model: Any) -> None:
 # -- arguments --------------------------------------------------------------------------------------------
 
 
-class Anything(lp.LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        return scores
-
-
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"logits_processor": lp.LogitsProcessorList([Anything()])}, "logits_processor="),
         ({"logits_processor": lp.LogitsProcessorList([lp.TemperatureLogitsWarper(0.5)])}, "logits_processor="),
         ({"logits_processor": lp.LogitsProcessorList([lp.TopKLogitsWarper(5)]), "top_k": 5}, "logits_processor="),
         ({"stopping_criteria": sc.StoppingCriteriaList([sc.MaxTimeCriteria(1.0)])}, "stopping_criteria="),
@@ -202,10 +199,12 @@ def test_what_is_built_from_honoured_fields_is_no_processor_of_the_users() -> No
         lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(5), lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.1),
         lp.LogitNormalization(), lp.SuppressTokensLogitsProcessor([]),
     ]  # fmt: skip
-    door._check_processors(built, sampling)
-    for wrong in (built[::-1], [*built, lp.TopKLogitsWarper(5)], [lp.TemperatureLogitsWarper(0.6)]):
+    assert door._processors(built, sampling) == []
+    first = lp.RepetitionPenaltyLogitsProcessor(1.2)
+    assert door._processors([first, *built], sampling) == [first]
+    for wrong in (built[::-1], [*built, lp.TopKLogitsWarper(5)], [lp.TemperatureLogitsWarper(0.6)], [*built, first]):
         with pytest.raises(UsageError, match="logits_processor="):
-            door._check_processors(wrong, sampling)
+            door._processors(wrong, sampling)
 
 
 def test_a_direct_call_is_refused(model: Any) -> None:
