@@ -6,13 +6,13 @@ grow, not in how their model follows the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
-from ...framework.contracts.lm import LM
+from ...framework.contracts.lm import LM, prefill
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from .chains import grow_chain
@@ -37,6 +37,10 @@ class DraftModel:
     def passes(self) -> int:
         """Forward passes made so far, prefill not counted."""
         return self.lm.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Feed the first tokens of prompts whose slots begin soon, see `LM.prefill`."""
+        prefill(self.lm, prompts)
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lm.begin(row, prompt)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.errors import CrossdraftError, ModelError, UsageError
-from ..contracts.lm import LM
+from ..contracts.lm import LM, PREFILL_TOKENS
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.rng import CounterRng, RngSource
 from ..contracts.rounds import RoundEvent
@@ -309,6 +309,7 @@ def build_decoder(
     on_round: Callable[[RoundEvent], None] | None = None,
     compile_verifier: bool = False,
     validate: str = "sampled",
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Decoder:
     """A decoder for a pair, over the slots of ``context.target``.
 
@@ -316,7 +317,7 @@ def build_decoder(
         drafter: its class (or an instance) and config, or what makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
-        eos, max_new_tokens, rng, stopwatch, on_round, validate: see `Decoder`.
+        eos, max_new_tokens, rng, stopwatch, on_round, validate, prefill_tokens: see `Decoder`.
 
     Raises:
         UsageError: a pair that is incompatible (says why); only classes and configs are checked.
@@ -338,4 +339,5 @@ def build_decoder(
         stopwatch=stopwatch,
         on_round=on_round,
         validate=validate,
+        prefill_tokens=prefill_tokens,
     )

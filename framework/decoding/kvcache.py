@@ -27,12 +27,15 @@ class Placement:
         reach: number of leading slots the pass attends over; at least every slot written + 1.
         start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
         row: the one batch row that takes part, which needs a ``start``; ``None`` for all B of them in order.
+        several: ``[R]`` int64, the batch rows that take part where they are some and nothing stands before what is
+            written: a ``start`` of 0, and a ``reach`` of W.
     """
 
     slots: Tensor
     reach: int
     start: int | None = None
     row: int | None = None
+    several: Tensor | None = None
 
     @cached_property
     def rows(self) -> Tensor:
@@ -44,7 +47,8 @@ class Placement:
         if device == self.slots.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = replace(self, slots=self.slots.to(device))
+            several = None if self.several is None else self.several.to(device)
+            self._elsewhere[device] = replace(self, slots=self.slots.to(device), several=several)
         return self._elsewhere[device]
 
     @cached_property
@@ -80,6 +84,9 @@ class RaggedLayer(CacheLayerMixin):
 
     @staticmethod
     def _write(buffer: Tensor, states: Tensor, place: Placement) -> Tensor:
+        if place.several is not None:
+            buffer[place.on(buffer.device).several, :, : states.shape[2]] = states
+            return states  # all there is to attend over; the buffer's rows would have to be copied
         if place.row is not None:
             buffer = buffer[place.row : place.row + 1]
         if place.start is not None:

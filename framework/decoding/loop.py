@@ -17,13 +17,14 @@ from torch.nn import functional
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, ModelError, NumericalError, UsageError
-from ..contracts.lm import LM
+from ..contracts.lm import LM, PREFILL_TOKENS
 from ..contracts.rng import CounterRng, RngSource, RoundRng
 from ..contracts.rounds import Request, Response, Round, RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_prompt, check_verdict
 from .fused import Fused
+from .prefill import Prefill
 from .slots import Slot
 from .stopwatch import Stopwatch
 from .transfer import check_rows, failures, kept_path, to_host
@@ -51,6 +52,9 @@ class Decoder:
         validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
             device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
             NaN, counts and emitted tokens are checked in every round, for nothing.
+        prefill_tokens: most tokens of a prefill pass. Prompts whose slots come free together share passes, longer ones
+            go in pieces, and no running sequence waits for more than one pass between two rounds. What is said then
+            depends on the other prompts by rounding; 0 = not at all: each prompt goes by itself, before the next round.
 
     Raises:
         NumericalError: the target or the drafter produced NaN, or a q is no law; names the sequence and position.
@@ -71,6 +75,7 @@ class Decoder:
         stopwatch: Stopwatch | None = None,
         on_round: Callable[[RoundEvent], None] | None = None,
         validate: str = "sampled",
+        prefill_tokens: int = PREFILL_TOKENS,
     ):
         if validate not in VALIDATE:
             raise UsageError(f"validate is one of {', '.join(VALIDATE)}, not {validate!r}")
@@ -95,6 +100,7 @@ class Decoder:
             stream=[0] * b,
         )
         self._slots: list[Slot | None] = [None] * b
+        self._prefill = Prefill(target, drafter, self.stopwatch, prefill_tokens)
         self._made, self._on_error = 0, "raise"  # rounds that were started
         #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_rounds = 0
@@ -143,11 +149,16 @@ class Decoder:
         try:
             while True:
                 request = None
-                for row in [row for row, slot in enumerate(self._slots) if slot is None]:
+                taken = self._prefill.rows
+                for row in [row for row, slot in enumerate(self._slots) if slot is None and row not in taken]:
                     request = next(source, last)
                     if request is None or request is last:
                         break
-                    self.begin(row, *request)
+                    self._prefill.add(row, request)
+                if self._prefill.rows:
+                    self._check_claim()
+                    self.target.hidden_layers = self.hidden_layers
+                    self._prefill.begin(self.begin, waited_for=self.occupied > 0)
                 if self.occupied:
                     yield self.round()
                 elif request is last:
@@ -162,6 +173,7 @@ class Decoder:
         for row in rows:  # before anybody is told, who might raise
             self._free(row)
         self.target.keep([0] * self.target.batch_size)
+        self._prefill.give_up()
         for row in rows:
             self._retired(row)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -40,6 +41,15 @@ BUCKET = 256
 MOST_GRAPHED = 4096
 
 
+@dataclass
+class _Begun:
+    """What of a prompt a slot holds before its sequence begins, and what the layers asked for said of it."""
+
+    layers: tuple[float, ...]
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)  # [n, L, H] each
+
+
 class RaggedLM:
     """B slots of a causal LM, all of :class:`~crossdraft.framework.contracts.lm.LM` but ``fork``.
 
@@ -58,6 +68,7 @@ class RaggedLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
+        self._begun: dict[int, _Begun] = {}
         self.cache = RaggedCache(batch_size, max_length)
         self._run = runner_for(model)
         self._forks: WeakSet[Any] = WeakSet()  # they follow for as long as somebody drafts with them
@@ -82,14 +93,33 @@ class RaggedLM:
 
     @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
-        """Each prompt is prefilled by itself, so its keys and values do not depend on its neighbours.
+        """What was not prefilled before is fed here, by itself, so that it does not depend on its neighbours.
 
         ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
         """
-        self.lengths[row], self._grown, self._tree = 0, 0, None  # an interrupted round may have left nodes
-        hidden = []
-        body = on_device([list(prompt[:-1])], self.device)
-        for start in range(0, body.shape[1], PREFILL_CHUNK):
+        self._feed(row, list(prompt[:-1]), inputs)
+        hidden = self._begun.pop(row).hidden
+        return torch.cat(hidden) if hidden else None
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        if len(prompts) > 1:
+            self._feed_together({row: list(tokens) for row, tokens in prompts.items() if tokens})
+        else:
+            for row, tokens in prompts.items():
+                self._feed(row, list(tokens), {})
+        for fork in self._forks:  # what they draft must not lie on what was fed
+            fork.follow()
+
+    def _feed(self, row: int, tokens: list[int], inputs: Mapping[str, Tensor]) -> None:
+        """Slot ``row`` is to hold ``tokens``: one pass for each piece that it does not hold yet."""
+        self._grown, self._tree = 0, None  # an interrupted round may have left nodes
+        fed = self._begun.get(row)
+        if fed is None or inputs or fed.layers != self.hidden_layers or fed.tokens != tokens[: len(fed.tokens)]:
+            fed = self._begun[row] = _Begun(self.hidden_layers)
+        self.lengths[row] = len(fed.tokens)
+        body = on_device([tokens], self.device)
+        for start in range(len(fed.tokens), len(tokens), PREFILL_CHUNK):
             piece = body[:, start : start + PREFILL_CHUNK]
             reach = start + piece.shape[1]
             slots = torch.arange(start, reach, device=self.device)[None]
@@ -98,9 +128,26 @@ class RaggedLM:
             place = Placement(slots, reach, start, row)
             _, states = self._forward(piece, place, slots, allowed, slots, here, self.hidden_layers, want_logits=False)
             if states is not None:
-                hidden.append(states)
-        self.lengths[row] = body.shape[1]
-        return torch.cat(hidden, 1)[0] if hidden else None
+                fed.hidden.append(states[0])
+            fed.tokens = tokens[:reach]
+            self.lengths[row] = reach
+
+    def _feed_together(self, prompts: Mapping[int, list[int]]) -> None:
+        """Slots are to hold these tokens: one pass, as wide as the longest of them."""
+        self._grown, self._tree = 0, None
+        if not prompts:
+            return
+        rows, width = list(prompts), max(map(len, prompts.values()))
+        # Padding, which nothing that counts sees, repeats the row's own last token: it is NaN only if the row is.
+        padded = [[*tokens, *tokens[-1:] * (width - len(tokens))] for tokens in prompts.values()]
+        fed, several, slots = on_device(padded, self.device), on_device(rows, self.device), self._columns[None, :width]
+        allowed = (slots[0] <= slots[..., None]).expand(len(rows), -1, -1)
+        place = Placement(slots, width, 0, several=several)
+        _, states = self._forward(fed, place, slots, allowed, slots, {}, self.hidden_layers, want_logits=False)
+        for i, (row, tokens) in enumerate(prompts.items()):
+            hidden = [] if states is None else [states[i, : len(tokens)]]
+            self._begun[row] = _Begun(self.hidden_layers, tokens, hidden)
+            self.lengths[row] = len(tokens)
 
     @torch.inference_mode()
     def grow(
@@ -156,6 +203,7 @@ class RaggedLM:
 
     def retire(self, row: int) -> None:
         self.lengths[row] = 0
+        self._begun.pop(row, None)
         self.cache.clear(row)
         for fork in self._forks:
             fork.follow()
