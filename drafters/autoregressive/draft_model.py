@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
-from ...framework.contracts.lm import LM, prefill
+from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
 from .chains import grow_chain
@@ -40,7 +40,8 @@ class DraftModel:
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Feed the first tokens of prompts whose slots begin soon, see `LM.prefill`."""
-        prefill(self.lm, prompts)
+        if (feed := getattr(self.lm, "prefill", None)) is not None:
+            feed(prompts)
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lm.begin(row, prompt)

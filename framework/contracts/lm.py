@@ -15,9 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: Most tokens of a prefill pass, padding counted, where nobody says otherwise (``prefill_tokens`` wherever it is said).
-PREFILL_TOKENS = 1024
-
 
 class LM(Protocol):
     """A causal LM with ``batch_size`` slots."""

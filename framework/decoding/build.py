@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.errors import CrossdraftError, ModelError, UsageError
-from ..contracts.lm import LM, PREFILL_TOKENS
+from ..contracts.limits import PREFILL_TOKENS
+from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.rng import CounterRng, RngSource
 from ..contracts.rounds import RoundEvent

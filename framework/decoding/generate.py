@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..contracts.errors import UsageError
+from ..contracts.limits import PREFILL_TOKENS
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
@@ -102,6 +103,7 @@ def generate(
     chat: bool | None = None,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    prefill_tokens: int = PREFILL_TOKENS,
     streamer: Any = None,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> list[Response]:
@@ -126,6 +128,8 @@ def generate(
         stop: strings that end an answer. Its text is cut before the first of them, its tokens behind the one that
             completes it.
         ignore_eos: go on behind end-of-sequence tokens.
+        prefill_tokens: most tokens of a pass over prompts. They share passes, which changes what is said by rounding
+            alone; 0 = each prompt by itself.
         streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
             stop string too.
         on_round: called after every round with what was drafted, scored and decided.
@@ -139,7 +143,8 @@ def generate(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": streamer is not None}
+    options |= {"ignore_eos": ignore_eos, "prefill_tokens": prefill_tokens, "on_round": on_round}
+    options["live"] = streamer is not None
     call = _prepare(model, inputs, (drafter, verifier), settings, **options)
     if streamer is not None:
         check_streamer(streamer, len(call.requests))
@@ -173,6 +178,7 @@ def stream(
     chat: bool | None = None,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    prefill_tokens: int = PREFILL_TOKENS,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> Iterator[Chunk]:
     """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
@@ -185,7 +191,7 @@ def stream(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "on_round": on_round, "live": True}
+    options |= {"ignore_eos": ignore_eos, "prefill_tokens": prefill_tokens, "on_round": on_round, "live": True}
     return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
 
 
@@ -238,10 +244,12 @@ def _prepare(
     chat: bool | None,
     stop: str | Sequence[str],
     ignore_eos: bool,
+    prefill_tokens: int,
     on_round: Callable[[RoundEvent], None] | None,
     live: bool,
 ) -> _Call:
     batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
+    prefill_tokens = whole("prefill_tokens", prefill_tokens, 0)
     stop = stop_strings(stop)
     if chat is not None and not isinstance(chat, bool):
         raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
@@ -279,6 +287,7 @@ def _prepare(
             batch_size=min(batch_size, len(rows)),
             max_new_tokens=max(wanted[i] for i in rows),
             seed=seed,
+            prefill_tokens=prefill_tokens,
         )
 
     first = decoder_of(sampled[0])  # the others when it is their turn: each has slots of its own

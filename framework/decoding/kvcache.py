@@ -8,7 +8,7 @@ rows, which is why this exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -54,6 +54,20 @@ class Placement:
     @cached_property
     def _elsewhere(self) -> dict[torch.device, Placement]:
         return {}
+
+
+@dataclass
+class Begun:
+    """What of a prompt a slot holds before its sequence begins.
+
+    Attributes:
+        layers: of which the hidden states were asked for.
+        hidden: what they said, ``[n, L, H]`` for each pass.
+    """
+
+    layers: tuple[float, ...]
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
 
 
 class RaggedLayer(CacheLayerMixin):

@@ -17,7 +17,8 @@ from torch.nn import functional
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, ModelError, NumericalError, UsageError
-from ..contracts.lm import LM, PREFILL_TOKENS
+from ..contracts.limits import PREFILL_TOKENS
+from ..contracts.lm import LM
 from ..contracts.rng import CounterRng, RngSource, RoundRng
 from ..contracts.rounds import Request, Response, Round, RoundEvent
 from ..contracts.sampling import Sampling

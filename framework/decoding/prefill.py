@@ -27,6 +27,7 @@ class Prefill:
         if most < 0:
             raise UsageError(f"prefill_tokens={most} must be at least 1, or 0 for each prompt by itself")
         self._target, self._drafter, self._clock, self._most = target, drafter, clock, most
+        self._shared = type(drafter).prefill is not Drafter.prefill
         self._requests: dict[int, Request] = {}
         self._passes: Iterator[dict[int, int]] = iter(())
 
@@ -52,7 +53,7 @@ class Prefill:
         rows, self._requests, self._passes = self.rows, {}, iter(())
         for row in rows:
             self._target.retire(row)
-            if type(self._drafter).prefill is not Drafter.prefill:
+            if self._shared:
                 self._drafter.retire(row)
 
     @torch.inference_mode()
@@ -68,8 +69,9 @@ class Prefill:
         self._clock.start()
         fed = prefill(self._target, tokens)
         self._clock.mark("prefill")
-        self._drafter.prefill(tokens)
-        self._clock.mark("draft_prefill")
+        if self._shared:
+            self._drafter.prefill(tokens)
+            self._clock.mark("draft_prefill")
         return fed, [row for row, upto in step.items() if upto == len(self._requests[row].prompt) - 1]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +28,7 @@ from .architectures import sliding_window, text_config
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
 from .graphs import Outputs, ahead, runner_for
-from .kvcache import Placement, RaggedCache
+from .kvcache import Begun, Placement, RaggedCache
 from .shapes import at_width, reaches, stepped, wider, widths
 
 #: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
@@ -39,15 +38,6 @@ PREFILL_CHUNK = 1024
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
 MOST_GRAPHED = 4096
-
-
-@dataclass
-class _Begun:
-    """What of a prompt a slot holds before its sequence begins, and what the layers asked for said of it."""
-
-    layers: tuple[float, ...]
-    tokens: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)  # [n, L, H] each
 
 
 class RaggedLM:
@@ -68,7 +58,7 @@ class RaggedLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, Begun] = {}
         self.cache = RaggedCache(batch_size, max_length)
         self._run = runner_for(model)
         self._forks: WeakSet[Any] = WeakSet()  # they follow for as long as somebody drafts with them
@@ -106,7 +96,7 @@ class RaggedLM:
         if len(prompts) > 1:
             self._feed_together({row: list(tokens) for row, tokens in prompts.items() if tokens})
         else:
-            for row, tokens in prompts.items():
+            for row, tokens in prompts.items():  # one
                 self._feed(row, list(tokens), {})
         for fork in self._forks:  # what they draft must not lie on what was fed
             fork.follow()
@@ -116,14 +106,14 @@ class RaggedLM:
         self._grown, self._tree = 0, None  # an interrupted round may have left nodes
         fed = self._begun.get(row)
         if fed is None or inputs or fed.layers != self.hidden_layers or fed.tokens != tokens[: len(fed.tokens)]:
-            fed = self._begun[row] = _Begun(self.hidden_layers)
+            fed = self._begun[row] = Begun(self.hidden_layers)
         self.lengths[row] = len(fed.tokens)
         body = on_device([tokens], self.device)
         for start in range(len(fed.tokens), len(tokens), PREFILL_CHUNK):
             piece = body[:, start : start + PREFILL_CHUNK]
             reach = start + piece.shape[1]
-            slots = torch.arange(start, reach, device=self.device)[None]
-            allowed = torch.arange(reach, device=self.device) <= slots[..., None]
+            slots = self._columns[None, start:reach]
+            allowed = self._columns[:reach] <= slots[..., None]
             here = {name: value[None, start:reach] for name, value in inputs.items()}
             place = Placement(slots, reach, start, row)
             _, states = self._forward(piece, place, slots, allowed, slots, here, self.hidden_layers, want_logits=False)
@@ -137,16 +127,17 @@ class RaggedLM:
         self._grown, self._tree = 0, None
         if not prompts:
             return
-        rows, width = list(prompts), max(map(len, prompts.values()))
+        width = max(map(len, prompts.values()))
         # Padding, which nothing that counts sees, repeats the row's own last token: it is NaN only if the row is.
         padded = [[*tokens, *tokens[-1:] * (width - len(tokens))] for tokens in prompts.values()]
-        fed, several, slots = on_device(padded, self.device), on_device(rows, self.device), self._columns[None, :width]
-        allowed = (slots[0] <= slots[..., None]).expand(len(rows), -1, -1)
+        fed, several = on_device(padded, self.device), on_device(list(prompts), self.device)
+        slots = self._columns[None, :width]
+        allowed = (slots[0] <= slots[..., None]).expand(len(prompts), -1, -1)
         place = Placement(slots, width, 0, several=several)
         _, states = self._forward(fed, place, slots, allowed, slots, {}, self.hidden_layers, want_logits=False)
         for i, (row, tokens) in enumerate(prompts.items()):
             hidden = [] if states is None else [states[i, : len(tokens)]]
-            self._begun[row] = _Begun(self.hidden_layers, tokens, hidden)
+            self._begun[row] = Begun(self.hidden_layers, tokens, hidden)
             self.lengths[row] = len(tokens)
 
     @torch.inference_mode()
