@@ -61,7 +61,8 @@ def main() -> None:
     print(f"{args.target}, {model.dtype}, {lm.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{args.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens; medians of {args.repeats}")
     header = ["one by one, ms", "together, ms", "ratio", "log P apart, at most"]
-    print(tabulate([[alone, shared, alone / shared, f"{apart.max().item():.1e}"]], header, floatfmt=".2f", disable_numparse=[3]))
+    row = [alone, shared, alone / shared, f"{apart.max().item():.1e}"]
+    print(tabulate([row], header, floatfmt=".2f", disable_numparse=[3]))
 
 
 if __name__ == "__main__":
