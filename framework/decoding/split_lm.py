@@ -187,7 +187,7 @@ def follow() -> int:
         except Exception as error:
             if "closed by peer" not in str(error):
                 where = f"process {processes.rank() + 1} of {processes.count()}"
-                print(f"crossdraft: error: {where}: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+                print(f"crossdraft: error: {where}: {first_line(error)}", file=sys.stderr)
             return 1
 
 
