@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle_trees import drafter_class, verifier_class
+from tiny_models import save_model
 
+from crossdraft import generate, load_model, stream
 from crossdraft.framework.certificate.tablelm import TableLM
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.rounds import Request
@@ -157,6 +160,17 @@ def test_passes_hold_what_they_may(most: int) -> None:
 
 def _new(step: Mapping[int, int], held: Mapping[int, int]) -> list[int]:
     return [upto - held.get(row, 0) for row, upto in step.items()]
+
+
+def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
+    target = load_model(save_model(tmp_path / "target"), dtype="float32", device="cpu")
+    prompts = [[token % 60 + 5 for token in prompt] for prompt in PROMPTS]
+    options: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 7, "ignore_eos": True}
+    whole = generate(target, prompts, prefill_tokens=0, **options)
+    pieces = list(stream(target, prompts, prefill_tokens=4, **options))
+    assert all(piece.tokens or piece.response for piece in pieces)
+    for response in whole:
+        assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
 
 
 def test_a_cap_below_none_is_refused(made: Callable) -> None:
