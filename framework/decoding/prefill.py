@@ -27,7 +27,7 @@ class Prefill:
         if most < 0:
             raise UsageError(f"prefill_tokens={most} must be at least 1, or 0 for each prompt by itself")
         self._target, self._drafter, self._clock, self._most = target, drafter, clock, most
-        self._shared = type(drafter).prefill is not Drafter.prefill
+        self._shared = shares(type(drafter))
         self._requests: dict[int, Request] = {}
         self._passes: Iterator[dict[int, int]] = iter(())
 
@@ -73,6 +73,12 @@ class Prefill:
             self._drafter.prefill(tokens)
             self._clock.mark("draft_prefill")
         return fed, [row for row, upto in step.items() if upto == len(self._requests[row].prompt) - 1]
+
+
+def shares(drafter: type[Drafter]) -> bool:
+    """Does it prefill? Not so where it inherits that, and begins otherwise: in a text of its own, perhaps."""
+    first = next(cls for cls in drafter.__mro__ if {"prefill", "begin"} & vars(cls).keys())
+    return first is not Drafter and "prefill" in vars(first)
 
 
 def passes(lengths: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,6 +39,8 @@ PREFILL_CHUNK = 1024
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
 MOST_GRAPHED = 4096
+#: Whether transformers' hooks keep the hidden states of a selection of layers; releases before numbered it otherwise.
+SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 class RaggedLM:
@@ -52,6 +55,7 @@ class RaggedLM:
         speed_up_small_batches(model)
         self.batch_size, self.max_length = batch_size, max_length
         config = text_config(model)
+        self._depth: int = getattr(config, "num_hidden_layers", 0)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = input_device(model)
@@ -349,9 +353,9 @@ class RaggedLM:
             # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
             position_ids = position_ids.clamp(max=self.context_length - 1)
         extra: dict[str, Any] = dict(inputs)
+        wanted = [int(i * self._depth) if isinstance(i, float) else i for i in layers]
         if layers:
-            # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
-            extra["output_hidden_states"] = True
+            extra["output_hidden_states"] = wanted if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
         with grouped_attention():
@@ -365,9 +369,7 @@ class RaggedLM:
             )
         hidden = None
         if layers:
-            states = out.hidden_states
-            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in layers]
-            hidden = torch.stack([states[i] for i in wanted], 2)
+            hidden = torch.stack([out.hidden_states[i] for i in wanted], 2)
         return (out.logits if want_logits else None), hidden
 
     def _words(self, tokens: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from crossdraft.framework.certificate.tablelm import TableLM
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.rounds import Request
 from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.prefill import passes
+from crossdraft.framework.decoding.prefill import passes, shares
+from crossdraft.framework.decoding.ragged_lm import SELECTS
 from crossdraft.framework.decoding.transformers_lm import TransformersLM
 
 #: Ragged; two have nothing to prefill but the root, some outgrow a window of 8, one what a pass may feed below.
@@ -98,6 +99,25 @@ def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Cal
         torch.testing.assert_close(lm.grow(root)[0], want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(not SELECTS, reason="this transformers keeps the hidden states of all layers or none")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: str) -> None:
+    lm, kept = TransformersLM(tiny_model(family, copy="heard"), 2, 32), []
+    hook = lm.model.register_forward_hook(
+        lambda module, given, out: kept.append([state is not None for state in out.hidden_states])
+    )
+    try:
+        for layers, there in (((-1,), [False, False, True]), ((0, 0.5), [True, True, False])):
+            lm.hidden_layers = layers
+            lm.prefill({0: [5, 6, 7], 1: [8]})
+            lm.begin(0, [5, 6, 7, 9, 9])
+            lm.grow(torch.tensor([[3], [4]]))
+            assert kept == [there] * 3
+            kept.clear()
+    finally:
+        hook.remove()
+
+
 def test_eight_short_prompts_are_one_pass_of_each_model(made: Callable) -> None:
     for most, count in ((1024, 1), (0, 8)):
         loop = made("chain", batch_size=8, prefill_tokens=most)
@@ -171,6 +191,15 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
     assert all(piece.tokens or piece.response for piece in pieces)
     for response in whole:
         assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
+
+
+def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
+    chain = drafter_class("small-lm")
+    reads_another_text = type("ReadsAnotherText", (chain,), {"begin": chain.begin})
+    does_both = type("DoesBoth", (reads_another_text,), {"begin": chain.begin, "prefill": chain.prefill})
+    likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}
+    likes |= {drafter_class("universal"): False, drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
+    assert {drafter: shares(drafter) for drafter in likes} == likes
 
 
 def test_a_cap_below_none_is_refused(made: Callable) -> None:
