@@ -6,7 +6,7 @@ grow, not in how their model follows the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import functional
@@ -37,6 +37,11 @@ class DraftModel:
     def passes(self) -> int:
         """Forward passes made so far, prefill not counted."""
         return self.lm.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Feed the first tokens of prompts whose slots begin soon, see `LM.prefill`."""
+        if (feed := getattr(self.lm, "prefill", None)) is not None:
+            feed(prompts)
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         self.lm.begin(row, prompt)

@@ -7,7 +7,7 @@ their probability.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -59,6 +59,9 @@ class SmallLMDynamicTree(Drafter):
     @property
     def passes(self) -> int:
         return self.model.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.model.prefill(prompts)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.model.begin(row, prompt)

@@ -6,7 +6,7 @@ Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,6 +60,9 @@ class SmallLMIid(Drafter):
 
     def text_law(self) -> TextLaw | None:
         return self.chain.text_law()
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.chain.prefill(prompts)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.chain.begin(row, prompt)

@@ -8,7 +8,7 @@ and J. Wang et al., "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -171,6 +171,9 @@ class SmallLMTree(Drafter):
     @property
     def passes(self) -> int:
         return self.model.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.model.prefill(prompts)
 
     def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.model.begin(row, prompt)

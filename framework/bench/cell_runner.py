@@ -260,6 +260,7 @@ class Cell:
             max_new_tokens=config.max_new_tokens,
             rng=CounterRng(config.seed),
             compile_verifier=config.compile_verifier,
+            prefill_tokens=config.prefill_tokens,
             validate=validate,
             on_round=lambda event: self._rounds.add(event),
         )

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError
-from ..contracts.limits import MOST_ROWS, MOST_TOKENS, Limit
+from ..contracts.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
 from .consent import add_consent, trusted
 from .sampling import sampling_from
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from ..decoding.loop import Decoder
 
 #: What it is for; said in --help and when it starts.
-PURPOSE = (
-    "It is for evaluation, not for production: no authentication, no batched prefill, no paged cache, one law after "
-    "the other"
-)
+PURPOSE = "It is for evaluation, not for production: no authentication, no paged cache, one law after the other"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=4, metavar="N", help="answers decoded at once (4)")
     parser.add_argument("--waiting", type=int, default=1024, metavar="N", help="most requests that wait (1024)")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (512)")
+    parser.add_argument(
+        "--prefill-tokens",
+        type=int,
+        default=PREFILL_TOKENS,
+        metavar="N",
+        help=f"most tokens of prompts fed between two rounds; 0: each prompt whole and alone ({PREFILL_TOKENS})",
+    )
     parser.add_argument(
         "--max-length",
         type=int,
@@ -60,6 +64,8 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{option} {value} must be at least 1")
         if value is not None and name in limits and (reason := limits[name].refusal(value)):
             raise UsageError(f"{option} {value}: {reason}")
+    if args.prefill_tokens < 0:
+        raise UsageError(f"--prefill-tokens {args.prefill_tokens} must be at least 1, or 0 for each prompt by itself")
     try:
         from ..serve.app import server
     except ImportError as error:
@@ -109,6 +115,7 @@ def offered(args: argparse.Namespace) -> Any:
 
     def build(law: Sampling) -> Decoder:
         options: dict[str, Any] = {"batch_size": args.slots, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        options["prefill_tokens"] = args.prefill_tokens
         return pair_decoder(target, drafter, rule, most, sampling=law, load=lambda name, _: drafting(name), **options)
 
     def check(law: Sampling) -> None:

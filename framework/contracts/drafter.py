@@ -8,7 +8,7 @@ returns a :class:`Draft`; it does not know which verifier follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -324,6 +324,13 @@ class Drafter(ABC):
 
         ``hidden``: ``[len(prompt) - 1, L, H]``, the target's features of all prompt tokens but the last, if
         ``traits.hidden_layers`` asks for any.
+        """
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Feed a model of its own the first tokens of prompts whose slots `begin` soon, see `LM.prefill`. Optional.
+
+        Called once the target has fed them, before any of these slots begins; ``begin`` does what is left. Not called
+        where a subclass defines ``begin`` alone. ``retire`` is told of slots that are given up before they begin.
         """
 
     @abstractmethod

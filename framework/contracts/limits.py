@@ -38,6 +38,8 @@ MOST_LISTED = Limit(1000, "every drafter meets every verifier")
 MOST_EXCLUDED = Limit(200, "every cell is compared with each of them")
 MOST_ROWS = Limit(65_536, "every row of a batch has a cache of its own")
 MOST_TOKENS = Limit(2**20, "every token of every row has its place in the cache")
+#: Most tokens of a prefill pass, padding counted, where nobody says otherwise: ``prefill_tokens`` wherever it is said.
+PREFILL_TOKENS = 1024
 MOST_PROMPTS = Limit(50_000, "every cell answers each of them")
 MOST_SEED = Limit(2**64 - 1, "the random numbers are keyed by 64 bits")
 MOST_REPEATS = Limit(1000, "each is a pass at every point")

@@ -9,7 +9,7 @@ token of a sequence is never in the model yet: it is the root that the next ``gr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,7 +34,17 @@ class LM(Protocol):
     def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
         """Slot ``row`` starts over with all of ``prompt`` but its last token; nodes that were not kept are dropped.
 
-        Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers asked for, if any were.
+        What `prefill` fed of them is there already. Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers
+        asked for, if any were.
+        """
+        ...
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Feed the first tokens of prompts whose slots `begin` soon: those of several slots in one pass. Optional.
+
+        Args:
+            prompts: by row, which is free until it begins, what it is to hold, never the prompt's last token. Several
+                rows start anew; one alone goes on behind what it was fed since it was retired.
         """
         ...
 
@@ -106,3 +116,11 @@ class Fork(LM, Protocol):
         grew a tree, or the model says something else when it is run in two parts.
         """
         ...
+
+
+def prefill(lm: LM, prompts: Mapping[int, Sequence[int]]) -> bool:
+    """`LM.prefill`, if ``lm`` has it; otherwise `LM.begin` will feed all of each prompt, and this says False."""
+    feed = getattr(lm, "prefill", None)
+    if feed is not None:
+        feed(prompts)
+    return feed is not None

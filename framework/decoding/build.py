@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.errors import CrossdraftError, ModelError, UsageError
+from ..contracts.limits import PREFILL_TOKENS
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.rng import CounterRng, RngSource
@@ -311,6 +312,7 @@ def build_decoder(
     compile_verifier: bool = False,
     processors: Processors | None = None,
     validate: str = "sampled",
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Decoder:
     """A decoder for a pair, over the slots of ``context.target``.
 
@@ -318,7 +320,7 @@ def build_decoder(
         drafter: its class (or an instance) and config, or what makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
-        eos, max_new_tokens, rng, stopwatch, on_round, processors, validate: see `Decoder`.
+        eos, max_new_tokens, rng, stopwatch, on_round, processors, validate, prefill_tokens: see `Decoder`.
 
     Raises:
         UsageError: a pair that is incompatible (says why); only classes and configs are checked.
@@ -341,4 +343,5 @@ def build_decoder(
         on_round=on_round,
         processors=processors,
         validate=validate,
+        prefill_tokens=prefill_tokens,
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import functional
 
 from ..contracts.errors import ModelError
-from ..contracts.lm import LM
+from ..contracts.lm import LM, prefill
 
 
 class FittedLM:
@@ -27,7 +27,13 @@ class FittedLM:
         return getattr(self._lm, name)
 
     def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        return self._lm.begin(row, [min(token, self._own - 1) for token in prompt])
+        return self._lm.begin(row, self._own_ids(prompt))
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        prefill(self._lm, {row: self._own_ids(tokens) for row, tokens in prompts.items()})
+
+    def _own_ids(self, prompt: Sequence[int]) -> list[int]:
+        return [min(token, self._own - 1) for token in prompt]
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits, hidden = self._lm.grow(tokens.clamp(max=self._own - 1), parents)
@@ -55,8 +61,8 @@ class MappedLM(FittedLM):
         self._read = ids.where(ids >= 0, unknown).cpu()  # prompts come from the host
         self._ids, self._fed = ids.to(lm.device), self._read.to(lm.device)
 
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        return self._lm.begin(row, self._read[list(prompt)].tolist())
+    def _own_ids(self, prompt: Sequence[int]) -> list[int]:
+        return self._read[list(prompt)].tolist()
 
     def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits, hidden = self._lm.grow(self._fed[tokens], parents)

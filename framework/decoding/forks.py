@@ -14,7 +14,7 @@ on from there (`LayerFork.finished`). Whether a model can be run in two parts is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -153,6 +153,9 @@ class LayerFork(_Part):
     def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> None:
         """The whole model has begun already."""
         self.follow()
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """The whole model holds it already."""
 
     def grow(
         self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor

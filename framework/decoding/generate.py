@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..contracts.errors import UsageError
+from ..contracts.limits import PREFILL_TOKENS
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
@@ -104,6 +105,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     logits_processor: Sequence[Processor] = (),
+    prefill_tokens: int = PREFILL_TOKENS,
     streamer: Any = None,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> list[Response]:
@@ -131,6 +133,8 @@ def generate(
         logits_processor: functions ``(ids [1, T], logits [1, V]) -> [1, V]``, such as transformers' logits processors,
             that change what the target says, before it is warped. They are asked about every node of a draft, one by
             one, so each must be a function of its text (prompt and answer so far) alone.
+        prefill_tokens: most tokens of a pass over prompts. They share passes, which changes what is said by rounding
+            alone; 0 = each prompt by itself.
         streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
             stop string too.
         on_round: called after every round with what was drafted, scored and decided.
@@ -144,8 +148,8 @@ def generate(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "on_round": on_round}
-    options["live"] = streamer is not None
+    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
+    options |= {"on_round": on_round, "live": streamer is not None}
     call = _prepare(model, inputs, (drafter, verifier), settings, **options)
     if streamer is not None:
         check_streamer(streamer, len(call.requests))
@@ -180,6 +184,7 @@ def stream(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     logits_processor: Sequence[Processor] = (),
+    prefill_tokens: int = PREFILL_TOKENS,
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> Iterator[Chunk]:
     """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
@@ -192,7 +197,8 @@ def stream(
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "on_round": on_round, "live": True}
+    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
+    options |= {"on_round": on_round, "live": True}
     return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
 
 
@@ -246,11 +252,13 @@ def _prepare(
     stop: str | Sequence[str],
     ignore_eos: bool,
     logits_processor: Sequence[Processor],
+    prefill_tokens: int,
     on_round: Callable[[RoundEvent], None] | None,
     live: bool,
 ) -> _Call:
     batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
     stop, processors = stop_strings(stop), checked_processors(logits_processor)
+    prefill_tokens = whole("prefill_tokens", prefill_tokens, 0)
     if chat is not None and not isinstance(chat, bool):
         raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
     if not isinstance(ignore_eos, bool):
@@ -288,6 +296,7 @@ def _prepare(
             max_new_tokens=max(wanted[i] for i in rows),
             seed=seed,
             processors=processors,
+            prefill_tokens=prefill_tokens,
         )
 
     first = decoder_of(sampled[0])  # the others when it is their turn: each has slots of its own

@@ -8,8 +8,9 @@ rows, which is why this exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,12 +28,15 @@ class Placement:
         reach: number of leading slots the pass attends over; at least every slot written + 1.
         start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
         row: the one batch row that takes part, which needs a ``start``; ``None`` for all B of them in order.
+        several: ``[R]`` int64, the batch rows that take part where they are some and nothing stands before what is
+            written: a ``start`` of 0, and a ``reach`` of W.
     """
 
     slots: Tensor
     reach: int
     start: int | None = None
     row: int | None = None
+    several: Tensor | None = None
 
     @cached_property
     def rows(self) -> Tensor:
@@ -44,12 +48,27 @@ class Placement:
         if device == self.slots.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = replace(self, slots=self.slots.to(device))
+            several = None if self.several is None else self.several.to(device)
+            self._elsewhere[device] = replace(self, slots=self.slots.to(device), several=several)
         return self._elsewhere[device]
 
     @cached_property
     def _elsewhere(self) -> dict[torch.device, Placement]:
         return {}
+
+
+@dataclass
+class Begun:
+    """What of a prompt a slot holds before its sequence begins.
+
+    Attributes:
+        layers: of which the hidden states were asked for.
+        hidden: what they said, ``[n, L, H]`` for each pass.
+    """
+
+    layers: tuple[float, ...]
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -80,6 +99,9 @@ class RaggedLayer(CacheLayerMixin):
 
     @staticmethod
     def _write(buffer: Tensor, states: Tensor, place: Placement) -> Tensor:
+        if place.several is not None:
+            buffer[place.on(buffer.device).several, :, : states.shape[2]] = states
+            return states  # all there is to attend over; the buffer's rows would have to be copied
         if place.row is not None:
             buffer = buffer[place.row : place.row + 1]
         if place.start is not None:
@@ -120,13 +142,12 @@ class RaggedCache(Cache):
         """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row of every layer."""
         rows = counting(source.shape[0], source.device)[:, None]
         there = {source.device: (rows, source, target)}
-        for layer in self.layers:
-            if layer.is_initialized:
-                assert layer.keys is not None
+        for layer in cast(list[RaggedLayer], self.layers):
+            if layer.keys is not None and layer.is_initialized:
                 place = layer.keys.device
                 if place not in there:
                     there[place] = rows.to(place), source.to(place), target.to(place)
-                layer.move(*there[place])  # type: ignore[union-attr]
+                layer.move(*there[place])
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:

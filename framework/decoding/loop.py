@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.errors import ContractError, ModelError, NumericalError, UsageError
+from ..contracts.limits import PREFILL_TOKENS
 from ..contracts.lm import LM
 from ..contracts.rng import CounterRng, RngSource, RoundRng
 from ..contracts.rounds import Request, Response, Round, RoundEvent
@@ -24,6 +25,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_prompt, check_verdict
 from .fused import Fused
+from .prefill import Prefill
 from .processors import Processors
 from .slots import Slot
 from .stopwatch import Stopwatch
@@ -53,6 +55,8 @@ class Decoder:
         validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
             device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
             NaN, counts and emitted tokens are checked in every round, for nothing.
+        prefill_tokens: most tokens of a prefill pass. Prompts that begin together share passes, longer ones go in
+            pieces, one between two rounds. They then change each other by rounding; 0 = each goes by itself, at once.
 
     Raises:
         NumericalError: the target or the drafter produced NaN, or a q is no law; names the sequence and position.
@@ -74,6 +78,7 @@ class Decoder:
         on_round: Callable[[RoundEvent], None] | None = None,
         processors: Processors | None = None,
         validate: str = "sampled",
+        prefill_tokens: int = PREFILL_TOKENS,
     ):
         if validate not in VALIDATE:
             raise UsageError(f"validate is one of {', '.join(VALIDATE)}, not {validate!r}")
@@ -89,8 +94,7 @@ class Decoder:
         drafter.claim = rule.claim = self._claim
         #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
         self.hidden_layers = self.traits.hidden_layers
-        b = target.batch_size
-        length = drafter.context.max_length
+        b, length = target.batch_size, drafter.context.max_length
         self.sequences = Sequences(
             history=[[] for _ in range(b)],
             tokens=torch.zeros(b, length, dtype=torch.long, device=target.device),
@@ -98,6 +102,7 @@ class Decoder:
             stream=[0] * b,
         )
         self._slots: list[Slot | None] = [None] * b
+        self._prefill = Prefill(target, drafter, self.stopwatch, prefill_tokens)
         self._made, self._on_error = 0, "raise"  # rounds that were started
         #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_rounds = 0
@@ -145,12 +150,16 @@ class Decoder:
         self._on_error, source, last = on_error, iter(waiting), Request(())
         try:
             while True:
-                request = None
-                for row in [row for row, slot in enumerate(self._slots) if slot is None]:
+                request, taken = None, self._prefill.rows
+                for row in [row for row, slot in enumerate(self._slots) if slot is None and row not in taken]:
                     request = next(source, last)
                     if request is None or request is last:
                         break
-                    self.begin(row, *request)
+                    self._prefill.add(row, request)
+                if self._prefill.rows:
+                    self._check_claim()
+                    self.target.hidden_layers = self.hidden_layers
+                    self._prefill.begin(self.begin, waited_for=self.occupied > 0)
                 if self.occupied:
                     yield self.round()
                 elif request is last:
@@ -165,6 +174,7 @@ class Decoder:
         for row in rows:  # before anybody is told, who might raise
             self._free(row)
         self.target.keep([0] * self.target.batch_size)
+        self._prefill.give_up()
         for row in rows:
             self._retired(row)
 
@@ -355,8 +365,7 @@ class Decoder:
             taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
         logits, hidden = self.target.grow(tokens, parents, **begun)
         if self.processors is not None:
-            prompts = [slot.index if slot else None for slot in self._slots]
-            logits = self.processors(logits, draft, seqs.history, prompts, twice=full)
+            logits = self.processors(logits, draft, seqs.history, [slot and slot.index for slot in self._slots], full)
         p, finite = self.sampling.checked_law(logits)
         # Rows that are padded past their own draft compute something there that nobody reads: valid means finite.
         fine = finite[:, 0] & (draft.valid <= finite[:, 1:]).all(1)

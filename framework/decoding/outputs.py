@@ -92,7 +92,7 @@ class Outputs:
                 for finished in rounds:
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._open if i not in responses] if self._live else []
-                    pieces = [self._open[i].piece(i) for i in running]
+                    pieces = [self._open[i].piece(i) for i in running if self._open[i].tokens]  # else: in prefill yet
                     yield pieces + [self._open.pop(i).last(response) for i, response in responses.items()]
         finally:
             self._open.clear()

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,7 +29,7 @@ from .architectures import sliding_window, text_config
 from .attention import grouped_attention
 from .cpu import speed_up_small_batches
 from .graphs import Outputs, ahead, runner_for
-from .kvcache import Placement, RaggedCache
+from .kvcache import Begun, Placement, RaggedCache
 from .shapes import at_width, reaches, stepped, wider, widths
 
 #: Longest piece of a prompt that one prefill pass feeds, in tokens: bounds the mask's memory.
@@ -38,6 +39,8 @@ PREFILL_CHUNK = 1024
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than launching them takes.
 MOST_GRAPHED = 4096
+#: Whether transformers' hooks keep the hidden states of a selection of layers; releases before numbered it otherwise.
+SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 class RaggedLM:
@@ -52,12 +55,14 @@ class RaggedLM:
         speed_up_small_batches(model)
         self.batch_size, self.max_length = batch_size, max_length
         config = text_config(model)
+        self._depth: int = getattr(config, "num_hidden_layers", 0)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = input_device(model)
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
+        self._begun: dict[int, Begun] = {}
         self.cache = RaggedCache(batch_size, max_length)
         self._run = runner_for(model)
         self._forks: WeakSet[Any] = WeakSet()  # they follow for as long as somebody drafts with them
@@ -82,25 +87,62 @@ class RaggedLM:
 
     @torch.inference_mode()
     def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
-        """Each prompt is prefilled by itself, so its keys and values do not depend on its neighbours.
+        """What was not prefilled before is fed here, by itself, so that it does not depend on its neighbours.
 
         ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
         """
-        self.lengths[row], self._grown, self._tree = 0, 0, None  # an interrupted round may have left nodes
-        hidden = []
-        body = on_device([list(prompt[:-1])], self.device)
-        for start in range(0, body.shape[1], PREFILL_CHUNK):
+        self._feed(row, list(prompt[:-1]), inputs)
+        hidden = self._begun.pop(row).hidden
+        return torch.cat(hidden) if hidden else None
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        if len(prompts) > 1:
+            self._feed_together({row: list(tokens) for row, tokens in prompts.items() if tokens})
+        else:
+            for row, tokens in prompts.items():  # one
+                self._feed(row, list(tokens), {})
+        for fork in self._forks:  # what they draft must not lie on what was fed
+            fork.follow()
+
+    def _feed(self, row: int, tokens: list[int], inputs: Mapping[str, Tensor]) -> None:
+        """Slot ``row`` is to hold ``tokens``: one pass for each piece that it does not hold yet."""
+        self._grown, self._tree = 0, None  # an interrupted round may have left nodes
+        fed = self._begun.get(row)
+        if fed is None or inputs or fed.layers != self.hidden_layers or fed.tokens != tokens[: len(fed.tokens)]:
+            fed = self._begun[row] = Begun(self.hidden_layers)
+        self.lengths[row] = len(fed.tokens)
+        body = on_device([tokens], self.device)
+        for start in range(len(fed.tokens), len(tokens), PREFILL_CHUNK):
             piece = body[:, start : start + PREFILL_CHUNK]
             reach = start + piece.shape[1]
-            slots = torch.arange(start, reach, device=self.device)[None]
-            allowed = torch.arange(reach, device=self.device) <= slots[..., None]
+            slots = self._columns[None, start:reach]
+            allowed = self._columns[:reach] <= slots[..., None]
             here = {name: value[None, start:reach] for name, value in inputs.items()}
             place = Placement(slots, reach, start, row)
             _, states = self._forward(piece, place, slots, allowed, slots, here, self.hidden_layers, want_logits=False)
             if states is not None:
-                hidden.append(states)
-        self.lengths[row] = body.shape[1]
-        return torch.cat(hidden, 1)[0] if hidden else None
+                fed.hidden.append(states[0])
+            fed.tokens = tokens[:reach]
+            self.lengths[row] = reach
+
+    def _feed_together(self, prompts: Mapping[int, list[int]]) -> None:
+        """Slots are to hold these tokens: one pass, as wide as the longest of them."""
+        self._grown, self._tree = 0, None
+        if not prompts:
+            return
+        width = max(map(len, prompts.values()))
+        # Padding, which nothing that counts sees, repeats the row's own last token: it is NaN only if the row is.
+        padded = [[*tokens, *tokens[-1:] * (width - len(tokens))] for tokens in prompts.values()]
+        fed, several = on_device(padded, self.device), on_device(list(prompts), self.device)
+        slots = self._columns[None, :width]
+        allowed = (slots[0] <= slots[..., None]).expand(len(prompts), -1, -1)
+        place = Placement(slots, width, 0, several=several)
+        _, states = self._forward(fed, place, slots, allowed, slots, {}, self.hidden_layers, want_logits=False)
+        for i, (row, tokens) in enumerate(prompts.items()):
+            hidden = [] if states is None else [states[i, : len(tokens)]]
+            self._begun[row] = Begun(self.hidden_layers, tokens, hidden)
+            self.lengths[row] = len(tokens)
 
     @torch.inference_mode()
     def grow(
@@ -156,6 +198,7 @@ class RaggedLM:
 
     def retire(self, row: int) -> None:
         self.lengths[row] = 0
+        self._begun.pop(row, None)
         self.cache.clear(row)
         for fork in self._forks:
             fork.follow()
@@ -310,9 +353,9 @@ class RaggedLM:
             # Padding behind a row that ends with the context has no position there; nobody reads what it computes.
             position_ids = position_ids.clamp(max=self.context_length - 1)
         extra: dict[str, Any] = dict(inputs)
+        wanted = [int(i * self._depth) if isinstance(i, float) else i for i in layers]
         if layers:
-            # All of them: transformers numbered the layers of a selection differently in its earlier 5.x releases.
-            extra["output_hidden_states"] = True
+            extra["output_hidden_states"] = wanted if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
         with grouped_attention():
@@ -326,9 +369,7 @@ class RaggedLM:
             )
         hidden = None
         if layers:
-            states = out.hidden_states
-            wanted = [int(i * (len(states) - 1)) if isinstance(i, float) else i for i in layers]
-            hidden = torch.stack([states[i] for i in wanted], 2)
+            hidden = torch.stack([out.hidden_states[i] for i in wanted], 2)
         return (out.logits if want_logits else None), hidden
 
     def _words(self, tokens: Tensor) -> dict[str, Tensor]:

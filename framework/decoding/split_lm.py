@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -46,6 +46,9 @@ class SplitLM(TransformersLM):
 
     def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
         return self._all("begin", super().begin, row, list(prompt))
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self._all("prefill", super().prefill, {row: list(tokens) for row, tokens in prompts.items()})
 
     def grow(
         self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
@@ -184,7 +187,7 @@ def follow() -> int:
         except Exception as error:
             if "closed by peer" not in str(error):
                 where = f"process {processes.rank() + 1} of {processes.count()}"
-                print(f"crossdraft: error: {where}: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+                print(f"crossdraft: error: {where}: {first_line(error)}", file=sys.stderr)
             return 1
 
 

@@ -62,6 +62,7 @@ QUANTITIES = (
     _asked("batch_size", "B: sequences that are decoded together."),
     _asked("seed", "Of all random numbers; cells of one seed share them."),
     _asked("compile_verifier", "Was the rule handed to PyTorch's compiler?"),
+    _asked("prefill_tokens", "Most tokens of a prefill pass that prompts share; 0 = each prompt by itself."),
     _asked("lossless", "Does the rule promise to keep the target's distribution?"),
     Quantity("error", "Why the cell failed; empty if it did not, and then the numbers below are there."),
     Quantity("tokens", "Tokens emitted in all."),

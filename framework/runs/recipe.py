@@ -35,7 +35,16 @@ from pydantic import (
 
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError, printable, quoted
-from ..contracts.limits import MOST_EXCLUDED, MOST_LISTED, MOST_NAME, MOST_PROMPTS, MOST_ROWS, MOST_SEED, MOST_TOKENS
+from ..contracts.limits import (
+    MOST_EXCLUDED,
+    MOST_LISTED,
+    MOST_NAME,
+    MOST_PROMPTS,
+    MOST_ROWS,
+    MOST_SEED,
+    MOST_TOKENS,
+    PREFILL_TOKENS,
+)
 from ..contracts.options import Options
 from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
@@ -44,7 +53,7 @@ from .yaml_errors import Places, explain, override, read_yaml
 from .yaml_values import yaml_value
 
 #: What may be in the matrix and belongs to neither the sampling nor a drafter or verifier.
-RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier")
+RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier", "prefill_tokens")
 SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
 
@@ -157,6 +166,12 @@ class CellConfig(Options):
     batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
     seed: int = Field(default=0, ge=0, le=MOST_SEED)
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    prefill_tokens: int = Field(
+        default=PREFILL_TOKENS,
+        ge=0,
+        le=MOST_TOKENS,
+        description="most tokens of a prefill pass that prompts share; 0 = each prompt by itself",
+    )
     sampling: Sampling = Sampling.model_validate({})
     drafter: Strategy
     verifier: Strategy
@@ -181,8 +196,9 @@ class CellConfig(Options):
         config = self.model_dump(mode="json")
         config["drafter"].pop("label", None)
         config["verifier"].pop("label", None)
-        if not self.compile_verifier:  # younger than the hashes of runs that are kept
-            del config["compile_verifier"]
+        for name in ("compile_verifier", "prefill_tokens"):  # younger than the hashes of runs that are kept
+            if config[name] == type(self).model_fields[name].default:
+                del config[name]
         return config
 
 
@@ -206,6 +222,12 @@ class Recipe(Options):
     )
     attn_implementation: Name | None = Field(default=None, description="of the target; transformers' choice by default")
     compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    prefill_tokens: int = Field(
+        default=PREFILL_TOKENS,
+        ge=0,
+        le=MOST_TOKENS,
+        description="most tokens of a prefill pass that prompts share; 0 = each prompt by itself",
+    )
     sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
     drafters: list[Strategy] = Field(
         min_length=1, max_length=MOST_LISTED, description="names, or mappings of name, label and options"

@@ -9,7 +9,7 @@ from .. import plugins
 from .recipe import CellConfig
 
 _ALWAYS = ("temperature", "batch_size")
-_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier")
+_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier", "prefill_tokens")
 
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:

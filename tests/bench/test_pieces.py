@@ -110,10 +110,11 @@ def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypat
     assert len(pairs) == 5 and all(a == b for a, b in pairs.values())
 
 
-def test_a_verifier_that_is_not_compiled_is_no_other_cell(recipe: str) -> None:
-    plain, asked = (plan(load_recipe(recipe, [f"compile_verifier={value}"])).cells[0] for value in ("false", "true"))
+@pytest.mark.parametrize("key, usual, other", [("compile_verifier", "false", "true"), ("prefill_tokens", "1024", "0")])
+def test_what_a_younger_key_usually_is_makes_no_other_cell(recipe: str, key: str, usual: str, other: str) -> None:
+    plain, asked = (plan(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
     assert plain.hash != asked.hash
-    assert "compile_verifier" not in plain._unlabelled(), "runs from before there was this key would be other cells"
+    assert key not in plain._unlabelled(), "runs from before there was this key would be other cells"
 
 
 def test_a_chart_that_fails_costs_no_table(bench: Any, monkeypatch: Any) -> None:

@@ -66,6 +66,7 @@ def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: 
     "options, sentence",
     [
         ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
+        ({"prefill_tokens": -1}, "prefill_tokens=-1 must be an integer of at least 0"),
         ({"batch_size": 2.0}, "batch_size=2.0 must be an integer of at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be an integer of at least 1"),

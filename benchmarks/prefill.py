@@ -1,0 +1,69 @@
+"""Prompts prefilled one by one and together: how long each takes, and how far what is said next lies apart.
+
+    python benchmarks/prefill.py [--target smollm2-135m-instruct] [--prompts 8] [--tokens 100] [--repeats 7]
+
+Prompts are random tokens of lengths within a tenth of ``--tokens``. Both ways in turn; medians of the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from tabulate import tabulate
+
+from crossdraft import load_model
+from crossdraft.framework.contracts.tensors import on_device
+from crossdraft.framework.decoding.transformers_lm import TransformersLM
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model = load_model(args.target, dtype=args.dtype).model
+    lengths = [round(args.tokens * (0.9 + 0.2 * i / max(args.prompts - 1, 1))) for i in range(args.prompts)]
+    lm = TransformersLM(model, args.prompts, max(lengths) + 1)
+    prompts = [torch.randint(lm.vocab_size, (length,)).tolist() for length in lengths]
+    root = on_device([[prompt[-1]] for prompt in prompts], lm.device)
+
+    def begun(together: bool) -> tuple[float, torch.Tensor]:
+        start = time.perf_counter()
+        if together:
+            lm.prefill({row: prompt[:-1] for row, prompt in enumerate(prompts)})
+        for row, prompt in enumerate(prompts):
+            lm.begin(row, prompt)
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, logits = time.perf_counter() - start, lm.grow(root)[0]
+        lm.keep([0] * args.prompts)
+        for row in range(args.prompts):
+            lm.retire(row)
+        return seconds, logits[:, 0].float().log_softmax(-1)
+
+    took: dict[bool, list[float]] = {False: [], True: []}
+    said = {}
+    for repeat in range(args.repeats + 1):
+        for together in took:
+            seconds, said[together] = begun(together)
+            if repeat:  # the first time is for what is made once
+                took[together].append(seconds)
+    alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
+    apart = (said[True] - said[False]).abs()[said[False] > -20]
+    print(f"{args.target}, {model.dtype}, {lm.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{args.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens; medians of {args.repeats}")
+    header = ["one by one, ms", "together, ms", "ratio", "log P apart, at most"]
+    row = [alone, shared, alone / shared, f"{apart.max().item():.1e}"]
+    print(tabulate([row], header, floatfmt=".2f", disable_numparse=[3]))
+
+
+if __name__ == "__main__":
+    main()
