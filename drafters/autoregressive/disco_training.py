@@ -40,7 +40,10 @@ class DiscoTraining(TrainingConfig):
     gamma: int = option(10, "longest draft", at_least=1, at_most=1024)
     top: int = option(10, "largest probabilities of the drafter's law that are read", at_least=1, at_most=4096)
     width: int = option(32, "hidden units", at_least=1, at_most=4096)
-    drafts: int = option(32, "drafts a step", at_least=1, at_most=100_000)
+    drafts: int = option(128, "drafts a step", at_least=1, at_most=100_000)
+    # Two small layers from nothing: at the rate of models they would know nothing after a few dozen steps.
+    learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
+    warm_up: int = option(5, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
     temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
 
     def trainee(self, target: LoadedModel) -> Trainee:
