@@ -2,7 +2,7 @@
 
 J. Mamou et al., "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models", 2024,
 section 3. An example is a drafted token: what `disco.features` says of it, and whether the target accepted it. Drafts
-start at random places of texts that the target wrote, token i is drawn from the drafter's law there and accepted with
+start at every place of texts that the target wrote, token i is drawn from the drafter's law there and accepted with
 probability min(1, p / q) (at temperature 0: if the two argmaxes agree), and a draft goes on up to its first rejected
 token, or to gamma. The threshold is the one with the best F1 on held-out texts.
 """
@@ -40,7 +40,6 @@ class DiscoTraining(TrainingConfig):
     gamma: int = option(10, "longest draft", at_least=1, at_most=1024)
     top: int = option(10, "largest probabilities of the drafter's law that are read", at_least=1, at_most=4096)
     width: int = option(32, "hidden units", at_least=1, at_most=4096)
-    drafts: int = option(128, "drafts a step", at_least=1, at_most=100_000)
     # Two small layers from nothing: at the rate of models they would know nothing after a few dozen steps.
     learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
     warm_up: int = option(5, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
@@ -81,17 +80,17 @@ class DiscoTrainee(Trainee):
         return {**self.drafter, "policy": {"name": KIND, "checkpoint": str(out)}}
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        x, accepted = self._examples(batch, self.recipe.drafts)
+        x, accepted = self._examples(batch)
         said = self.student(x)[:, 0].float()
         right = ((said > 0) == accepted).float().mean()
         return functional.binary_cross_entropy_with_logits(said, accepted.float()), right
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
-        x, accepted = self._examples(batch, self.recipe.drafts)
+        x, accepted = self._examples(batch)
         return [((self.student(x)[:, 0] > 0) == accepted).float()]
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
-        found = [self._examples(batch, self.recipe.drafts) for batch in held_out]
+        found = [self._examples(batch) for batch in held_out]
         said = torch.cat([self.student(x)[:, 0].sigmoid() for x, _ in found]).double().cpu().numpy()
         accepted = torch.cat([accepted for _, accepted in found]).cpu().numpy()
         facts = {
@@ -113,39 +112,40 @@ class DiscoTrainee(Trainee):
             f"When to stop drafting for {self.target_name}",
             f"A classifier of {self.recipe.width} hidden units that foretells whether `{self.target_name}` accepts a "
             f"token drafted by `{Path(self.recipe.model).name}` (DISCO); use it as checkpoint of the policy disco.",
-            "binary cross-entropy of accepted and rejected tokens of drafts at random places of the texts, up to the "
-            "first rejected one",
+            "binary cross-entropy of accepted and rejected tokens of drafts from every place of the texts, each up "
+            "to its first rejected one",
         )
 
-    def _examples(self, batch: Batch, drafts: int) -> tuple[Tensor, Tensor]:
-        """What is read of drafted tokens, ``[n, top + 3]``, and which of them the target accepted, ``[n]`` bool."""
-        gamma, device = self.recipe.gamma, batch.ids.device
-        rows, columns = batch.predicts.nonzero(as_tuple=True)
-        picked = torch.randint(len(rows), (drafts,), device=device)
-        place = torch.arange(gamma, device=device)
-        row, at = rows[picked][:, None].expand(-1, gamma), columns[picked][:, None] + place
-        inside = at < batch.ids.shape[1]
-        at = at.clamp(max=batch.ids.shape[1] - 1)
-        inside &= batch.predicts[row, at]
+    def _examples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What is read of drafted tokens, ``[n, top + 3]``, and which of them the target accepted, ``[n]`` bool.
+
+        The drafter is scored once at every place. A draft starts at each of these, and goes on along them.
+        """
+        gamma, told = self.recipe.gamma, batch.predicts
+        row, at = told.nonzero(as_tuple=True)
         with torch.no_grad():
             out = self.drafting.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
             logits = self.drafting.get_output_embeddings()(out.last_hidden_state[row, at])
             size = min(logits.shape[-1], len(self.head))
-            q = self._draft.law(logits[..., :size].flatten(0, 1))
-            hidden = batch.hidden[row, at][:, :, 0].to(self.head.dtype)
-            p = self._target.law((hidden @ self.head[:size].T).flatten(0, 1))
+            q = self._draft.law(logits[:, :size])
+            p = self._target.law(batch.hidden[row, at][:, 0].to(self.head.dtype) @ self.head[:size].T)
         if self.recipe.temperature:
             token = torch.multinomial(q, 1)[:, 0]
             ratio = p.gather(1, token[:, None])[:, 0] / q.gather(1, token[:, None])[:, 0]
-            accepted = torch.rand_like(ratio) < ratio
+            fate = torch.rand_like(ratio) < ratio
         else:
             token = q.argmax(-1)
-            accepted = p.gather(1, token[:, None])[:, 0] > 0
-        accepted = accepted.view(drafts, gamma)
+            fate = p.gather(1, token[:, None])[:, 0] > 0
+        number = torch.full((told.shape[0], told.shape[1] + gamma), -1, device=told.device)  # of each place, -1 = none
+        number[row, at] = torch.arange(len(row), device=told.device)
+        place = torch.arange(gamma, device=told.device)
+        draft = number[row[:, None], at[:, None] + place]
+        accepted = fate[draft] & (draft >= 0)
         before = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], 1)
-        drafted = ((before & inside).long().cumprod(1) > 0).flatten()
-        x = features(q, token, place.repeat(drafts) / gamma, self.recipe.top)
-        return x[drafted], accepted.flatten()[drafted]
+        drafted = (before.long().cumprod(1) > 0) & (draft >= 0)
+        read = features(q, token, torch.zeros_like(token), self.recipe.top)[draft[drafted]]
+        read[:, -1] = place.expand_as(draft)[drafted] / gamma
+        return read, accepted[drafted]
 
 
 def best_f1(said: np.ndarray, accepted: np.ndarray) -> float:
