@@ -39,7 +39,7 @@ class DraftModel:
         return self.lm.passes
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed the first tokens of prompts whose slots begin soon, see `LM.prefill`."""
+        """Feed the first tokens of prompts whose slots begin soon, see `Prefills.prefill`."""
         if (feed := getattr(self.lm, "prefill", None)) is not None:
             feed(prompts)
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError, printable
 from ..contracts.launcher import Launcher, Work, Worker
+from ..models.placement import SPREAD
 from ..models.processes import SPLIT
 from ..runs.interrupts import asked
 from ..runs.recipe import CellConfig, Recipe
@@ -69,7 +70,8 @@ def launch(
         )
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out))
-    found = _made(launcher, options or {}, recipe.device, not untimed)
+    device = recipe.device if isinstance(recipe.device, str) else SPREAD  # a map of one's own
+    found = _made(launcher, options or {}, device, not untimed)
     try:
         most = _most(found, workers, not untimed)
         outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=notes_of(expanded.cells, prompts))

@@ -327,7 +327,7 @@ class Drafter(ABC):
         """
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed a model of its own the first tokens of prompts whose slots `begin` soon, see `LM.prefill`. Optional.
+        """Optional: feed a model of its own the first tokens of prompts whose slots `begin` soon, see `Prefills`.
 
         Called once the target has fed them, before any of these slots begins; ``begin`` does what is left. Not called
         where a subclass defines ``begin`` alone. ``retire`` is told of slots that are given up before they begin.

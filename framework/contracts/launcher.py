@@ -56,7 +56,7 @@ class Launcher(ABC):
 
     Args:
         config: its options.
-        device: what the recipe says: ``"auto"``, ``"cpu"``, ``"cuda:1"``, ...
+        device: what the recipe says: ``"auto"``, ``"cpu"``, ``"cuda:1"``, ...; ``"spread"`` also for a device map.
         timed: False if the user has said that times do not matter.
 
     Raises:

@@ -10,7 +10,7 @@ token of a sequence is never in the model yet: it is the root that the next ``gr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,15 +36,6 @@ class LM(Protocol):
 
         What `prefill` fed of them is there already. Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers
         asked for, if any were.
-        """
-        ...
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed the first tokens of prompts whose slots `begin` soon: those of several slots in one pass. Optional.
-
-        Args:
-            prompts: by row, which is free until it begins, what it is to hold, never the prompt's last token. Several
-                rows start anew; one alone goes on behind what it was fed since it was retired.
         """
         ...
 
@@ -118,9 +109,23 @@ class Fork(LM, Protocol):
         ...
 
 
+@runtime_checkable
+class Prefills(Protocol):
+    """What an `LM` may have, too."""
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Feed the first tokens of prompts whose slots `begin` soon: those of several slots in one pass.
+
+        Args:
+            prompts: by row, which is free until it begins, what it is to hold, never the prompt's last token. Several
+                rows start anew; one alone goes on behind what it was fed since it was retired.
+        """
+        ...
+
+
 def prefill(lm: LM, prompts: Mapping[int, Sequence[int]]) -> bool:
-    """`LM.prefill`, if ``lm`` has it; otherwise `LM.begin` will feed all of each prompt, and this says False."""
-    feed = getattr(lm, "prefill", None)
-    if feed is not None:
-        feed(prompts)
-    return feed is not None
+    """`Prefills.prefill`, if ``lm`` has it; otherwise `LM.begin` will feed all of each prompt, and this says False."""
+    if not isinstance(lm, Prefills):
+        return False
+    lm.prefill(prompts)
+    return True

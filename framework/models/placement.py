@@ -73,7 +73,7 @@ def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]
     if quantization:
         raise UsageError(f"{printable(name)} is quantised as it is loaded, and then has one device; give cpu or cuda")
     if device == SPLIT:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         return {"distributed_config": DistributedConfig(tp_size=processes.count(), tp_plan="auto")}
     try:
@@ -140,9 +140,9 @@ def is_split(model: Any) -> bool:
 def input_device(model: Any) -> torch.device:
     """Where a model takes tokens and says logits: with weights that are moved in when they are needed, not where they
     lie."""
-    hook = getattr(model, "_hf_hook", None)
-    place = _place(hook.execution_device) if getattr(hook, "execution_device", None) is not None else None
-    return place if place is not None else model.device
+    where = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    place = None if where is None else _place(where)
+    return model.device if place is None else place
 
 
 def is_spread(model: Any) -> bool:
