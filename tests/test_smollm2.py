@@ -7,6 +7,8 @@ Slow (see below) and needs SmolLM2 and the plug-in pack; drafters of packages th
 Heads that nobody has trained for SmolLM2 have random weights: what they draft is rejected, and no text may show it.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.generate import pair_decoder
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.plugins import entries
+from crossdraft.framework.plugins import entries, manager
 from crossdraft.framework.runs.prompts import load_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -107,11 +109,27 @@ def datastore(target, tmp_path_factory):
     build(texts, Path(DRAFTERS["rest"]["datastore"]))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packages():
+    """The packages of drafters that are installed, which the other tests leave out."""
+    names = {_package(drafter) for drafter in PACKED}
+    found = [import_module(name) for name in names if find_spec(name)]
+    for plugin in found:
+        manager().register(plugin)
+    yield
+    for plugin in found:
+        manager().unregister(plugin)
+
+
+def _package(drafter):
+    return f"crossdraft_{DRAFTERS[drafter]['name'].replace('-', '_')}"
+
+
 @pytest.fixture
 def known(request, drafter):
     """The drafter is here: its package is installed, and it has what it needs."""
     if drafter in PACKED:
-        pytest.importorskip(f"crossdraft_{DRAFTERS[drafter]['name'].replace('-', '_')}")
+        pytest.importorskip(_package(drafter))
     if drafter == "rest":
         request.getfixturevalue("datastore")
 
