@@ -103,10 +103,10 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def datastore(target, tmp_path_factory):
     """Of REST: the texts of the prompts."""
-    build = pytest.importorskip("crossdraft_rest.datastore").build
+    rest = pytest.importorskip("crossdraft_rest.datastore")
     texts = [target.tokenizer.encode(p.turns[0]) for p in load_prompts("builtin")]
     DRAFTERS["rest"]["datastore"] = str(tmp_path_factory.mktemp("rest") / "store")
-    build(texts, Path(DRAFTERS["rest"]["datastore"]))
+    rest.build(texts, Path(DRAFTERS["rest"]["datastore"]), tokenizer=rest.tokenizer_sha256(target.tokenizer))
 
 
 @pytest.fixture(scope="module", autouse=True)
