@@ -216,6 +216,14 @@ class CounterRound(UniformRound):
         self._uniforms = None
         self._used = {}
 
+    def of_rows(self, rows: slice) -> CounterRound:
+        """The same numbers, for some rows of the batch."""
+        stream, position = self._where[:, rows]
+        part = CounterRound(self._key, stream, position, self._device)
+        part._uniforms = None if self._uniforms is None else self._uniforms[:, rows]
+        part._used = {purpose: set(used) for purpose, used in self._used.items()}
+        return part
+
     def table(self, n: int) -> Tensor:
         if self._uniforms is None or self._uniforms.shape[2] < n:
             self._uniforms = self._made(max(n, 16))
