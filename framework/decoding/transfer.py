@@ -117,7 +117,7 @@ def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
     if verdict.path is None:
         return None
     inside = verdict.path.clamp(-1, draft.width - 1)  # rows whose numbers are wrong may name any node
-    return functional.pad(torch.where(inside >= 0, inside + 1, inside), (1, 0))
+    return functional.pad(inside + (inside >= 0), (1, 0))
 
 
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:
