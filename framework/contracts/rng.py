@@ -96,27 +96,27 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
         sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
     # Where weights are NaN or 0 there is no block: the last row, and what is found is clamped.
     block = _find(sums, uniform)
-    token, beyond = _blocks(v, weights.device)
+    token, beyond = _blocks(v, BLOCK, weights.device)
     inside = weights.gather(-1, token[block])
     if whole < v:
         inside.masked_fill_(beyond[block], 0.0)
     return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
 
 
-def _blocks(v: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[blocks + 1, BLOCK]``: the tokens of each block, at most V - 1, and which are beyond; to be read only."""
-    return _made_blocks(v, device) if torch.compiler.is_compiling() else _kept_blocks(v, device)
+def _blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[blocks + 1, size]``: the tokens of each block, at most V - 1, and which are beyond; to be read only."""
+    return _made_blocks(v, size, device) if torch.compiler.is_compiling() else _kept_blocks(v, size, device)
 
 
-def _made_blocks(v: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    token = torch.arange((-(-v // BLOCK) + 1) * BLOCK, device=device).view(-1, BLOCK)
+def _made_blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    token = torch.arange((-(-v // size) + 1) * size, device=device).view(-1, size)
     return token.clamp(max=v - 1), token >= v
 
 
 @cache  # as `counting`: made once
-def _kept_blocks(v: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _kept_blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
-        return _made_blocks(v, device)
+        return _made_blocks(v, size, device)
 
 
 def _find(weights: Tensor, uniform: Tensor) -> Tensor:

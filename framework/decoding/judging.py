@@ -7,6 +7,7 @@ V = 152 000 and 60 nodes p alone is 1.2 GB, and some rules make as much again.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,12 @@ def judge(verifier: Verifier, name: str, draft: Draft, scores: Scores, rng: Roun
     b, laws, v = scores.logits.shape
     step = max(tensors.PIECE // (laws * v), 1)
     verdicts = [judge_some(slice(first, first + step)) for first in range(0, b, step)]
-    found = {key: [getattr(verdict, key) for verdict in verdicts] for key in ("length", "token", "path", "survival")}
-    return Verdict(**{key: None if parts[0] is None else torch.cat(parts) for key, parts in found.items()})
+
+    def together(name: str) -> Any:
+        parts = [getattr(verdict, name) for verdict in verdicts]
+        return None if parts[0] is None else torch.cat(parts)
+
+    return Verdict(together("length"), together("token"), together("path"), together("survival"))
 
 
 def _fine(finite: Tensor, valid: Tensor) -> Tensor:
