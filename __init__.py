@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.suspect import Suspect
-    from .framework.contracts.tensors import at_once, columns, counting, eager_on_cpu, on_device, take_rows
+    from .framework.contracts.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
@@ -70,6 +70,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Fork",
+    "Gathered",
     "Launcher",
     "LauncherConfig",
     "Learner",
@@ -160,6 +161,7 @@ _HOME = {
     "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
     "Fork": ".framework.contracts.lm",
+    "Gathered": ".framework.contracts.tensors",
     "Launcher": ".framework.contracts.launcher",
     "LauncherConfig": ".framework.contracts.launcher",
     "Learner": ".framework.contracts.drafter",

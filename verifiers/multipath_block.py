@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng, accept_each
+from ..framework.contracts.rng import RoundRng, UniformRound, accept_each
 from ..framework.contracts.tensors import counting, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import HUGE, cached, joint, or_target, subtract, total
@@ -69,22 +69,24 @@ class MultipathBlock(Verifier):
         drafted = DraftedSequences(draft, sequences)
         place = drafted.ranked(p) if k > 1 else None
         # None = all rows, all sequences, from the first level on.
-        going = members = start = at = token = None
-        waits = torch.zeros_like(drafted.length, dtype=torch.bool)
+        going = members = start = at = token = waits = None
         for attempt in range(min(depth, k if self.config.recycle else 1)):
             # An attempt starts at least one token deeper than the one before, and at least one sequence is left
             # behind: the correction is never the path's own token (Qhat below p_i P means p_{i+1} = 1).
             path = drafted.highest(place, members, start, attempt)
-            stop, weights = verify_path(draft, p, path, members, start, attempt, k - attempt, going, rng)
-            token = draw_where(rng, going, weights, token, index=attempt)
-            if not self.config.recycle or attempt == k - 1:
-                at = stop if at is None or going is None else torch.where(going, stop, at)
-                waits = waits if going is None else waits & ~going
+            last = not self.config.recycle or attempt == k - 1
+            # Rows that wait for a bonus token draw it with the last attempt of the others.
+            ended = at if last else None
+            stop, weights = verify_path(draft, p, path, members, start, attempt, k - attempt, going, rng, ended)
+            if last:
+                at, token = stop, draw_or_bonus(rng, going, waits, weights, token, attempt)
+                waits = None
                 break
+            token = draw_where(rng, going, weights, token, index=attempt)
             # Others through the accepted prefix that had drafted the token: the nodes that carry it.
             carries = drafted.behind(stop, token)
             node = torch.where(carries, drafted.places, 0).amax((1, 2))
-            if going is None or at is None:
+            if going is None or at is None or waits is None:
                 at, waits = torch.maximum(stop, node), node > 0
             else:
                 at = torch.where(going, torch.maximum(stop, node), at)
@@ -101,7 +103,7 @@ class MultipathBlock(Verifier):
             start = torch.where(going, start, depth)
         assert at is not None and token is not None
         # Rows whose last correction led to a leaf still lack their bonus token.
-        if self.config.recycle and k > 1 and not none(waits):
+        if waits is not None and not none(waits):
             token = draw_where(rng, waits, take_rows(p, at), token, "other")
         return stop_at(draft, at - 1, token)
 
@@ -154,7 +156,7 @@ class DraftedSequences:
         differ = (self.places[:, :, None] != self.places[:, None]).max(3).indices
         rank, token = score.gather(2, differ), token.gather(2, differ)
         other, its_token = rank.transpose(1, 2), token.transpose(1, 2)
-        return ((rank > other) | ((rank == other) & (token > its_token))).sum(2)
+        return torch.where(rank == other, token > its_token, rank > other).sum(2)
 
     def highest(self, place: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> Path:
         """The highest in ``place [B, K]`` of ``members [B, K]``, from level ``first`` of the draft on.
@@ -190,12 +192,14 @@ def verify_path(
     most: int,
     going: Tensor | None,
     rng: RoundRng,
+    ended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Block verification of ``path``, the highest-ranked of ``members [B, K]`` (at most ``most``) sequences.
 
     Level 0 of the path is level ``first`` of the draft, and a row's own begins at level ``start [B]`` of the draft.
 
-    Returns the position ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows.
+    Returns the position ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows. Rows that are not
+    ``going [B]`` stop at ``ended [B]``, if that is given, and P follows.
     """
     n = None if members is None or most == 1 else members.sum(1)
     levels, on_path = path.on.shape[1], path.on
@@ -235,10 +239,28 @@ def verify_path(
     ends = accepted[:, 0]
     stop = torch.where(ends, path.places.amax(1), path.above.gather(1, tau[:, None]).squeeze(1))
     # p_i P - Qhat is P - Qhat / p_i up to a factor; the whole path leaves P.
-    minus = ~ends / reached.gather(1, tau[:, None]).squeeze(1)
+    fails = ~ends
+    if going is not None and ended is not None:
+        stop, fails = torch.where(going, stop, ended), fails & going
+    minus = fails / reached.gather(1, tau[:, None]).squeeze(1)
     law = take_rows(p, stop)
     qhat = one([take_rows(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
     return stop, or_target(subtract(law, qhat, minus), law)
+
+
+def draw_or_bonus(
+    rng: RoundRng, going: Tensor | None, waits: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
+) -> Tensor:
+    """``[B]``: what follows an ``attempt`` where that is ``going [B]`` (``None`` = all rows), by the number of the
+    attempt; elsewhere the bonus token of rows that ``waits [B]``, by a number of its own, and ``token [B]`` of others.
+    """
+    if going is None or waits is None or token is None:
+        return draw_where(rng, None, weights, None, index=attempt)
+    if isinstance(rng, UniformRound):
+        drawn = rng.draw_either(going, weights, ("residual", attempt), ("other", 0))
+        return torch.where(going | waits, drawn, token)
+    token = draw_where(rng, going, weights, token, index=attempt)
+    return draw_where(rng, waits & ~going, weights, token, "other")
 
 
 def one(pieces: Sequence[Tensor]) -> Tensor:

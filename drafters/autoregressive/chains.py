@@ -10,6 +10,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.contracts.tensors import Gathered
 from .length_policy import LengthPolicy
 
 
@@ -41,15 +42,15 @@ def grow_chain(
     steps, sampled = max(wanted), sampling.temperature > 0
     length = on_device(list(wanted), root.device)
     going = torch.ones_like(length, dtype=torch.bool) if policy.asks else None
-    logits, drafted, laws = root, [], []
+    logits, drafted, laws = root, [], Gathered(steps + one_more)
     finite: list[Tensor] = []  # at temperature 0; otherwise the laws tell
     for i in range(steps + one_more):
         if sampled:
             q = sampling.law(logits)
+            laws.add(q[:, None])
         else:
             q, fine = sampling.checked_law(logits)
             finite.append(fine)
-        laws.append(q)
         if i == steps:
             break
         token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
@@ -70,7 +71,7 @@ def grow_chain(
     if policy.asks and not policy.keeps_last and width:
         width = int(length.max())  # one more look at the device: fewer target rows
     tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
-    q = torch.stack(laws, 1) if sampled else None
+    q = laws.tensor() if sampled else None
     fine = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
     q = None if q is None else q[:, : width + one_more]
     return Draft.chain(tokens, length, q, finite=fine)

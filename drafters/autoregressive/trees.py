@@ -21,7 +21,7 @@ from ...framework.contracts.fixed_tree import TreeShape, tree_constant, tree_fam
 from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
-from ...framework.contracts.tensors import columns
+from ...framework.contracts.tensors import Gathered, columns
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -182,13 +182,14 @@ def grow_fixed(
         tree_constant(children, what, root.device) for what in ("parents", "depth", "lineage", "fed")
     )
     logits, above, first = root[:, None], -1, 0  # of the level above: its first node
-    tokens, drawn, laws, finite = [], [], [], []
+    tokens, drawn, laws, finite = [], [], Gathered(shape.nodes), []
     for level, ranks in zip(tree_families(children), shape.ranks, strict=True):
         if siblings == "top-k":
             token, some, fine = _most_probable(logits, level, above, ranks)
         else:
             token, some, rows, fine = _drawn(logits, level, above, siblings, sampling, rng)
-            laws += rows
+            laws.add(*(row[:, None] for row in rows))
+            del rows  # the next level's take their place
         tokens.append(token)
         drawn.append(some)
         finite.append(fine)
@@ -200,7 +201,7 @@ def grow_fixed(
         tokens=torch.cat(tokens, 1),
         parents=parents.expand(b, -1),
         valid=~(lineage & ~there[:, None]).any(2),  # what hangs below a node that is not there is not there either
-        q=torch.stack(laws, 1) if laws else None,
+        q=None if siblings == "top-k" else laws.tensor(),
         drawn="chain" if shape.is_path else DRAWN[siblings],
         levels=len(children),
         children=None if shape.is_path else children,

@@ -19,7 +19,7 @@ from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, S
 from ...framework.contracts.limits import MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
-from ...framework.contracts.tensors import counting
+from ...framework.contracts.tensors import Gathered, counting
 from ..autoregressive.trees import check_size
 from .small_lm import ChainConfig, SmallLM
 
@@ -75,15 +75,17 @@ class SmallLMIid(Drafter):
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        laws = [self.sampling.law(self.model.root(sequences))[:, None]]
-        tokens = [draw_each(rng, laws[0].expand(-1, k, -1), "draft", range(k))]
+        law, laws = self.sampling.law(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
+        laws.add(law)
+        tokens = [draw_each(rng, law.expand(-1, k, -1), "draft", range(k))]
         order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # as nodes are fed
         for i in range(1, steps):
             above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
-            laws.append(self.sampling.law(self.model.grow(tokens[-1], above)))
-            tokens.append(draw_each(rng, laws[-1], "draft", range(i * k, i * k + k)))
+            law = self.sampling.law(self.model.grow(tokens[-1], above))
+            laws.add(law)
+            tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
         length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
-        q = torch.cat(laws, 1)
+        q = laws.tensor()
         draft = Draft.iid(torch.stack(tokens, 2), length, q)
         draft.finite = self.sampling.sound(q).all(1)
         # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .fixed_tree import TreeShape, tree_constant
+from .scores import Scores as Scores  # the tensors of a round are imported from one place
 from .tensors import counting, descent, eager_on_cpu, on_device, take_rows
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
@@ -285,28 +286,6 @@ class Draft:
         slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
         padded.scatter_(1, slot, torch.where(on_path, order, -1))
         return padded[:, : self.width]
-
-
-@dataclass
-class Scores:
-    """What one forward pass of the target says about a draft.
-
-    Attributes:
-        p: ``[B, N+1, V]`` the target's law after the root (index 0) and after node i (index i+1), warped by
-            the sampling parameters, float32 (float64 on exact models). Verifiers never write into it.
-        logits: ``[B, N+1, V]`` what the model said, in its own precision and before any warping: what to rank tokens by
-            at temperature 0, where p is one-hot.
-        hidden: ``[B, N+1, L, H]`` hidden states of the layers the drafter asked for, else ``None``.
-        finite: ``[B]`` bool, False where a logit was NaN.
-        taken_up: ``[B]`` bool, False where the fork of `Draft.begun` was fed other tokens than the draft holds;
-            ``None`` = nothing was taken up.
-    """
-
-    p: Tensor
-    finite: Tensor
-    logits: Tensor
-    hidden: Tensor | None = None
-    taken_up: Tensor | None = None
 
 
 @dataclass

@@ -15,6 +15,7 @@ The certificate replaces :class:`CounterRng` by a source that enumerates both ou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .tensors import columns, counting
+from .tensors import columns
 
 #: What a number is drawn for. Each purpose has its own sub-stream, indices count within it.
 PURPOSES = ("draft", "accept", "residual", "other")
@@ -93,13 +94,29 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
     sums = weights[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < v:
         sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
-    # Where weights are NaN or 0 there is no block, and what is found is clamped.
+    # Where weights are NaN or 0 there is no block: the last row, and what is found is clamped.
     block = _find(sums, uniform)
-    token = torch.add(counting(BLOCK, weights.device), block[..., None], alpha=BLOCK)
-    inside = weights.gather(-1, token.clamp(max=v - 1))
+    token, beyond = _blocks(v, BLOCK, weights.device)
+    inside = weights.gather(-1, token[block])
     if whole < v:
-        inside.masked_fill_(token >= v, 0.0)
+        inside.masked_fill_(beyond[block], 0.0)
     return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
+
+
+def _blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[blocks + 1, size]``: the tokens of each block, at most V - 1, and which are beyond; to be read only."""
+    return _made_blocks(v, size, device) if torch.compiler.is_compiling() else _kept_blocks(v, size, device)
+
+
+def _made_blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    token = torch.arange((-(-v // size) + 1) * size, device=device).view(-1, size)
+    return token.clamp(max=v - 1), token >= v
+
+
+@cache  # as `counting`: made once
+def _kept_blocks(v: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return _made_blocks(v, size, device)
 
 
 def _find(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -200,6 +217,16 @@ class UniformRound:
         within = self.table(index + 1)[len(PURPOSES) + PURPOSES.index(purpose), :, index]
         return inverse_cdf(weights, uniform, within)
 
+    def draw_either(self, which: Tensor, weights: Tensor, this: tuple[str, int], that: tuple[str, int]) -> Tensor:
+        """``[B]``: what ``draw(weights, *this)`` says where ``which [B]``, and ``draw(weights, *that)`` elsewhere."""
+        (purpose, index), (other, its_index) = this, that
+        self._use(purpose, [index])
+        self._use(other, [its_index])
+        table, row, its_row = self.table(max(index, its_index) + 1), PURPOSES.index(purpose), PURPOSES.index(other)
+        # A draw's two numbers stand as many rows apart as there are purposes.
+        found = torch.where(which, table[row :: len(PURPOSES), :, index], table[its_row :: len(PURPOSES), :, its_index])
+        return inverse_cdf(weights, *found.unbind())
+
     def draw_each(self, weights: Tensor, purpose: str, indices: Sequence[int]) -> Tensor:
         """See the function `draw_each`."""
         self._use(purpose, indices)
@@ -215,6 +242,14 @@ class CounterRound(UniformRound):
         self._where = np.array([list(stream), list(position)], dtype=np.uint64)
         self._uniforms = None
         self._used = {}
+
+    def of_rows(self, rows: slice) -> CounterRound:
+        """The same numbers, for some rows of the batch."""
+        stream, position = self._where[:, rows]
+        part = CounterRound(self._key, stream, position, self._device)
+        part._uniforms = None if self._uniforms is None else self._uniforms[:, rows]
+        part._used = {purpose: set(used) for purpose, used in self._used.items()}
+        return part
 
     def table(self, n: int) -> Tensor:
         if self._uniforms is None or self._uniforms.shape[2] < n:

@@ -11,12 +11,42 @@ from torch import Tensor
 
 #: Most numbers that a step over laws makes at the same time where it may go piece by piece: 64 MiB of float32.
 AT_ONCE = 2**24
+#: Laws of a round that are more numbers than this, 512 MiB of float32, are never there twice, and those of the target
+#: are made for some rows at a time: `PIECE` numbers, 128 MiB.
+LARGE, PIECE = 2**27, 2**25
 
 
 def at_once(rows: int, numbers: int) -> list[slice]:
     """``rows`` of ``numbers`` each, in pieces of at most `AT_ONCE` numbers; in compiled code, and of nothing, one."""
     step = rows if torch.compiler.is_compiling() else AT_ONCE // max(numbers, 1)
     return [slice(first, first + max(step, 1)) for first in range(0, max(rows, 1), max(step, 1))]
+
+
+class Gathered:
+    """``torch.cat(parts, 1)`` of parts ``[B, w, V]`` that come one after the other, ``n`` columns in all or fewer.
+
+    Where that is `LARGE`, each is copied as it comes, so that they never lie there twice.
+    """
+
+    def __init__(self, n: int):
+        self._n, self._columns = n, 0
+        self._parts: list[Tensor] = []
+        self._whole: Tensor | None = None
+
+    def add(self, *parts: Tensor) -> None:
+        for part in parts:
+            b, w, v = part.shape
+            if b * self._n * v <= LARGE:
+                self._parts.append(part)
+                continue
+            if self._whole is None:
+                self._whole = part.new_empty(b, self._n, v)
+            self._whole[:, self._columns : self._columns + w] = part
+            self._columns += w
+
+    def tensor(self) -> Tensor:
+        """``[B, columns, V]`` of at least one part."""
+        return torch.cat(self._parts, 1) if self._whole is None else self._whole[:, : self._columns]
 
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:

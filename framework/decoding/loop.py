@@ -25,6 +25,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_prompt, check_verdict
 from .fused import Fused
+from .judging import judge, scored
 from .prefill import Prefill
 from .processors import Processors
 from .slots import Slot
@@ -89,7 +90,8 @@ class Decoder:
         self.on_round, self.processors, self.validate = on_round, processors, validate
         self.traits = drafter.traits(drafter.config, sampling)
         rule = verifier.rule if isinstance(verifier, Fused) else verifier  # of compiled code, what was compiled
-        self._lossless = rule.traits(rule.config).lossless
+        promised = rule.traits(rule.config)
+        self._lossless, self._stateful = promised.lossless, promised.stateful
         self._claimed, self._claim = (drafter, rule), object()
         drafter.claim = rule.claim = self._claim
         #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
@@ -221,9 +223,9 @@ class Decoder:
         draft = drafted.trimmed(max(seqs.limit))
         judged = draft.candidates
         with self._explained(drafted):
-            scores = self._score(draft, full)
+            scores = self._score(draft, full, rng)
             clock.mark("target")
-            verdict = self.verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
+            verdict = judge(self.verifier, self._verifier, draft, scores, rng, self.sampling)
         clock.mark("verify")
 
         check_verdict(judged, verdict, verifier=self._verifier)
@@ -347,10 +349,10 @@ class Decoder:
             verifier=self._verifier,
             prompts=self._prompts,
             rows=rows,
-            p=scores.p if self._lossless else None,
+            said=scores.said if self._lossless else None,
         )
 
-    def _score(self, draft: Draft, full: bool) -> Scores:
+    def _score(self, draft: Draft, full: bool, rng: RoundRng) -> Scores:
         seqs = self.sequences
         root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
         tokens = torch.cat([root, draft.tokens], 1)
@@ -366,10 +368,7 @@ class Decoder:
         logits, hidden = self.target.grow(tokens, parents, **begun)
         if self.processors is not None:
             logits = self.processors(logits, draft, seqs.history, [slot and slot.index for slot in self._slots], full)
-        p, finite = self.sampling.checked_law(logits)
-        # Rows that are padded past their own draft compute something there that nobody reads: valid means finite.
-        fine = finite[:, 0] & (draft.valid <= finite[:, 1:]).all(1)
-        return Scores(p, fine, logits, hidden, taken_up)
+        return scored(logits, hidden, taken_up, draft, self.sampling, self._stateful, rng)
 
     def _free(self, row: int) -> None:
         self.sequences.history[row] = []

@@ -103,14 +103,13 @@ def _row(told: Mapping[str, float], tokens: list[float], logprobs: list[float]) 
 
 def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
     """``[B, D + 1]`` float64: log p of each of ``emitted [B, D + 1]``, which follow the root and a path."""
-    (_, laws, vocab), width = scores.p.shape, emitted.shape[1]
+    (_, laws, vocab), width = scores.logits.shape, emitted.shape[1]
     if verdict.path is None:
-        after = counting(width, emitted.device, vocab)
+        after = counting(width, emitted.device).expand_as(emitted)
     else:
-        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, laws - 1) * vocab
+        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, laws - 1)
     # A verdict that names no token is found on the host.
-    index = emitted.clamp(0, vocab - 1) + after
-    return scores.p.flatten(1).gather(1, index).double().log_()
+    return scores.said(after, emitted.clamp(0, vocab - 1)).double().log_()
 
 
 def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
@@ -118,7 +117,7 @@ def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
     if verdict.path is None:
         return None
     inside = verdict.path.clamp(-1, draft.width - 1)  # rows whose numbers are wrong may name any node
-    return functional.pad(torch.where(inside >= 0, inside + 1, inside), (1, 0))
+    return functional.pad(inside + (inside >= 0), (1, 0))
 
 
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:

@@ -353,7 +353,8 @@ class DrafterContract:
         """The verdict, taus and scores of a round in which nothing is accepted."""
         seqs = decoder.sequences
         with torch.inference_mode():
-            scores = decoder._score(draft, full=True)
+            nobody = decoder.rng.round([], [], decoder.target.device)
+            scores = decoder._score(draft, True, nobody)
             decoder.target.keep([1] * seqs.batch_size)
         nothing = torch.zeros(seqs.batch_size, dtype=torch.long)
         path = None if draft.is_chain else torch.full((seqs.batch_size, max(draft.width, 1)), -1)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
 from ..certificate.toys import built_in_toys
-from ..contracts.draft import Draft, Verdict
+from ..contracts.draft import Draft, Scores, Verdict
 from ..contracts.rng import CounterRng, RoundRng
 from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
@@ -126,9 +126,9 @@ class VerifierContract:
         """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
         for label, draft, p, numbers, streams, position in self.recorded():
             verdict = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
-            said = p if self.traits.lossless else None
+            said = Scores(p, draft.count >= 0, p).said if self.traits.lossless else None
             name = f"on '{label}' drafts, verifier '{self.rule.name}'"
-            validate_verdict(draft, verdict, p.shape[2], verifier=name, p=said)
+            validate_verdict(draft, verdict, p.shape[2], verifier=name, said=said)
 
     def test_rows_do_not_share_state(self) -> None:
         """A row is judged alone as in a batch: with the same numbers to the same verdict."""

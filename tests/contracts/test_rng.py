@@ -211,6 +211,28 @@ def test_several_draws_at_once_are_the_same_draws(indices: list[int], v: int) ->
         draw_each(one, weights, "draft", indices)
 
 
+def test_one_of_two_draws_is_that_draw() -> None:
+    weights = torch.rand(4, 5000, generator=torch.Generator().manual_seed(2)) ** 9
+    which = torch.tensor([True, False, False, True])
+    one, other = (CounterRng(1).round(range(4), [3] * 4, CPU) for _ in range(2))
+    drawn = one.draw_either(which, weights, ("residual", 2), ("other", 0))
+    assert torch.equal(drawn, torch.where(which, other.draw(weights, "residual", 2), other.draw(weights, "other", 0)))
+    with pytest.raises(ValueError, match="already used this round"):
+        one.draw(weights, "other", 0)
+
+
+@pytest.mark.parametrize("before", [0, 3, 40])
+def test_some_rows_have_the_numbers_of_the_whole_batch(before: int) -> None:
+    whole = CounterRng(1).round(range(5), [3, 4, 5, 6, 7], CPU)
+    for index in range(before):
+        whole.uniform("draft", index, 1)
+    part = whole.of_rows(slice(1, 3))
+    assert torch.equal(part.uniform("accept", 5, 20), whole.uniform("accept", 5, 20)[1:3])
+    if before:
+        with pytest.raises(ValueError, match="already used this round"):
+            part.uniform("draft", 0, 1)
+
+
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 999), n=st.integers(0, 6), low=st.floats(0, 1))
 def test_the_first_coin_that_says_yes(seed: int, n: int, low: float) -> None:
