@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed."""
+    """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed; 1: or be loaded."""
     from ..decoding.build import configured
     from ..replay.doctor import examine, named
     from ..replay.target import Target
@@ -196,7 +196,9 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
         print("By category:", ", ".join(f"{name} {row.marginal[0]:.2f}" for name, row in parts if row.marginal))
     for fact in facts:
         print(f"Noted: {fact}.")
-    if not likely:
+    if not likely and base.reason:
+        print(f"None of the {len(found) - 1} usual mistakes is why: mend what it says there first.")
+    elif not likely:
         print(
             f"None of the {len(found) - 1} usual mistakes explains it: no change makes it agree clearly more. What is "
             "left is the drafter itself: train it longer, on such prompts, or take another."

@@ -62,13 +62,14 @@ def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterato
 
     Raises:
         UsageError: a drafter that cannot be replayed, or does not draft chains.
+        CrossdraftError: one that does not load, where no other heads are tried with which it might.
     """
     first: Tally | None = None
     for number, trial in enumerate(trials):
         try:
             gamma, tally = _tally(drafter, trial, gamma)
         except CrossdraftError as error:
-            if number == 0 and isinstance(error, UsageError):
+            if number == 0 and (isinstance(error, UsageError) or all(one.suspect.change is None for one in trials)):
                 raise
             yield Examined(trial.suspect, gamma, reason=str(error))
             continue

@@ -11,7 +11,7 @@ import torch
 from crossdraft_suffix.drafter import Suffix
 from crossdraft_suffix.history import END, History
 from crossdraft_suffix.speculation import Speculation, speculate
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -204,6 +204,7 @@ def of_rounds(drafter: Suffix, prompt: list[int], response: list[int], depth: in
 
 @settings(deadline=None)  # the first draft along a text compiles
 @given(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), st.sampled_from([0, 15, 1000]))
+@example([([0, 1], [i * i % 7 % 3 for i in range(150)]), ([2, 1], [i * i % 11 % 3 for i in range(150)])], 1000)
 def test_recorded_texts_are_drafted_as_in_rounds(texts: Any, memory: int) -> None:
     config = Suffix.Config(gamma=4, memory=memory, factor=2, occurrences=1000)
     drafter = Suffix(config, DraftContext(Sampling(), 1, 200, 4, torch.device("cpu")))

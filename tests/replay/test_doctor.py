@@ -11,11 +11,11 @@ from feature_heads import LAYERS, SHAPE, START, make_head, overfit
 from replaying import configured
 from safetensors.torch import load_file, save_file
 from tiny_models import argmax_text, save_model
+from transformers import LlamaForCausalLM
 
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.suspect import Suspect
@@ -24,12 +24,21 @@ from crossdraft.framework.replay.doctor import Examined, Trial, examine, greedy_
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.target import Target
 
+SIZE = 4.0
 WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: Any) -> Target:
+    """Its hidden states are as large as those of real models, which changes none of its logits."""
     name = save_model(tmp_path_factory.mktemp("doctor") / "target", seed=2, layers=4)
+    model: Any = LlamaForCausalLM.from_pretrained(name)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= SIZE
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= SIZE
+            layer.mlp.down_proj.weight *= SIZE
+    model.save_pretrained(name)
     return Target(name, Sampling(temperature=0), dtype="float32")  # wherever the tests run
 
 
@@ -52,7 +61,7 @@ def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[
 
     made: dict[tuple, Path] = {}
 
-    def directory(name: str, scale: float = 1.0, **norms: int) -> Path:
+    def directory(name: str, scale: float = 1.0, **norms: Any) -> Path:
         key = (name, scale, *norms.items())
         if key not in made:
             torch.manual_seed(1)
@@ -69,59 +78,121 @@ def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[
                 head = make_head(name, model, shape=shape)
             overfit(name, head, model, text, steps=90)
             made[key] = tmp_path_factory.mktemp(name)
+            head.feed_normed = False  # the layout cannot say it, which is the mistake
             head.save(made[key])
         return made[key]
 
     return directory
 
 
-def config_of(path: Path, **keys: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | keys), encoding="utf-8")
+Damage = Callable[[Path], None]
 
 
-def tensors_of(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
+def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
+    def damage(path: Path) -> None:
+        found = load_file(path / "model.safetensors")
+        change(found)
+        save_file({key: tensor.contiguous() for key, tensor in found.items()}, path / "model.safetensors")
+
+    return damage
 
 
-def ids_for_offsets(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+def config(**keys: Any) -> Damage:
+    def damage(path: Path) -> None:
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | keys), encoding="utf-8")
+
+    return damage
 
 
-def without_norms(tensors: dict[str, torch.Tensor]) -> None:
-    for i in range(3):
-        del tensors[f"fc_norm.{i}.weight"]
+@tensors
+def ids_for_offsets(found: dict[str, torch.Tensor]) -> None:
+    found["d2t"] += torch.arange(len(found["d2t"]))
 
 
-def swapped(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[key] = torch.cat(list(tensors[key].chunk(2, 1))[::-1], 1)
+@tensors
+def no_norms(found: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in found if key.startswith(("fc_norm.", "input_norm."))]:
+        del found[key]
+
+
+@tensors
+def one_norm_more(found: dict[str, torch.Tensor]) -> None:
+    found["input_norm.weight"] = torch.ones(found["fc.weight"].shape[1])
+
+
+@tensors
+def foreign_embedding(found: dict[str, torch.Tensor]) -> None:
+    found["embed_tokens.weight"] = torch.randn(72, 16, generator=torch.Generator().manual_seed(3))
+
+
+def swapped(key: str) -> Damage:
+    @tensors
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[key] = torch.cat(list(found[key].chunk(2, 1))[::-1], 1)
 
     return change
 
 
+def reads_a_norm(path: Path) -> None:
+    """One that it was not trained with: its weights, and that it is to be read, which is said where nothing is."""
+
+    @tensors
+    def weights(found: dict[str, torch.Tensor]) -> None:
+        found["norm.weight"] = torch.randn(16, generator=torch.Generator().manual_seed(3))
+
+    weights(path)
+    config(norm_output=None)(path)
+
+
+def unharmed(path: Path) -> None:
+    """The mistake is in the options, or in what the layout does not say."""
+
+
 #: The mistake as it is put in: the head, how it is damaged, its options; and what the doctor has to say.
-MISTAKES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str]] = {
-    "layers off by one": ("eagle3", {}, None, {"layers": (3, 1, 4)}, "ids of hidden layers are off by one"),
-    "layers permuted": ("eagle3", {}, None, {"layers": (0, 2, 3)}, "the inputs of fc are permuted"),
+MISTAKES: dict[str, tuple[str, dict[str, Any], Damage, dict[str, Any], str]] = {
+    "layers off by one": ("eagle3", {}, unharmed, {"layers": (3, 1, 4)}, "ids of hidden layers are off by one"),
+    "layers permuted": ("eagle3", {}, unharmed, {"layers": (0, 2, 3)}, "the inputs of fc are permuted"),
     "ids in d2t": ("eagle3", {}, ids_for_offsets, {}, "d2t holds the target's ids"),
     "no scale": (
         "eagle",
         {"scale": 4.0},
-        None,
+        unharmed,
         {},
         "the embedding lacks a scale: the heads were trained with it times",
     ),
-    "no norm": (
+    "other rotary base": (
         "eagle3",
-        {"fc_norm": 3},
-        without_norms,
         {},
-        "features are normed before fc, layer by layer",
+        config(rope_parameters=None, rope_theta=10.0),
+        {},
+        "the rotary base is 10000, not 10",
     ),
-    "residual": ("eagle3", {"norm_before_residual": True}, None, {}, "the residual of the first layer is taken after"),
+    "other embedding": ("eagle3", {}, foreign_embedding, {}, "the heads' own embedding is not the one"),
+    "no norms": ("eagle3", {"fc_norm": 3}, no_norms, {}, "features are normed before fc, layer by layer"),
+    "no norm": ("eagle3", {"norm_before_fc": True}, no_norms, {}, "features are normed before fc, together"),
+    "a norm too many": ("eagle3", {}, one_norm_more, {}, "features are not normed before fc"),
+    "fed back without the norm": (
+        "eagle3",
+        {"feed_normed": True},
+        unharmed,
+        {},
+        "what is fed back is the normed output",
+    ),
+    "read with the norm": (
+        "eagle3",
+        {"head_norm": False},
+        reads_a_norm,
+        {},
+        "the head reads the output without",
+    ),
+    "residual": (
+        "eagle3",
+        {"norm_before_residual": True},
+        config(norm_before_residual=False),
+        {},
+        "the residual of the first layer is taken after",
+    ),
     "eagle's fc swapped": ("eagle", {}, swapped("fc.weight"), {}, "the inputs of fc.weight are swapped"),
     "mtp's fc swapped": ("mtp", {}, swapped("mtp.fc.weight"), {}, "the inputs of mtp.fc.weight are swapped"),
 }
@@ -139,16 +210,13 @@ def test_the_mistake_is_named(
     path.mkdir()
     for file in trained(name, **made).iterdir():
         (path / file.name).write_bytes(file.read_bytes())
-    if damage is not None:
-        tensors_of(path, damage)
-    if mistake == "residual":
-        config_of(path, norm_before_residual=False)
+    damage(path)
     if name == "eagle3":
         options = {"layers": LAYERS, **options}
     drafter = configured(name, model=str(path), **options)
     suspects = [Suspect("", ""), *drafter[0].suspects(drafter[1], load_checkpoint(str(path)), target.loaded.model)]
     found = list(examine(drafter, [Trial(one, target, responses) for one in suspects], 4))
-    assert len(found) == len(suspects) > 3
+    assert len(found) == len(suspects) > 1
     likely = named(found)
     assert likely and likely[0].suspect.mistake.startswith(sentence)
     # Without the mistake the head knows the text; what is said of a sound head is nothing.
@@ -190,48 +258,3 @@ def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
     drafter = configured("small-lm-tree", model=target.name, branching=(2, 1))
     with pytest.raises(UsageError, match="drafts no single chains here"):
         list(examine(drafter, [Trial(Suspect("", ""), target, responses)], 3))
-
-
-# -- the command -------------------------------------------------------------------------------------------------
-
-
-def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
-    options += ["--dtype", "float32"]  # elsewhere lower precision is one mistake more to try
-    greedy = f"{{name: small-lm, model: {models['same']}, temperature: 0}}"
-    assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert "usual mistakes are tried" in err and "decoding 5 responses" in err
-    assert found["likely"][0]["mistake"].startswith("drafts are greedy")
-    # The model itself drafts, so that without the mistake everything is accepted.
-    assert found["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
-    assert found["tried"][0]["mistake"] == ""
-    assert any("without the chat template" in one["mistake"] for one in found["tried"])
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}"]) == 0
-    out, err = capsys.readouterr()
-    assert "None of the 1 usual mistakes explains it" in out and "as it is" in out and "were decoded before" in err
-    assert "By category: a 1.00, b 1.00, c 1.00" in out
-    # Responses are decoded in the precision that is asked for, and both are tried along them.
-    options[-1] = "bfloat16"
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}", "--json"]) == 0
-    out, err = capsys.readouterr()
-    as_it_is, *_, exact = json.loads(out)["tried"]
-    assert "decoding 5 responses" in err and exact["mistake"].startswith("bfloat16 is too coarse")
-    assert min(as_it_is["marginal"][0], exact["marginal"][0]) > 0.99
-
-
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--responses", "0"], "--responses 0: it must be at least 1"),
-        (["--gamma", "0"], "--gamma 0: it must be at least 1"),
-        (["--temperature", "-1"], "--temperature: Input should be"),
-        (["--drafter", "nobody"], "there is no drafter named 'nobody'"),
-    ],
-)
-def test_what_cannot_be_is_refused(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
-    assert cli.main(["doctor", "--target", models["target"], "--drafter", "none", *options]) == 2
-    assert sentence in capsys.readouterr().err

@@ -63,11 +63,11 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, once all of them are in use."""
-        return sum(array.nbytes for array in self.links[:2])
+        return sum(array.nbytes for array in self.links[:3])
 
     def since(self, place: int) -> np.ndarray:
         """The tokens from a place on that is still there."""
-        return self.links.ring[np.arange(place, self.total) % self.capacity, 0]
+        return self.links.ring[np.arange(place, self.total) % self.capacity]
 
     def extend(self, new: Sequence[int] | np.ndarray) -> None:
         """Add tokens at the end."""
@@ -103,5 +103,5 @@ class History:
         found = compiled.matches(*given)
         after = places[:found, None] + np.arange(longest)
         # Behind the end stands what is older than anything here, or nothing yet: both are no continuation.
-        follows = np.where(after < self.total, self.links.ring[after % self.capacity, 0], END)
+        follows = np.where(after < self.total, self.links.ring[after % self.capacity], END)
         return lengths[:found].tolist(), follows

@@ -1,0 +1,151 @@
+"""Does the advice pick what a run measured as best? At every batch size of a finished run, the two beside each other.
+
+    crossdraft run smollm2-batch
+    python benchmarks/advise_check.py runs/smollm2-batch-<hash> [--temperature 1]
+
+Advised twice, among the drafters, rules and draft lengths of the run, and no drafting:
+
+- from the run: acceptance, and the seconds that drafting, verifying and bookkeeping took, of its own cells, and its
+  cost curves (``crossdraft advise runs/..``);
+- from replay: acceptance replayed from the responses of plain decoding, and the cost curves alone (``crossdraft advise
+  --replay``). Nothing that drafted is looked at. Only chains that replay has an identity for are judged so.
+
+Two questions: whether to draft, and what to draft with if one does. The second is "same", "within its interval" where
+the advised one's measured speed-up lies within the 95 % interval of the best one's, and "missed" elsewhere; the share
+of the best speed-up that the advice would have got stands beside it. Best is taken of noisy measurements, so that
+among many alike it is partly chance. Where prompts are too few for an interval, all but "same" is "missed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from tabulate import tabulate
+
+from crossdraft.framework.advise.candidates import Candidate, imported, of_run
+from crossdraft.framework.advise.remarks import Remarks
+from crossdraft.framework.cli.advise_replay import acceptances
+from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.report.finished import read_run
+from crossdraft.framework.runs.intervals import Estimate
+from crossdraft.framework.runs.records import CellResult
+
+
+@dataclass(frozen=True)
+class Option:
+    """A drafter with its options, a rule and a draft length: what may be chosen."""
+
+    drafter: str
+    options: str
+    rule: str
+    gamma: int
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k} {v}" for k, v in json.loads(self.options).items())
+        return f"{self.drafter}{f' ({shown})' if shown else ''} × {self.rule}, {self.gamma}"
+
+
+def option(candidate: Candidate, gamma: int) -> Option:
+    found = candidate.acceptance
+    told = {k: v for k, v in found.options.items() if k in ("K", "branching")}
+    return Option(found.drafter or "", json.dumps(told, sort_keys=True), found.verifier or "", gamma)
+
+
+def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> str:
+    """In the words of the table."""
+    if advised == best:
+        return "same"
+    low = measured[best].low
+    return "within its interval" if low is not None and measured[advised].value >= low else "missed"
+
+
+def replayed(directory: Path, results: Sequence[CellResult], temperature: float, rules: set[str]) -> list[Candidate]:
+    """Candidates of the run's chains from its plain responses and its curves alone."""
+    cells = [one for one in results if not one.config.is_baseline and one.config.verifier.name in rules]
+    curves = read_run(directory).summary.curves
+    found: dict[str, list[Candidate]] = {}
+    for cell in cells:
+        config = cell.config
+        options = {k: v for k, v in config.drafter.config.items() if k not in ("gamma", "policy") and v is not None}
+        name = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
+        if name in found:
+            continue
+        given = argparse.Namespace(
+            replay=[str(directory)],
+            prompts=None,
+            target=config.target,
+            temperature=temperature,
+            drafter=[name],
+            verifier=sorted(rules),
+            trust_remote_code=[],
+        )
+        target, drafter = curves_of(cell, curves)
+        known = statistics(cell)
+        if target is None or known is None:
+            raise SystemExit(
+                f"{directory} has no cost curve of {config.target}: crossdraft cost --target {config.target}"
+            )
+        found[name] = imported(acceptances(given, Remarks()), target, drafter, known.context)
+    return [one for some in found.values() for one in some]
+
+
+def lines(
+    how: str, candidates: Sequence[Candidate], measured: dict[int, dict[Option, Estimate]]
+) -> Iterator[list[str | float]]:
+    """A line of the table for every batch size."""
+    for b, cells in sorted(measured.items()):
+        own = {option(c, c.acceptance.gamma): c for c in candidates}
+        predicted = {o: own[o].speed_up(b, o.gamma).value for o in own if o in cells}
+        if not predicted:
+            continue
+        judged = {o: cells[o] for o in predicted}
+        advised, best = max(predicted, key=predicted.__getitem__), max(judged, key=lambda o: judged[o].value)
+        said, was = predicted[advised], judged[best]
+        interval = "" if was.low is None else f" [{was.low:.2f}, {was.high:.2f}]"
+        draft = "draft" if said > 1 else "off"
+        right = "draft" if was.value > 1 else "off"
+        open_ = was.low is not None and was.high is not None and was.low <= 1 <= was.high
+        yield [
+            how,
+            b,
+            len(judged),
+            f"{draft}: " + ("same" if draft == right else "within its interval" if open_ else "missed"),
+            f"{advised}: {said:.2f}",
+            f"{judged[advised].value:.2f}",
+            f"{best}: {was.value:.2f}{interval}",
+            verdict(advised, best, judged),
+            f"{judged[advised].value / was.value:.2f}",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="directory of a finished run over several batch sizes")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--rules", nargs="+", default=["token", "block"], help="that are replayed (token block)")
+    args = parser.parse_args()
+    run = read_run(args.run)
+    results = [one for one in run.summary.results if one.config.sampling.temperature == args.temperature]
+    candidates, notes = of_run(results, run.name, run.summary.curves)
+    if not candidates:
+        raise SystemExit(f"{args.run} has no pair to choose from: {'; '.join(notes) or 'nothing drafts'}")
+    measured: dict[int, dict[Option, Estimate]] = {}
+    for candidate in candidates:
+        for b, metrics in candidate.measured.items():
+            assert metrics.speed_up is not None
+            measured.setdefault(b, {})[option(candidate, candidate.acceptance.gamma)] = metrics.speed_up
+    table = list(lines("run", candidates, measured))
+    table += lines("replay", replayed(args.run, results, args.temperature, set(args.rules)), measured)
+    heads = ("from", "B", "of", "draft?", "advised: predicted", "it measured", "best: measured", "pair, gamma", "share")
+    print(tabulate(table, heads, tablefmt="github", disable_numparse=True))
+    said = [str(line[7]) for line in table]
+    print("\n" + ", ".join(f"{said.count(one)} {one}" for one in ("same", "within its interval", "missed")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The command ``crossdraft doctor``: mistakes that lie in how a drafter is put in, and what is refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import argmax_text, save_model
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.models.digests import weights_sha256
+
+HEADS = 4
+#: Prompts as they stand in a file, and the token ids of each without a chat template.
+PROMPTS = {"w7 w8 w9 w7": [7, 8, 9, 7], "w20 w21": [20, 21], "w30 w5 w31": [30, 5, 31], "w40 w41 w42": [40, 41, 42]}
+
+
+def trained(directory: Path, model: Any, texts: Sequence[Sequence[int]], skip: int = 2) -> str:
+    """Medusa heads that know what ``model`` says in ``texts``; the first says the token ``skip`` places on."""
+    rows, labels = [], []
+    for text in texts:
+        with torch.no_grad():
+            states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+        ids = functional.pad(torch.tensor(text), (0, HEADS + skip), value=-100)
+        rows.append(states)
+        labels.append(torch.stack([ids[skip + i : skip + i + len(text)] for i in range(HEADS)]))
+    hidden, wanted = torch.cat(rows), torch.cat(labels, 1)
+    heads = MedusaHeads(hidden.shape[1], HEADS, vocab_size=model.config.vocab_size)
+    optimiser = torch.optim.Adam(heads.parameters(), lr=0.05)
+    for _ in range(150):
+        optimiser.zero_grad()
+        functional.cross_entropy(heads(hidden).flatten(0, 1), wanted.flatten(), ignore_index=-100).backward()
+        optimiser.step()
+    save_heads(directory, heads, {})
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> str:
+    return save_model(tmp_path_factory.mktemp("target"), seed=6, width=64)
+
+
+@pytest.fixture(scope="module")
+def texts(target: str) -> list[list[int]]:
+    """What the target says to the prompts, which are sent as plain text."""
+    model: Any = LlamaForCausalLM.from_pretrained(target)
+    return [argmax_text(model, prompt, 16) for prompt in PROMPTS.values()]
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[str, Any]]:
+    """``doctor(target, drafter, ..)``: what the command finds, as JSON."""
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": text, "category": "a", "turns": [text]} for text in PROMPTS]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def run(target: str, drafter: str, *options: str) -> dict[str, Any]:
+        given = ["--target", target, "--drafter", drafter, "--prompts", str(prompts), "--max-new-tokens", "12"]
+        assert cli.main(["doctor", *given, "--gamma", "3", "--device", "cpu", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+GREEDY = ("--temperature", "0", "--dtype", "float32")
+
+
+def test_heads_that_are_off_by_one(doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path) -> None:
+    model: Any = LlamaForCausalLM.from_pretrained(target)
+    turned = [argmax_text(model, [3, *prompt, 4], 14) for prompt in PROMPTS.values()]  # as the chat template has them
+    sound, shifted = (trained(tmp_path / str(skip), model, turned, skip) for skip in (2, 1))
+    found = doctor(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
+    first = found["likely"][0]
+    assert first["mistake"].startswith("the first head says the token that the target says itself")
+    assert first["block_efficiency"] > 3 > 2 > found["tried"][0]["block_efficiency"]
+    assert doctor(target, f"{{name: medusa, model: {sound}}}", *GREEDY)["likely"] == []
+
+
+def test_heads_that_never_saw_the_chat_template(
+    doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path
+) -> None:
+    heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
+    found = doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)
+    first = found["likely"][0]
+    assert first["mistake"] == "the drafter was trained without the chat template that prompts are in"
+    assert first["block_efficiency"] > 3 > found["tried"][0]["block_efficiency"] + 0.5
+
+
+def test_heads_that_were_trained_for_another_checkpoint(
+    doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path
+) -> None:
+    heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
+    other = save_model(tmp_path / "other", seed=7, width=64)
+    mine = weights_sha256(Path(target))
+    (tmp_path / "heads" / "training.json").write_text(json.dumps({"target_sha256": mine}), encoding="utf-8")
+    (fact,) = doctor(other, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"]
+    assert "trained for other weights than those of" in fact and mine[:12] in fact
+    assert doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"] == []
+
+
+def test_a_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: Path) -> None:
+    """A large number is added to all logits of a place, which changes no law, but leaves bfloat16 few digits."""
+    model: Any = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.lm_head.weight += 300 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(tmp_path / "large")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "large" / name).write_bytes((Path(target) / name).read_bytes())
+    found = doctor(str(tmp_path / "large"), f"{{name: small-lm, model: {target}}}", "--dtype", "bfloat16")
+    first = found["likely"][0]
+    assert first["mistake"].startswith("bfloat16 is too coarse")
+    assert first["marginal"][0] > 0.95 > 0.7 > found["tried"][0]["marginal"][0]
+
+
+def test_tokenizers_that_differ(
+    models: dict[str, str], capsys: Any, write_prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    given = ["--target", models["target"], "--drafter", f"{{name: small-lm, model: {models['other']}}}"]
+    given += ["--prompts", write_prompts(tmp_path / "prompts.jsonl"), "--responses", "2", "--max-new-tokens", "4"]
+    assert cli.main(["doctor", *given]) == 1
+    assert "the tokenizers differ: 'w5' has id 5 in one and id 6 in the other" in capsys.readouterr().err
+
+
+def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
+    options += ["--dtype", "float32"]  # elsewhere lower precision is one mistake more to try
+    greedy = f"{{name: small-lm, model: {models['same']}, temperature: 0}}"
+    assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert "usual mistakes are tried" in err and "decoding 5 responses" in err
+    assert found["likely"][0]["mistake"].startswith("drafts are greedy")
+    # The model itself drafts, so that without the mistake everything is accepted.
+    assert found["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
+    assert found["tried"][0]["mistake"] == ""
+    assert any("without the chat template" in one["mistake"] for one in found["tried"])
+    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}"]) == 0
+    out, err = capsys.readouterr()
+    assert "None of the 1 usual mistakes explains it" in out and "as it is" in out and "were decoded before" in err
+    assert "By category: a 1.00, b 1.00, c 1.00" in out
+    # Responses are decoded in the precision that is asked for, and both are tried along them.
+    options[-1] = "bfloat16"
+    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}", "--json"]) == 0
+    out, err = capsys.readouterr()
+    as_it_is, *_, exact = json.loads(out)["tried"]
+    assert "decoding 5 responses" in err and exact["mistake"].startswith("bfloat16 is too coarse")
+    assert min(as_it_is["marginal"][0], exact["marginal"][0]) > 0.99
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--responses", "0"], "--responses 0: it must be at least 1"),
+        (["--gamma", "0"], "--gamma 0: it must be at least 1"),
+        (["--temperature", "-1"], "--temperature: Input should be"),
+        (["--drafter", "nobody"], "there is no drafter named 'nobody'"),
+    ],
+)
+def test_what_cannot_be_is_refused(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
+    assert cli.main(["doctor", "--target", models["target"], "--drafter", "none", *options]) == 2
+    assert sentence in capsys.readouterr().err
