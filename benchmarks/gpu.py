@@ -1,6 +1,6 @@
 """The fast path on a GPU: every number that it is judged by, each side measured in turn in one process.
 
-    python benchmarks/gpu.py [--parts plain bandwidth assisted batch verify waits] [--device cuda]
+    python benchmarks/gpu.py [--parts plain bandwidth assisted batch verify attention waits] [--device cuda]
     python benchmarks/gpu.py --device cpu --tiny        # does it run? No network, numbers without meaning
 
     plain       transformers' generate against ours with and without CUDA graphs, one sequence, temperature 0: SmolLM2,
@@ -12,6 +12,8 @@
     verify      the share of a round that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
                 V = 128256: a target in the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random
                 weights
+    attention   a pass with explicit masks against one with FlexAttention, compiled before: one token a row, a chain, a
+                tree; rows whose lengths differ; eight layers in the shape of Llama 3 8B, random weights
     waits       how often the host waits for the device in a round, and where; PyTorch counts that on CUDA alone
 
 Sequences have random tokens for prompts where the weights are random. Ratios are medians over prompts of ours / theirs
@@ -39,6 +41,8 @@ from tabulate import tabulate
 
 from crossdraft.framework.bench import memory
 from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.decoding.build import make_slots
+from crossdraft.framework.decoding.flex import DEVICES, FLEX
 from crossdraft.framework.decoding.fused import Fused
 from crossdraft.framework.decoding.loop import Decoder
 
@@ -185,6 +189,36 @@ def verify(bench: Bench) -> None:
         bench.found.append((f"{title}, share of a round", median, bench.peak()))
 
 
+def attention(bench: Bench) -> None:
+    size, layers = 8, {"num_hidden_layers": 8}
+    sides = {"masks": "sdpa", "flex": FLEX} if bench.device.type in DEVICES else {"masks": "sdpa"}
+    targets = {side: bench.random(side, LLAMA3_8B | layers, attention=name) for side, name in sides.items()}
+    kinds = {
+        "one token": [-1],
+        "chain of 5": list(range(-1, 5)),
+        "tree of 14": [-1, 0, 0, *(i // 2 for i in range(2, 14))],
+    }
+    rows = []
+    for slots in (96, 160) if bench.args.tiny else (1024, 4096):
+        lms = {side: make_slots(target, size, slots) for side, target in targets.items()}
+        for kind, parents in kinds.items():
+            tokens = torch.ones(size, len(parents), dtype=torch.long, device=bench.device)
+            tree = torch.tensor([parents] * size, device=bench.device) if kind.startswith("tree") else None
+            taken: dict[str, list[float]] = {side: [] for side in lms}
+            for _, (side, lm) in product(range(WARM_UP + REPEATS), lms.items()):
+                lm.lengths[:] = [(slots - 32) * (row + 1) // size for row in range(size)]
+                taken[side].append(bench.seconds(partial(lm.grow, tokens, tree))[0] * 1e3)
+                lm.keep([0] * size)
+            passes = [statistics.median(times[WARM_UP:]) for times in taken.values()]
+            rows.append([kind, slots, *passes])
+            if len(passes) > 1:
+                bench.found.append((f"attention {kind}, {slots} slots, masks / flex", passes[0] / passes[1], ""))
+    print(f"\nattention: milliseconds of a pass, B {size}, the shortest row an eighth of the longest")
+    print(tabulate(rows, ["pass", "slots", *(f"{side} ms" for side in sides)], floatfmt=".3f"))
+    if len(sides) == 1:
+        print(f"({FLEX} runs on {' and '.join(DEVICES)} alone)")
+
+
 def waits(bench: Bench) -> None:
     target, gamma = bench.smollm2(), bench.args.gamma
     small, new = bench.drafting(target), bench.args.max_new_tokens
@@ -238,6 +272,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "assisted": assisted,
     "batch": batch,
     "verify": verify,
+    "attention": attention,
     "waits": waits,
 }
 

@@ -61,7 +61,7 @@ class Bench:
 
     # -- models and prompts ---------------------------------------------------------------------------------
 
-    def random(self, name: str, shape: dict[str, Any], seed: int = 0) -> LoadedModel:
+    def random(self, name: str, shape: dict[str, Any], seed: int = 0, attention: str | None = None) -> LoadedModel:
         """A Llama of random weights made on the device; nothing ends its texts."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -71,7 +71,7 @@ class Bench:
         config = LlamaConfig(**shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         with torch.device(self.device):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
         return LoadedModel(model, None, name, "random weights", "", (), 4096)  # type: ignore[arg-type]
 
     def smollm2(self) -> LoadedModel:

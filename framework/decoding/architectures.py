@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError
+from .flex import FLEX, refusals
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
@@ -126,6 +127,8 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             "was loaded with flash attention, which takes no masks of trees and of rows of different length; "
             "load it with attn_implementation sdpa"
         )
+    if getattr(config, "_attn_implementation", None) == FLEX:
+        yield from refusals(model)
     inputs = inspect.signature(model.forward).parameters
     if "past_key_values" not in inputs:
         yield (

@@ -5,8 +5,8 @@ before it calls PyTorch (for one query it does not). Queries that share keys can
 heads of a group become further queries, and keys and values are read where they lie. Same sums, same result.
 
 Why not another one: FlashAttention takes no mask, which a tree and ragged rows need; FlexAttention does, but has to be
-compiled; PyTorch's own ``enable_gqa`` has no fused CUDA kernel that takes a mask. ``python benchmarks/attention.py``
-shows what each costs.
+compiled, so it is run where it is asked for (``flex.py``); PyTorch's own ``enable_gqa`` has no fused CUDA kernel that
+takes a mask. ``python benchmarks/attention.py`` shows what each costs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..models.meanwhile import Meanwhile
+from .flex import FLEX, BlockMask, ragged_flex
 
 
 def grouped_sdpa(
@@ -63,30 +65,45 @@ def grouped_sdpa(
 _here = threading.local()
 
 
-def _attention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """`grouped_sdpa` for the threads inside `grouped_attention`; a model that another thread runs keeps its own."""
+def _sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """`grouped_sdpa` for the threads inside `own_attention`; a model that another thread runs keeps its own."""
     return (grouped_sdpa if getattr(_here, "passes", 0) else sdpa_attention_forward)(*arguments, **options)
 
 
-def _replace_sdpa() -> Callable[[], None]:
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return lambda: None  # somebody put a function of their own there: that is what the model is to run
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
+def _flex(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`ragged_flex` for the threads inside `own_attention`, where the mask is one of theirs."""
+    ours = getattr(_here, "passes", 0) and isinstance(attention_mask, BlockMask)
+    return (ragged_flex if ours else flex_attention_forward)(module, query, key, value, attention_mask, **options)
+
+
+_REPLACED = {"sdpa": (sdpa_attention_forward, _sdpa), FLEX: (flex_attention_forward, _flex)}
+
+
+def _replace() -> Callable[[], None]:
+    # Where somebody put a function of their own, that is what the model is to run.
+    ours = {name: own for name, (theirs, own) in _REPLACED.items() if ALL_ATTENTION_FUNCTIONS[name] is theirs}
+    for name, own in ours.items():
+        ALL_ATTENTION_FUNCTIONS[name] = own
 
     def take_back() -> None:
-        if ALL_ATTENTION_FUNCTIONS["sdpa"] is _attention:
-            # Taken away, not overwritten: an entry left here would hide what is registered for all models later.
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+        for name, own in ours.items():
+            if ALL_ATTENTION_FUNCTIONS[name] is own:
+                # Taken away, not overwritten: an entry left here would hide what is registered for all models later.
+                del ALL_ATTENTION_FUNCTIONS[name]
 
     return take_back
 
 
-_replaced = Meanwhile(_replace_sdpa)
+_replaced = Meanwhile(_replace)
 
 
 @contextmanager
-def grouped_attention() -> Iterator[None]:
-    """Models that use ``sdpa`` use `grouped_sdpa` meanwhile, in this thread; the name stays, because models ask for it.
+def own_attention() -> Iterator[None]:
+    """Models that use ``sdpa`` use `grouped_sdpa` meanwhile, in this thread, and `ragged_flex` for ``flex_attention``.
+
+    The names stay, because models ask for them.
 
     Threads may overlap in any order: when the last has left, the registry is what it was.
     """

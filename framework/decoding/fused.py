@@ -173,10 +173,10 @@ def compile_step(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) 
     return ahead_of_time(step, inputs) if inputs[0].device.type == "cpu" else just_in_time(step)
 
 
-def just_in_time(step: Callable[..., tuple[Tensor, ...]]) -> Function:
+def just_in_time(step: Callable[..., Any], dynamic: bool | None = False) -> Callable[[list[Any]], Any]:
     # What is compiled is found by code object, one after the other; with one of its own there is one to try.
     own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-    function = torch.compile(own, fullgraph=True, dynamic=False)
+    function = torch.compile(own, fullgraph=True, dynamic=dynamic)
     return lambda tensors: function(*tensors)
 
 

@@ -2,7 +2,7 @@
 
 They grow token trees over a ragged cache with explicit 4-D masks and position ids: a query sees its row's
 committed tokens and, among the speculative nodes, itself and its ancestors; its position is its depth. The
-masks are additive floats, the one form that every attention implementation reads the same way.
+masks are additive floats, the one form that every attention implementation reads the same way, but for FlexAttention.
 
 What is launched on the device for a pass is one function of tensors, `RaggedLM._score`. On a CPU it is called
 with the reach that the pass needs; on CUDA with the next of a few steps, so that few shapes come again and again and
@@ -26,8 +26,9 @@ from ..contracts.errors import ModelError
 from ..contracts.tensors import descent, on_device
 from ..models.placement import input_device
 from .architectures import sliding_window, text_config
-from .attention import grouped_attention
+from .attention import own_attention
 from .cpu import speed_up_small_batches
+from .flex import FLEX, block_mask
 from .graphs import Outputs, ahead, runner_for
 from .kvcache import Begun, Placement, RaggedCache
 from .shapes import at_width, reaches, stepped, wider, widths
@@ -81,6 +82,7 @@ class RaggedLM:
         self._chunk: int | None = None
         if "chunked_attention" in self._layer_types:
             self._chunk = config.attention_chunk_size
+        self._flex = getattr(config, "_attn_implementation", None) == FLEX
         self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     # -- protocol ---------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ class RaggedLM:
             extra["output_hidden_states"] = wanted if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 would mean all of them
-        with grouped_attention():
+        with own_attention():
             out = self.model(
                 **self._words(tokens),
                 attention_mask=self._masks(allowed, positions, key_positions),
@@ -376,19 +378,21 @@ class RaggedLM:
         """What the model is fed for ``tokens [R, W]``."""
         return {"input_ids": tokens}
 
-    def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """Additive masks ``[R, 1, W, reach]``; a dict by layer type for models that mix full and other layers."""
-        masks = {"full_attention": self._additive(allowed)}
+    def _masks(self, allowed: Tensor, positions: Tensor, key_positions: Tensor | None) -> Any:
+        """Additive ``[R, 1, W, reach]``, or of `block_mask`; by layer type where full and other layers are mixed."""
+        masks = {"full_attention": self._mask(allowed)}
         if self._window is None and self._chunk is None:
             return masks["full_attention"]
         if key_positions is None or key_positions.shape[-1] != allowed.shape[-1]:
             key_positions = torch.arange(allowed.shape[-1], device=allowed.device)[None]
         at, keys = positions[..., None], key_positions[:, None]
         if self._window is not None:
-            masks["sliding_attention"] = self._additive(allowed & (at - keys < self._window))
+            masks["sliding_attention"] = self._mask(allowed & (at - keys < self._window))
         if self._chunk is not None:
-            masks["chunked_attention"] = self._additive(allowed & (at // self._chunk == keys // self._chunk))
+            masks["chunked_attention"] = self._mask(allowed & (at // self._chunk == keys // self._chunk))
         return masks if self._layer_types else masks["sliding_attention"]
 
-    def _additive(self, allowed: Tensor) -> Tensor:
+    def _mask(self, allowed: Tensor) -> Any:
+        if self._flex:
+            return block_mask(allowed)
         return torch.where(allowed, self._zero, self._lowest)[:, None]

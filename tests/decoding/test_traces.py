@@ -123,7 +123,7 @@ def test_attention_is_given_back_however_threads_overlap(first_out: int) -> None
     def stay(i: int) -> None:
         if i:
             entered[0].wait(10)
-        with attention.grouped_attention():
+        with attention.own_attention():
             entered[i].set()
             leave[i].wait(10)
             inside.append(attention.ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -145,7 +145,7 @@ def test_other_threads_keep_their_own_attention(model: Any, monkeypatch: Any) ->
     calls: list[str] = []
     monkeypatch.setattr(attention, "grouped_sdpa", lambda *a, **o: calls.append("grouped"))
     model.eval()
-    with attention.grouped_attention(), ThreadPoolExecutor(1) as pool, torch.no_grad():
+    with attention.own_attention(), ThreadPoolExecutor(1) as pool, torch.no_grad():
         elsewhere = pool.submit(lambda: model(torch.tensor([[3, 4]])).logits).result()
     assert calls == [] and torch.equal(elsewhere, model(torch.tensor([[3, 4]])).logits.detach())
 
@@ -164,7 +164,7 @@ def test_an_attention_of_the_users_own_is_left_in_place(model: Any) -> None:
         assert calls and registry["sdpa"] is mine
     finally:
         del registry["sdpa"]
-    with attention.grouped_attention():
+    with attention.own_attention():
         registry["sdpa"] = mine  # while we are inside
     assert registry["sdpa"] is mine
     del registry["sdpa"]
