@@ -108,7 +108,11 @@ def ragged_flex(
     shape = (rows, heads, key.shape[1], dim, width == 1, width > BLOCK, reach > BLOCK)
     try:
         out = _compiled(shape, scaling, heads != key.shape[1], softcap is not None)(inputs)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if not isinstance(error, TorchDynamoException):
+            raise
         raise ModelError(
             f"PyTorch could not compile {FLEX} ({first_line(error)}); load the model with another attn_implementation, "
             "or none"

@@ -136,7 +136,7 @@ def test_attention_is_given_back_however_threads_overlap(first_out: int) -> None
     for i in (first_out, 1 - first_out):
         leave[i].set()
         assert left[i].wait(10)
-    assert inside == [attention._attention] * 2
+    assert inside == [attention._sdpa] * 2
     assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
     assert "sdpa" not in attention.ALL_ATTENTION_FUNCTIONS._local_mapping  # nothing that would hide a registered one
 

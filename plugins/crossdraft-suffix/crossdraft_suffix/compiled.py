@@ -140,7 +140,7 @@ def _together(
         kept = 0
         for k in range(left):
             a = active[k]
-            place = now[a]
+            place = int(now[a])
             if place >= oldest:
                 places[a, step] = place
                 counts[a] = step + 1
@@ -302,7 +302,7 @@ def _chains(
             _together(before, head, total[0], i, text, ends, asked, now, active, places, counts)
             for k in range(asked):
                 a = asking[k]
-                longest = most[a - t]
+                longest = int(most[a - t])
                 most[a - t] = SIZES[i] - 1
                 found = _matching(ring, total[0], i, text, ends[k], longest, places, k, counts[k], lengths)
                 if not found:
