@@ -58,3 +58,4 @@ def test_grouped_attention_is_left_behind_nowhere(tiny_model: Callable, monkeypa
     model(ids)
     assert len(calls) == 2
     assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
+    assert attention.ALL_ATTENTION_FUNCTIONS["flex_attention"] is attention.flex_attention_forward

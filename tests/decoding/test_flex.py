@@ -129,15 +129,15 @@ def test_blocks_that_nobody_sees_are_not_read(width: int, reach: int) -> None:
     assert mask.mask_mod(*(torch.tensor(n) for n in (1, 0, width - 1, 7))) == allowed[1, -1, 7]
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_one_function_is_compiled_a_few_times(traced: list[int], cap: float | None) -> None:
+def test_one_function_is_compiled_a_few_times(traced: list[int]) -> None:
     """Whatever lengths come: prompts, pieces, chains, levels of trees. PyTorch would give up at eight."""
     torch.manual_seed(0)
     query, buffer = torch.randn(4, 500, 6, 8).transpose(1, 2), torch.randn(2, 4, 2, 640, 8)
     shapes = [(2, 5, 256), (2, 5, 512), (2, 1, 512), (2, 1, 256), (2, 9, 512), (2, 60, 640), (2, 3, 256), (2, 9, 640)]
     shapes += [(1, n, n) for n in (33, 200, 17, 500, 9)] + [(1, 300, 500), (1, 41, 500), (1, 1, 300)]
     shapes += [(rows, n, n) for rows, n in ((2, 33), (3, 50), (4, 20), (4, 300), (2, 150), (3, 40))]
-    for rows, width, reach in shapes:
+    for i, (rows, width, reach) in enumerate([*shapes, *shapes[:1]]):
+        cap = 2.0 if i == len(shapes) else None  # scores are capped once
         q, (k, v), allowed = query[:rows, :, :width], buffer[:, :rows, :, :reach], masks(rows, width, reach)
         ours, weights = flex.ragged_flex(torch.nn.Module(), q, k, v, flex.block_mask(allowed), 0.4, cap)
         assert weights is None and ours.is_contiguous()
@@ -145,7 +145,7 @@ def test_one_function_is_compiled_a_few_times(traced: list[int], cap: float | No
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         law = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         torch.testing.assert_close(ours, (law @ v.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
-    assert max(traced) <= 4 and len(traced) <= 9, traced
+    assert max(traced) <= 4 and len(traced) <= 10, traced
 
 
 def test_what_cannot_be_honoured_is_refused(tiny_model: Callable, traced: list[int], monkeypatch: Any) -> None:
