@@ -24,6 +24,9 @@ _TAG = "tag:yaml.org,2002:"
 _TEXT, _MERGE = f"{_TAG}str", f"{_TAG}merge"
 #: Numbers that YAML 1.1 reads in another way than people do: ``010`` is 8, ``1:30`` is 90.
 _AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+_TOO_DEEP = f"this is nested too deeply; {MOST_NESTING.refusal(MOST_NESTING + 1)}"
+#: The characters that libyaml reads ahead of its events at most: a simple key is no longer than this.
+_LOOKAHEAD = 1024
 #: What a mapping waits for when it does not wait for the value of a key.
 _NO_KEY, _MERGING = object(), object()
 #: The way to a value: keys of mappings and positions in lists.
@@ -69,9 +72,31 @@ def yaml_value(
         return _Document(_Loader(text), at, put).read()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if mark and (line := _too_deep_at(text[: mark.index])):
+            raise UsageError(f"{at(line)}: {_TOO_DEEP}") from None
         raise UsageError(f"{at(mark.line + 1 if mark else 1)}: this is not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{at(1)}: this is not YAML: {str(error).partition(chr(10))[0]}") from None
+
+
+def _too_deep_at(text: str) -> int | None:
+    """The line where ``text``, read up to an error, is nested deeper than `MOST_NESTING`; None if it is not.
+
+    libyaml reads `_LOOKAHEAD` characters before it returns the event of the first, and since 0.2.6 it refuses 1000 open
+    brackets among them with an error of its own. PyYAML's own parser has no such limit, but takes 20 times as long.
+    """
+    ahead = text[-_LOOKAHEAD:]
+    if ahead.count("[") + ahead.count("{") <= MOST_NESTING:
+        return None
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_NESTING:
+                return event.start_mark.line + 1
+    except yaml.YAMLError:
+        pass
+    return None
 
 
 @dataclass
@@ -132,8 +157,8 @@ class _Document:
             raise self.tag(event.tag, line)
         if self.open and self.open[-1].key is _NO_KEY:
             raise self.error(line, f"a {kind} cannot be a key; a key is a text")
-        if reason := MOST_NESTING.refusal(len(self.open) + 1):
-            raise self.error(line, f"this is nested too deeply; {reason}")
+        if len(self.open) >= MOST_NESTING:
+            raise self.error(line, _TOO_DEEP)
         path = self.place(line)
         if event.anchor:
             self.anchors[event.anchor] = None
@@ -273,4 +298,4 @@ def checked_value(value: Any, place: str) -> Any:
             raise UsageError(f"{place}: there are {count} values; {reason}")
         if not level:
             return value
-    raise UsageError(f"{place}: this is nested too deeply; {MOST_NESTING.refusal(MOST_NESTING + 1)}")
+    raise UsageError(f"{place}: {_TOO_DEEP}")
