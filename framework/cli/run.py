@@ -75,20 +75,24 @@ def _listed(kind: str) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 1: a cell failed, or the disk is full; 2 (as UsageError): the recipe is wrong; 130: interrupted."""
+    from ..runs.recipe import read_recipe
+
+    _check(args)
+    settings = list(args.settings)
+    if args.limit is not None:
+        settings.append(f"limit={args.limit}")
+    recipe = read_recipe(args.recipe, settings)  # before PyTorch is imported, so that a wrong key is reported at once
+
     from transformers.utils import logging
 
-    from ..bench.matrix import load_recipe, plan
+    from ..bench.matrix import plan
     from ..report.tables import terminal
     from ..report.write import write_summary
     from ..runs.interrupts import Interrupts
 
     logging.disable_progress_bar()  # a model takes a second to load; the run has a bar of its own
-    settings = list(args.settings)
-    if args.limit is not None:
-        settings.append(f"limit={args.limit}")
-    _check(args)
-    recipe = load_recipe(args.recipe, settings)
-    consent = trusted(args, _models(plan(recipe).cells)) if args.trust_remote_code else frozenset()
+    cells = plan(recipe).cells
+    consent = trusted(args, _models(cells)) if args.trust_remote_code else frozenset()
     with Interrupts(), tracking(args.track) as tell:
         outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
         summary = write_summary(outcome)

@@ -7,12 +7,15 @@ always accepts.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from .options import Options
-from .tensors import at_once
+
+if TYPE_CHECKING:  # recipes are checked with this module, and PyTorch takes seconds to import
+    import torch
+    from torch import Tensor
 
 
 class Sampling(Options):
@@ -32,6 +35,10 @@ class Sampling(Options):
 
     def law(self, logits: Tensor) -> Tensor:
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
+        import torch
+
+        from .tensors import at_once
+
         if self.temperature == 0:
             return self.checked_law(logits)[0]
         warpers, v = self.warpers(), logits.shape[-1]
@@ -49,6 +56,8 @@ class Sampling(Options):
 
         The check costs no pass over V: a softmax spreads one NaN over its row, an argmax points at it.
         """
+        import torch
+
         if self.temperature > 0:
             p = self.law(logits)
             return p, self.sound(p)
@@ -81,6 +90,8 @@ class Sampling(Options):
 
 
 def _precision(logits: Tensor) -> torch.dtype:
+    import torch
+
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 

@@ -312,6 +312,32 @@ def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
     assert error(base, "prompts=your.jsonl").startswith("--set prompts=your.jsonl: there is no prompt file your.jsonl")
 
 
+@pytest.mark.parametrize(
+    "text, settings, words",
+    [
+        ("drafers: [prompt-lookup]", [], "r.yaml:2: unknown key 'drafers'; did you mean 'drafters'?"),
+        ("drafters: [prompt-lookup", [], "this is not YAML"),
+        ("drafters: [prompt-lookup]", ["batch_sise=4"], "--set batch_sise=4: unknown key 'batch_sise'"),
+        ("drafters: [prompt-lookup]", ["sampling.temprature=1"], "did you mean 'temperature'?"),
+        ("drafters: [prompt-lookup]", ["max_new_tokens=many"], "max_new_tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_reported_before_pytorch_is_loaded(
+    text: str, settings: list[str], words: str, tmp_path: Path
+) -> None:
+    """A typing mistake is not to wait for the seconds that PyTorch takes to import."""
+    (tmp_path / "r.yaml").write_text(f"target: x\n{text}\nverifiers: [token]\n", encoding="utf-8")
+    arguments = ["run", "r.yaml", *(word for setting in settings for word in ("--set", setting))]
+    code = (
+        "import sys\n"
+        "from crossdraft.framework.cli.main import main\n"
+        f"assert main({arguments!r}) == 2\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'loaded'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and words in done.stderr, done.stderr
+
+
 def test_help_does_not_load_pytorch() -> None:
     code = (
         "import sys\n"
