@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import UsageError
+from ..contracts.extras import need
 from ..report.finished import read_runs
-from ..report.html import html_page
+from ..report.html import LIBRARIES, html_page
 from ..report.page import page
 from .report_settings import settings_of
 from .selecting import add_runs
@@ -60,12 +61,9 @@ def _watch(args: argparse.Namespace) -> int:
     for run in args.runs:
         if not run.is_dir():
             raise UsageError(f"{run} is no directory; crossdraft run says the one of a run when it begins")
-    try:
-        from ..report.live import Live
-    except ImportError as error:
-        raise UsageError(
-            f"report --watch needs the package {error.name}; install it with: pip install 'crossdraft[html,serve]'"
-        ) from None
+    need("report --watch", "html,serve", *LIBRARIES, "starlette", "uvicorn")
+    from ..report.live import Live
+
     taken = listening("127.0.0.1", 8010 if args.port is None else args.port)
     print(f"crossdraft: http://127.0.0.1:{taken.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     try:

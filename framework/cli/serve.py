@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError
+from ..contracts.extras import need
 from ..contracts.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
 from .consent import add_consent, trusted
 from .sampling import sampling_from
@@ -66,12 +67,9 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{option} {value}: {reason}")
     if args.prefill_tokens < 0:
         raise UsageError(f"--prefill-tokens {args.prefill_tokens} must be at least 1, or 0 for each prompt by itself")
-    try:
-        from ..serve.app import server
-    except ImportError as error:
-        raise UsageError(
-            f"crossdraft serve needs the package {error.name}; install it with: pip install 'crossdraft[serve]'"
-        ) from None
+    need("crossdraft serve", "serve", "starlette", "uvicorn")
+    from ..serve.app import server
+
     served = offered(args)
     taken = listening(args.host, args.port)
     host, port = taken.getsockname()[:2]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from ..contracts.errors import ModelError, UsageError, printable, quoted
+from ..contracts.extras import need
 from . import processes
 from .device import pick_device
 from .processes import SPLIT
@@ -76,13 +77,8 @@ def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]
         from transformers.distributed.configuration_utils import DistributedConfig
 
         return {"distributed_config": DistributedConfig(tp_size=processes.count(), tp_plan="auto")}
-    try:
-        import accelerate  # noqa: F401  transformers places layers with it
-    except ImportError:
-        raise ModelError(
-            f"{printable(name)} on several devices needs the package accelerate; install it with: "
-            "pip install 'crossdraft[spread]'"
-        ) from None
+    # transformers places layers with it
+    need(f"{printable(name)} on several devices", "spread", "accelerate", error=ModelError)
     return {"device_map": "auto" if device == SPREAD else dict(device)}
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import ModelError, UsageError, printable
+from ..contracts.extras import need
 
 if TYPE_CHECKING:
     import torch
@@ -47,15 +48,11 @@ def load_options(name: str, quantization: str, device: torch.device) -> dict[str
     """What ``from_pretrained`` is told for a quantised model. Raises ModelError without torchao."""
     if not quantization:
         return {}
-    try:
-        import accelerate  # noqa: F401  transformers places quantised weights with it
-        from torchao import quantization as ao  # pyright: ignore[reportMissingImports]  # an extra
-        from torchao.quantization.granularity import PerGroup, PerRow  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ModelError(
-            f"{printable(name)} needs the package {error.name}; install it with: pip install 'crossdraft[quantize]'"
-        ) from None
+    # transformers places quantised weights with accelerate
+    need(printable(name), "quantize", "accelerate", "torchao", error=ModelError)
     import torch
+    from torchao import quantization as ao  # pyright: ignore[reportMissingImports]  # an extra
+    from torchao.quantization.granularity import PerGroup, PerRow  # pyright: ignore[reportMissingImports]
     from transformers import TorchAoConfig
 
     how: Any

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,15 @@ from importlib.resources import files
 from typing import Any
 
 from ..contracts.errors import UsageError
+from ..contracts.extras import need
 from .finished import FinishedRun
 from .html_responses import responses_of
 from .html_table import best_of, cells_of, certificates, columns_of, filters_of
 from .page import conditions, titles_of
 from .remarks import differences, remarks_of
 
-#: What lays the page out, draws and sorts, by the name that people know.
-_LIBRARIES = {"bokeh": "Bokeh", "jinja2": "Jinja2", "itables": "itables"}
+#: The modules that draw the page, lay it out and sort it.
+LIBRARIES = ("bokeh", "jinja2", "itables")
 
 
 def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -37,7 +37,7 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
     Raises:
         UsageError: a library that it is made with is not installed.
     """
-    _needs_libraries()
+    need("an HTML report", "html", *LIBRARIES)
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -101,14 +101,6 @@ def _about(title: str, run: FinishedRun) -> dict[str, Any]:
         "differences": differences(run.summary),
         "conditions": [(what, text.strip("`")) for what, text in conditions(run)],
     }
-
-
-def _needs_libraries() -> None:
-    for module, name in _LIBRARIES.items():
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            raise UsageError(f"an HTML report needs {name}: pip install 'crossdraft[html]'") from None
 
 
 def _bokeh() -> str:

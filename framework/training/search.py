@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from ..contracts.draft import on_device
 from ..contracts.errors import ModelError, NumericalError, UsageError
+from ..contracts.extras import need
 from ..contracts.limits import CONFIG_BYTES
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.reading import read_json
@@ -239,11 +240,8 @@ def _read(model: Any) -> int:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise UsageError(
-            "a search needs the package optuna; install it with: pip install 'crossdraft[search]'"
-        ) from None
+    need("a search", "search", "optuna")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

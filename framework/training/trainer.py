@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..contracts.errors import NumericalError, UsageError
+from ..contracts.extras import need
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.training import Text, TrainingConfig
 from ..models.digests import weights_sha256
@@ -272,12 +273,9 @@ class Trainer:
 
 
 def _accelerator(device: torch.device, precision: str) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise UsageError(
-            "crossdraft train needs the package accelerate; install it with: pip install 'crossdraft[train]'"
-        ) from None
+    need("crossdraft train", "train", "accelerate")
+    from accelerate import Accelerator
+
     try:
         found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
     except ValueError as error:

@@ -2,8 +2,8 @@
 
 import base64
 import hashlib
-import importlib
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -176,17 +176,13 @@ def test_what_people_called_things_is_inert(tmp_path: Path) -> None:
     assert EVIL in found.rows[2][0] and found.data("responses")["cells"][0]["responses"][0]["text"] == EVIL
 
 
-def test_a_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
-    real = importlib.import_module
-
-    def absent(name: str, package: str | None = None) -> Any:
-        if name == "itables":
-            raise ImportError(name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(UsageError, match=r"an HTML report needs itables: pip install 'crossdraft\[html\]'"):
-        html_page([finished_run(tmp_path, SMALL, tokens=12)])
+def test_all_missing_libraries_are_named_at_once(monkeypatch: Any, tmp_path: Path) -> None:
+    run = finished_run(tmp_path, SMALL, tokens=12)
+    for absent, named in ((("itables",), "package itables"), (("bokeh", "itables"), "packages bokeh and itables")):
+        for name in absent:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(UsageError, match=rf"an HTML report needs the {named}; .* 'crossdraft\[html\]'"):
+            html_page([run])
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from ...contracts.errors import UsageError, first_line
+from ...contracts.extras import need
 from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
 from . import processes
 
@@ -31,10 +32,9 @@ class Ray(Launcher):
 
     def __init__(self, config: RayConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        try:
-            import ray  # pyright: ignore[reportMissingImports]  # an extra
-        except ImportError:
-            raise UsageError("the launcher ray needs Ray: pip install 'crossdraft[ray]'") from None
+        need("the launcher ray", "ray", "ray")
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+
         self._ray, self._mine = ray, not ray.is_initialized()
         if self._mine:
             self._connect()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ...contracts.errors import UsageError, first_line
+from ...contracts.extras import need
 from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
 from . import processes
 
@@ -37,10 +38,9 @@ class Slurm(Launcher):
 
     def __init__(self, config: SlurmConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        try:
-            import submitit  # pyright: ignore[reportMissingImports]  # an extra
-        except ImportError:
-            raise UsageError("the launcher slurm needs submitit: pip install 'crossdraft[slurm]'") from None
+        need("the launcher slurm", "slurm", "submitit")
+        import submitit  # pyright: ignore[reportMissingImports]  # an extra
+
         self._submitit = submitit
         self._exclusive = config.exclusive if config.exclusive is not None else timed and not config.gpus
         if timed and not self._exclusive and not config.gpus:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...contracts.errors import UsageError, first_line
+from ...contracts.extras import need
 from ...contracts.hookspecs import hookimpl
 from .numbers import numbers, options, title
 
@@ -28,10 +29,9 @@ class Mlflow:
     """
 
     def __init__(self) -> None:
-        try:
-            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
-        except ImportError:
-            raise UsageError("the tracker mlflow needs MLflow: pip install 'crossdraft[mlflow]'") from None
+        need("the tracker mlflow", "mlflow", "mlflow")
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
+
         try:
             self._client: Any = MlflowClient()
             self._client.search_experiments(max_results=1)

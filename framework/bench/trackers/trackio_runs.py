@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...contracts.errors import UsageError
+from ...contracts.extras import need
 from ...contracts.hookspecs import hookimpl
 from .numbers import numbers, options, title
 
@@ -18,10 +18,9 @@ class Trackio:
     """Told of a run by the hooks. Raises UsageError where Trackio is not installed."""
 
     def __init__(self) -> None:
-        try:
-            import trackio  # pyright: ignore[reportMissingImports]  # an extra
-        except ImportError:
-            raise UsageError("the tracker trackio needs Trackio: pip install 'crossdraft[trackio]'") from None
+        need("the tracker trackio", "trackio", "trackio")
+        import trackio  # pyright: ignore[reportMissingImports]  # an extra
+
         self._trackio: Any = trackio
 
     @hookimpl
