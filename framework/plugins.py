@@ -20,7 +20,7 @@ from typing import Any
 import pluggy
 
 from .contracts import hookspecs
-from .contracts.errors import ContractError, CrossdraftError, UnknownNameError, first_line, quoted
+from .contracts.errors import ContractError, CrossdraftError, UnknownNameError, first_line, printable, quoted
 from .contracts.limits import MOST_NAME
 from .contracts.reading import UNPRINTABLE, flaw
 
@@ -70,7 +70,7 @@ class Manager(pluggy.PluginManager):
             registered = super().register(plugin, name)
             self.check_pending()
             if not self.get_hookcallers(plugin):
-                raise ContractError("it implements no hook; mark its functions with @hookimpl")
+                raise ContractError(_shadowing(plugin) or "it implements no hook; mark its functions with @hookimpl")
         except BaseException:
             if not known and self.is_registered(plugin):
                 self.unregister(plugin)
@@ -94,6 +94,9 @@ class Manager(pluggy.PluginManager):
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # whatever a third party's module may raise, SystemExit too
+                top = sys.modules.get(point.module.partition(".")[0])
+                if isinstance(error, ModuleNotFoundError) and (why := _shadowing(top)):
+                    error = ContractError(why)
                 self.broken_plugins.append(_skipped(f"{provider}, {point.value}", error))
 
     def _entry_points(self) -> list[EntryPoint]:
@@ -311,6 +314,17 @@ def _check_class(kind: str, name: str, found: Any) -> None:
     own = getattr(found, "name", None)
     if own != name:
         raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")
+
+
+def _shadowing(module: Any) -> str | None:
+    """What hides the installed package of that name, if ``module`` is a folder without code; None if it has code."""
+    if getattr(module, "__file__", None) is not None or not getattr(module, "__path__", None):
+        return None
+    folder = next(iter(module.__path__))
+    return (
+        f"the folder {printable(str(folder))} shadows the installed package {module.__name__!r}: it has no "
+        "__init__.py, and Python found it first; start Python in another folder, or rename that one"
+    )
 
 
 def _skipped(provider: str, error: BaseException) -> Broken:

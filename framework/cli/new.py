@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     commands = ["pip install -e '.[test]'", "pytest", "crossdraft run recipe.yaml"]
     if args.kind != "prompts":
         commands.insert(2, f"crossdraft certify --{args.kind} {args.name}")
-    begins = f"{module}.py" if args.kind == "prompts" else f"{module}/{args.kind}.py"
+    begins = f"src/{module}.py" if args.kind == "prompts" else f"src/{module}/{args.kind}.py"
     print(f"\nYours begins in {begins}. Then, in that folder:\n")
     print("\n".join(f"  {command}" for command in commands))
     return 0
@@ -54,7 +54,7 @@ def write(kind: str, name: str, folder: Path) -> Path:
         folder.mkdir(parents=True)
         for file, text in texts.items():
             path = folder / _renamed(str(file), name)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_renamed(text, name), encoding="utf-8")
     except FileExistsError:
         raise UsageError(f"{printable(str(folder))} is there already; give another folder with --out") from None

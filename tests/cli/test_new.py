@@ -35,7 +35,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[
     def make(kind: str) -> tuple[Path, ModuleType]:
         assert cli.main(["new", kind, KINDS[kind]]) == 0
         folder = tmp_path / KINDS[kind]
-        monkeypatch.syspath_prepend(folder)
+        monkeypatch.syspath_prepend(folder / "src")
         project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
         (module,) = project["project"]["entry-points"]["crossdraft"].values()
         modules.append(import_module(module))
@@ -119,6 +119,45 @@ def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
+)
+def test_python_started_where_new_was_typed_finds_what_is_installed(kind: str, tmp_path: Path) -> None:
+    """A name without a hyphen is the folder's and the module's: pip's editable finder comes after Python's own, which
+    takes the outer folder of a flat layout for the package."""
+    pytest.importorskip("setuptools")
+    new.write(kind, "plain", tmp_path / "plain")
+    site = tmp_path / "site"
+    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    python("-m", "pip", "install", *offline, "--target", str(site), "-e", "plain", at=tmp_path)
+    code = (
+        f"import site, sys; site.addsitedir({str(site)!r})\n"
+        "from crossdraft.framework.cli.main import main\n"
+        f"sys.exit(main(['list', {new.KINDS[kind]!r}, '--json']))"
+    )
+    assert '"provider": "plain 0.1.0"' in python("-c", code, at=tmp_path)
+
+
+@pytest.mark.parametrize("entry", ["shady", "shady.hooks"])
+def test_a_folder_that_shadows_a_plugin_is_named(entry: str, tmp_path: Path) -> None:
+    metadata = tmp_path / "site" / "shady-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shady\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[crossdraft]\nshady = {entry}\n", encoding="utf-8")
+    folder = tmp_path / "here" / "shady"
+    folder.mkdir(parents=True)
+    found = subprocess.run(
+        [sys.executable, "-m", "crossdraft", "plugins"],
+        cwd=folder.parent,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+    )
+    printed = " ".join((found.stdout + found.stderr).split())
+    assert f"the folder {folder} shadows the installed package 'shady'" in printed, printed
+    assert "start Python in another folder, or rename" in printed and "no hook" not in printed
+
+
+@pytest.mark.parametrize(
     "name, words",
     [
         ("My-Drafter", "'My-Drafter' is no name here; take lower-case letters, digits and single hyphens"),
@@ -156,4 +195,4 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: Any, 
         assert "is there already" in (said := capsys.readouterr().err) or "cannot be written" in said
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine"]
     assert cli.main(["new", "prompts", "mine", "--out", "deep/down"]) == 0
-    assert (tmp_path / "deep" / "down" / "mine.py").is_file()
+    assert (tmp_path / "deep" / "down" / "src" / "mine.py").is_file()
