@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossdraft import generate, load_model
 from crossdraft.framework.models import threads
 from crossdraft.framework.models.threads import (
     MOST_PATIENCE,
@@ -163,6 +164,15 @@ def test_every_number_is_measured_and_none_is_left_behind(all_cores: int) -> Non
     seconds = threads.measured(list(Target().model), [2, 1])
     assert [len(found) >= threads.LEAST for found in seconds.values()] == [True, True]
     assert torch.get_num_threads() == 2
+
+
+def test_generate_decodes_with_the_fastest_number(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(threads, "measured", lambda layers, numbers: {2: [9.0], 1: [1.0]})
+    inside: list[int] = []
+    options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 4, "batch_size": 1, "ignore_eos": True}
+    target = load_model(models["target"], device="cpu")
+    generate(target, [[1, 2, 3]], **options, on_round=lambda _: inside.append(torch.get_num_threads()))
+    assert inside == [1, 1, 1, 1] and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("name", threads.NUMBER)
