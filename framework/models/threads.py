@@ -41,6 +41,8 @@ CHOSEN = "CROSSDRAFT_FREE_PROCESSORS"
 GAIN = 1.15
 #: A measurement ends after so many seconds, once every number was measured `LEAST` times, at most `MOST` times.
 BUDGET, LEAST, MOST = 0.4, 3, 9
+#: A number of threads is not measured any further if it takes so many times as long as the best.
+HOPELESS = 3
 #: Bytes of weights that a measurement reads.
 SAMPLE = 64 << 20
 #: Seconds between two looks at the wait counters.
@@ -281,6 +283,8 @@ def measured(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, l
             if repeat >= LEAST and time.perf_counter() - began > BUDGET:
                 break
             for number in numbers:
+                if hopeless(seconds, number):
+                    continue
                 _set(number)
                 layers[0](inputs[0])  # its threads are there now
                 started = time.perf_counter()
@@ -288,6 +292,12 @@ def measured(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, l
                     layer(one)
                 seconds[number].append(time.perf_counter() - started)
     return seconds
+
+
+def hopeless(seconds: Mapping[int, Sequence[float]], number: int) -> bool:
+    """True if all times of ``number`` are more than `HOPELESS` times the best one: not measured any further."""
+    best = min((min(found) for found in seconds.values() if found), default=0.0)
+    return bool(seconds[number]) and min(seconds[number]) > HOPELESS * best
 
 
 def example() -> str:
