@@ -30,13 +30,13 @@ from ..decoding.graphs import Ahead, recording
 from ..decoding.loop import Decoder
 from ..models.chat import encode
 from ..models.load import load_model
+from ..models.waiting import Waiting
 from ..runs.metrics import RoundRecord
 from ..runs.pace import PREFILL, Piece
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
-from .waiting import Waiting
 
 #: Rounds before the clock runs.
 WARM_UP = 4

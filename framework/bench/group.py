@@ -21,6 +21,7 @@ from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
 from ..decoding.graphs import held
 from ..models.placement import input_device
+from ..models.threads import choose_for_group, described, disturbance
 from ..runs.interrupts import asked
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
@@ -97,6 +98,8 @@ class Group:
         self._cells: dict[int, Cell] = {}
         self._found: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._slot = 0
+        self._threads: dict[str, Any] = {}
+        self._disturbed = False
         self._key = self.configs[0].group
 
     def measure(self, prompts: Sequence[Prompt]) -> None:
@@ -112,6 +115,8 @@ class Group:
             conversations = prepare(prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
             lm = make_slots(target, first.batch_size, self._slot)
+            kept = self.directory.group_head(self._key).get("threads")
+            self._threads = choose_for_group(lm, kept[-1] if isinstance(kept, list) and kept else None)
         except BaseException as error:
             self._fail(range(len(self.configs)), error)
             return
@@ -134,8 +139,11 @@ class Group:
         try:
             if self._cells:
                 self._resume(pieces)
+                for result in self.results:
+                    result.provenance["decoding_threads"] = self._head["threads"]
                 for number in range(self.finished, len(pieces)):
                     self._piece(number, pieces[number])
+                    self._watch()
         finally:
             self._finish()
 
@@ -166,11 +174,37 @@ class Group:
                 self.progress.say(f"going on after piece {self.finished} of {len(pieces)}")
                 self.progress.skip(len(self.configs) * sum(map(len, pieces[: self.finished])))
                 self._remember(pieces[: self.finished])
+            self._continue_with_threads()
             return
         if head:
             self.progress.say("starting over: what the pieces on disk were measured with has changed")
         self._head = {**same, "measured": self.results[0].measured, "failed": self._failures()}
+        self._head["threads"] = [{"piece": 1, **self._threads}]
         self._write(lambda: self.directory.begin_group(self._key, self._head))
+
+    def _continue_with_threads(self) -> None:
+        """Note from which piece on the group is measured with other threads than before, if it is."""
+        before = self._head.get("threads") if self.finished else None
+        before = [one for one in before if isinstance(one, dict)] if isinstance(before, list) else []
+        now = {"piece": self.finished + 1, **self._threads}
+        if before and {**before[-1], "piece": now["piece"]} == now:
+            return
+        if before:
+            self.progress.say(
+                f"threads from piece {now['piece']} on: {described(now)}; before: {described(before[-1])}"
+            )
+        self._head["threads"] = [*before, now]
+        self._write(lambda: self.directory.save_head(self._key, self._head))
+
+    def _watch(self) -> None:
+        """Say once if the threads of the last piece waited for processors of other programs."""
+        last = [self._found[i][-1].piece for i in self._cells if self._found[i]]
+        waited = sum(sum(lost) for piece in last for lost in piece.waited.values())
+        seconds = sum(sum(taken) for piece in last for taken in piece.rounds.values())
+        sentence = disturbance(waited, seconds, self._threads["number"])
+        if sentence and not self._disturbed:
+            self._disturbed = True
+            self.progress.say(sentence)
 
     def _remember(self, pieces: Sequence[Sequence[Conversation]]) -> None:
         """Let drafters that remember live through the pieces that are not measured again."""

@@ -15,6 +15,7 @@ from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.placement import described, first_device
 from ..models.resolve import resolve
+from ..models.threads import settings
 from ..runs.recipe import CellConfig, Strategy
 from ..runs.sources import code_sha256, source_of
 
@@ -40,11 +41,18 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
         "device": f"{device.type} ({hardware}){described(config.device)}",
-        "threads": torch.get_num_threads(),
+        **_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,
         **({} if timed else {"timed": False}),
     }
+
+
+def _threads() -> dict[str, Any]:
+    """The settings of the user; what was chosen for a group is ``decoding_threads``, which finished cells keep."""
+    found = settings()
+    automatic = found["free_processors"] is not None
+    return {"threads": found["most"], "wait_policy": "measured" if automatic else found["wait_policy"]}
 
 
 def _source(kind: str, strategy: Strategy) -> dict[str, str]:

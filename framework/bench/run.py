@@ -11,6 +11,7 @@ from typing import Any
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError
 from ..models.environment import describe
+from ..models.threads import restored
 from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
 from ..runs.readme import FILE as README
@@ -191,7 +192,8 @@ class _Session:
         sources = [self._provenance(config) for config in configs]
         group = Group(configs, sources, self.directory, self.models, self.limit, told, self.validate, self.timed)
         try:
-            group.measure(self.prompts)
+            with restored():  # the group has its own number of threads
+                group.measure(self.prompts)
         finally:
             whole = group.pieces > 0 and group.finished == group.pieces
             if not whole and group.finished:

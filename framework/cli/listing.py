@@ -119,9 +119,11 @@ def list_plugins(args: argparse.Namespace) -> int:
 
 
 def show_environment(args: argparse.Namespace) -> int:
+    from ..models import threads
     from ..models.environment import describe
 
     found = describe()
+    found["cpu"]["threads"]["decoding"] = threads.example()
     if args.json:
         _print_json(found)
     else:

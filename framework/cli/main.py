@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import CrossdraftError, printable
-from ..models import processes
+from ..models import processes, threads
 from ..plugins import KINDS
 from ..runs.interrupts import interrupting
 from .listing import list_names, list_plugins, show_environment
@@ -39,6 +39,8 @@ COMMANDS = {
     "new": "write a working package for a drafter, a verifier or prompts of your own",
 }
 """Subcommands that live in modules of their own, by name, with a line of help."""
+#: Those that never run a model, and do not choose how OpenMP's threads wait.
+WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "plugins")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..decoding.split_lm import follow
 
         return follow()
+    if argv and argv[0] in (*COMMANDS, "env") and argv[0] not in WITHOUT_MODELS:
+        threads.choose_wait_policy()  # PyTorch is not loaded yet
     with interrupting(), processes.leading():  # SIGTERM and SIGHUP end a command as Ctrl-C does, from its first line on
         return _main(argv)
 

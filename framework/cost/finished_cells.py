@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..contracts.errors import UsageError
+from ..models.threads import number_used
 from ..runs.metrics import RoundRecord
 from ..runs.pace import Piece
 from ..runs.records import CellResult
@@ -104,7 +105,7 @@ def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurv
     used = dict(provenance.get("models", {}))
     same = {key: provenance.get(key) for key in ("device", "torch")}
     if str(same["device"]).startswith("cpu"):
-        same["threads"] = provenance.get("threads")
+        same["threads"] = number_used(provenance)
 
     def find(model: Mapping[str, Any] | None) -> CostCurve | None:
         return find_curve(curves, model["sha256"], provenance["dtype"], same) if model else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent
+from ..models.threads import thread_count
 from .loop import Decoder
 from .text import Text, decoded
 
@@ -89,7 +90,7 @@ class Outputs:
         """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
         try:
             with closing(self._decoder.rounds(self._opened(waiting), on_error="finish")) as rounds:
-                for finished in rounds:
+                for finished in thread_count(self._decoder.target).applied(rounds):
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._open if i not in responses] if self._live else []
                     pieces = [self._open[i].piece(i) for i in running if self._open[i].tokens]  # else: in prefill yet

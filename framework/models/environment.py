@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from . import threads
 from .device import cache_dir, cpu_features, lines_of, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")
@@ -32,6 +33,7 @@ def describe() -> dict[str, Any]:
             "features": sorted(cpu_features()),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
+            "threads": threads.settings(),
         },
         "memory_gib": _memory_gib(),
         "cuda": torch.version.cuda,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from .. import plugins
+from ..models.threads import described
 from ..runs.recipe import read_recipe
 from ..runs.titles import group_title, verifier_title
 from .finished import FinishedRun, portable
@@ -130,7 +131,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
     machine = [text for one in (environment, *environment.get("elsewhere", [])) for text in _machine(one)]
     measured = sorted({result.measured[:10] for result in results})
     devices = {", ".join(str(r.provenance[key]) for key in ("device", "dtype")): None for r in results}
-    threads = {str(r.provenance["threads"]): None for r in results if "threads" in r.provenance}
+    threads = dict.fromkeys(text for r in results for text in _threads(r.provenance))
     prompts = len({record.prompt for record in results[0].records})
     models = {name: model["sha256"] for result in results for name, model in result.provenance["models"].items()}
     rows = [
@@ -138,12 +139,19 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
         ("measured", " to ".join(dict.fromkeys((measured[0], measured[-1])))),
         ("machine", "; ".join(dict.fromkeys(machine))),
         ("device, dtype", "; ".join(devices)),
-        ("threads", ", ".join(threads)),
+        ("threads", "; ".join(threads)),
         ("software", ", ".join(software)),
         ("prompts", f"{prompts} of {run.summary.recipe.prompts.source}"),
         *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),
     ]
     return [(what, text) for what, text in rows if text]
+
+
+def _threads(provenance: Mapping[str, Any]) -> list[str]:
+    """What a cell decoded with: several, if it was resumed with others."""
+    used = provenance.get("decoding_threads")
+    found = [described(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
+    return list(filter(None, found)) or ([str(provenance["threads"])] if "threads" in provenance else [])
 
 
 def _machine(environment: Mapping[str, Any]) -> list[str]:

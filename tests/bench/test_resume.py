@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.bench import group
 from crossdraft.framework.bench.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.report.finished import read_run
+from crossdraft.framework.report.page import page
 from crossdraft.framework.runs.run_directory import RunDirectory
 
 SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
@@ -90,6 +94,28 @@ def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
     assert code == 0 and (f"going on after piece {kept} of 6" in err) == (kept > 0)
     assert records(tmp_path) == undisturbed
     assert not list(tmp_path.glob("runs/*/groups/*"))
+
+
+def test_a_group_keeps_its_threads_and_records_others(
+    bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
+) -> None:
+    """Resumed with another wait policy, a result has both; a disturbed group is named once."""
+    monkeypatch.setattr(group, "choose_for_group", lambda lm, kept: dict(settings))
+    monkeypatch.setattr(group, "disturbance", lambda waited, seconds, number: f"disturbed, {number} threads")
+    settings = {"number": 2, "most": 2, "wait_policy": "spin"}
+    Remembering.kill_after = 40
+    code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
+    assert code == 130 and err.count("disturbed, 2 threads") == 1
+    settings |= {"wait_policy": "passive"}
+    code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
+    (before, after) = re.findall(r"threads from piece (\d) on: 2 of 2, passive; before: 2 of 2, (spin)", err)[0]
+    assert code == 0 and after == "spin"
+    for cell in cells(tmp_path):
+        used = json.loads((cell / "config.json").read_text(encoding="utf-8"))["provenance"]["decoding_threads"]
+        assert [one["wait_policy"] for one in used] == ["spin", "passive"]
+        assert [one["piece"] for one in used] == [1, int(before)]
+    (directory,) = tmp_path.glob("runs/*")
+    assert "2 of 2, spin; 2 of 2, passive" in page([read_run(directory)])
 
 
 def test_a_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturbed: dict[str, Any]) -> None:

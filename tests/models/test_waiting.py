@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.bench import waiting
-from crossdraft.framework.bench.waiting import Waiting
+from crossdraft.framework.models import waiting
+from crossdraft.framework.models.waiting import Waiting
 
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count it")
