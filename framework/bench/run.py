@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class FirstFailure(CrossdraftError):
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a reader that has left, or a full disk, does not end the run
+        print(line, file=sys.stderr, flush=True)
 
 
 def run(

@@ -27,6 +27,12 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="replace existing files that this command did not write, too"
+    )
+
+
 def comma_list(known: Iterable[str] = ()) -> Callable[[str], list[str]]:
     """Names with commas between them; of ``known`` ones, if there are any."""
     choices = list(known)

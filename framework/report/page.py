@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _INTRODUCTION = "Every number on this page was written by `crossdraft report` from the records of runs; none was typed."
 
+#: `contracts.files.check_output` recognises a page by it.
+MARK = _INTRODUCTION.encode()
+
 
 def page(runs: Sequence[FinishedRun]) -> str:
     """The page: contents if there are several runs, then a section for each."""

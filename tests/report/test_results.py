@@ -198,7 +198,7 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     assert error(tmp_path) == f"{tmp_path} has no recipe.json; {advice}"
     run = made()
     assert error(run, "--out", tmp_path / "no" / "where.md").startswith(
-        f"cannot write {tmp_path / 'no' / 'where.md'}: "
+        f"--out {tmp_path / 'no' / 'where.md'}: there is no directory {tmp_path / 'no'}; "
     )
 
     copy = tmp_path / "copy"
