@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..contracts.errors import UsageError, printable
 from ..contracts.files import check_output, writing_output
-from ..report.finished import FinishedRun, read_runs
 from ..report import html
+from ..report.finished import FinishedRun, read_runs
 from ..report.html import html_page
 from ..report.page import MARK, page
 from .report_settings import settings_of

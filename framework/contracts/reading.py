@@ -66,9 +66,7 @@ def kind_of(name: str | Path) -> Kind:
     return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
 
 
-def refuse_special_files(
-    directory: Path, *, below: bool = False, error: type[CrossdraftError] = UsageError
-) -> None:
+def refuse_special_files(directory: Path, *, below: bool = False, error: type[CrossdraftError] = UsageError) -> None:
     """Raise ``error`` if a directory that a library is to read holds a device, a pipe or a socket, or a link to one.
 
     Args:
@@ -86,9 +84,7 @@ def refuse_special_files(
 # -- text ------------------------------------------------------------------------------------------------------
 
 
-def open_file(
-    path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError
-) -> BinaryIO:
+def open_file(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> BinaryIO:
     """Open a regular file of at most ``most`` bytes for reading, without waiting for a writer.
 
     Args:
@@ -177,9 +173,7 @@ def _check(status: os.stat_result, most: Limit, about: str, error: type[Crossdra
         raise error(f"cannot read {about}: it has {status.st_size} bytes; {reason}")
 
 
-def _decoded(
-    data: bytes, about: str, error: type[CrossdraftError], line: int = 1, surrogates: bool = False
-) -> str:
+def _decoded(data: bytes, about: str, error: type[CrossdraftError], line: int = 1, surrogates: bool = False) -> str:
     if line == 1 and data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise error(f"cannot read {about}: it is not UTF-8 text but UTF-16; save it as UTF-8")
     try:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import islice, tee
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa

@@ -60,7 +60,11 @@ def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
 
 def _section(title: str, run: FinishedRun) -> list[str]:
     summary = summary_markdown(run.summary).partition("\n")[2]
-    parts = [f"## {title}", re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip()]
+    parts = [
+        f"## {title}",
+        *([f"**Partial results.** {run.partial}"] if run.partial else []),
+        re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip(),
+    ]
     if run.remarks:
         parts.append("\n".join(run.remarks))
     if table := side_by_side(run.summary.results):

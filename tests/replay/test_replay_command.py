@@ -163,7 +163,10 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "prompt-lookup", "--drafter", "prompt-lookup"], "is given twice"),
         (["--drafter", "prompt-lookup", "--limit", "0"], "--limit must be at least 1"),
         (["--drafter", "prompt-lookup", "--top-p", "0.5"], "need a --temperature beside them"),
-        (["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"], "--out /nowhere/x.parquet: there is no directory /nowhere"),
+        (
+            ["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"],
+            "--out /nowhere/x.parquet: there is no directory /nowhere",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], said: str) -> None:
