@@ -14,7 +14,7 @@ from ..report.charts import KINDS, draw_to
 from ..report.finished import FinishedRun, read_runs
 from ..report.page import titles_of
 from ..report.selection import finished_cells
-from .selecting import add_force, add_runs, add_where, comma_list
+from .selecting import add_force, add_runs, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, cells that do not allow a chart that was named."""
     out = None if args.out is None else _folder(args.out)
     runs = read_runs(args.runs)
+    note_partial(runs)
     sections = list(zip(titles_of(runs), runs, strict=True))
     cells = finished_cells(sections, args.where)
     planned: list[tuple[str, FinishedRun, dict[str, list[Path]]]] = []

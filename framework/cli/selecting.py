@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..contracts.errors import printable
+
+if TYPE_CHECKING:
+    from ..report.finished import FinishedRun
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +32,14 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="only cells with one of these values, e.g. batch_size=1,8 or drafter=small-lm; repeatable",
     )
+
+
+def note_partial(runs: Iterable[FinishedRun]) -> None:
+    """Note on standard error which of the runs are not finished."""
+    for run in runs:
+        if run.partial:
+            text = printable(f"{run.summary.directory}: partial results, {run.partial}")
+            print(f"crossdraft: note: {text}", file=sys.stderr)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

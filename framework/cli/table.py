@@ -12,7 +12,7 @@ from ..report.finished import read_runs
 from ..report.page import titles_of
 from ..report.pivot import FORMATS, pivot, rendered, untold
 from ..report.selection import finished_cells
-from .selecting import add_force, add_runs, add_where, comma_list
+from .selecting import add_force, add_runs, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
     # A table has no place for a mark, so a file that exists takes --force.
     out = None if args.out is None else check_output(args.out, "--out", inputs=args.runs, force=args.force)
     runs = read_runs(args.runs)
+    note_partial(runs)
     cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
     cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
     if not cells:

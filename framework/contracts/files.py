@@ -30,12 +30,12 @@ _NAMED = 40
 def temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A new file beside ``path``, open for writing, and its path; it is removed if the block leaves it there.
 
-    Its name is unpredictable, and it is created by this call: a file or link of that name is not opened. Raises OSError.
+    Its name is unpredictable, and it is created by this call: a file or link of that name is not opened.
+    Raises OSError.
     """
     aside = path.with_name(f".{path.name[:_NAMED]}.{secrets.token_hex(8)}{PART}")
-    file = open(aside, "xb")  # O_CREAT | O_EXCL: follows no link
     try:
-        with file:
+        with aside.open("xb") as file:  # O_CREAT | O_EXCL: follows no link
             yield file, aside
     finally:
         aside.unlink(missing_ok=True)

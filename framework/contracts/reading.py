@@ -95,15 +95,15 @@ def open_file(path: Path, most: Limit, *, what: str = "", error: type[Crossdraft
     try:
         _check(path.stat(), most, about, error)
         # Another file may have taken its place since: a pipe is opened without waiting, and checked again.
-        opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
     try:
-        _check(os.fstat(opened.fileno()), most, about, error)
+        _check(os.fstat(descriptor), most, about, error)
     except BaseException:
-        opened.close()
+        os.close(descriptor)
         raise
-    return opened
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> bytes:

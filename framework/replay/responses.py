@@ -61,7 +61,7 @@ class Reader(Reading):
         kind = "" if source.startswith("hf:") else kind_of(source)
         if kind == "directory":
             path = path_of(source)
-            if (path / "cells").is_dir():
+            if (path / "cells").is_dir() or (path / "recipe.json").is_file():
                 yield from self._cell(self._chosen(path))
                 return
             if (path / "config.json").is_file() and (path / "responses.jsonl").is_file():
@@ -96,6 +96,8 @@ class Reader(Reading):
                 f"the run {run} decoded in several ways, {had}; choose one with --temperature, or name the directory "
                 "of a cell"
             )
+        if any(path.parent.parent != run for path in fitting):
+            self.assumed["the run is not finished: its cells have answered a part of the prompts"] += 1
         if len(different) > 1:
             self.assumed["of several groups of the run, the first one's responses are taken"] += 1
         return min(fitting, key=lambda path: (fitting[path].batch_size, path.name))

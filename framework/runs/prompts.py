@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..contracts.hookspecs import Register, hookimpl
-from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES
+from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES, TABLE_BYTES
 from ..contracts.reading import (
     BROKEN,
     UNPRINTABLE,
@@ -203,7 +203,7 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as opened:
+        with open_file(path, TABLE_BYTES) as file, parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1

@@ -278,9 +278,8 @@ def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
         return CellConfig.model_validate(head["config"]), head
     except ValidationError as error:
         key = ".".join(map(str, ("config", *error.errors()[0]["loc"])))
-        raise UsageError(
-            f"{printable(str(file))}: {printable(key)}: it is damaged, or another version wrote it: run its recipe again"
-        ) from None
+        what = "it is damaged, or another version wrote it: run its recipe again"
+        raise UsageError(f"{printable(str(file))}: {printable(key)}: {what}") from None
 
 
 def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:

@@ -41,14 +41,10 @@ def check_directory(directory: Path, models: Iterable[str], texts: Iterable[Path
     refuse_special_files(directory)
     for name in models:
         if kind_of(name) == "directory" and path_of(name).samefile(directory):
-            raise UsageError(
-                f"--out {directory}: is the directory of {name}, whose files would be replaced; name another"
-            )
+            raise UsageError(f"--out {directory}: has the files of {name}, which would be replaced; name another")
     own = directory / "texts.jsonl"
     if own.exists() and any(file.samefile(own) for file in texts):
-        raise UsageError(
-            f"--out {directory}: its texts.jsonl is given as --texts and would be written to; name another"
-        )
+        raise UsageError(f"--out {directory}: its texts.jsonl, given as --texts, would be written to; name another")
     names = [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]
     if names and not force and not any(name in _OWN for name in names):
         raise UsageError(

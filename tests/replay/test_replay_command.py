@@ -165,7 +165,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "prompt-lookup", "--top-p", "0.5"], "need a --temperature beside them"),
         (
             ["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"],
-            "--out /nowhere/x.parquet: there is no directory /nowhere",
+            "x.parquet: there is no directory /nowhere",
         ),
     ],
 )
