@@ -58,9 +58,9 @@ class Response(BaseModel):
     question_id: str | int | None = None
     turn: int = 0
     category: str | None = None
-    prompt_tokens: int = 0
+    prompt_tokens: int
+    tokens: list[int]
     text: str = ""
-    tokens: list[int] = []
     finish: str | None = None
     logprobs: list[float | None] | None = None
 
