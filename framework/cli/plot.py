@@ -8,13 +8,12 @@ from pathlib import Path
 
 from ..contracts.errors import UsageError, printable
 from ..contracts.files import check_output
-from ..contracts.reading import kind_of, path_of
 from ..report.chart_style import FORMATS, MARK, WIDTHS
 from ..report.charts import KINDS, draw_to
 from ..report.finished import FinishedRun, read_runs
 from ..report.page import titles_of
 from ..report.selection import finished_cells
-from .selecting import add_force, add_runs, add_where, comma_list, note_partial
+from .selecting import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, cells that do not allow a chart that was named."""
-    out = None if args.out is None else _folder(args.out)
+    out = None if args.out is None else output_folder(args.out)
     runs = read_runs(args.runs)
     note_partial(runs)
     sections = list(zip(titles_of(runs), runs, strict=True))
@@ -79,15 +78,3 @@ def main(args: argparse.Namespace) -> int:
     if not written:
         raise UsageError("there is nothing to draw: no run has finished cells that draft")
     return 0
-
-
-def _folder(name: Path) -> Path:
-    """The directory called ``name``, made if nothing is there. Raises UsageError for anything else."""
-    folder = path_of(name)
-    if kind_of(folder) in ("file", "other"):
-        raise UsageError(f"--out {printable(str(folder))}: it is not a directory; name one, or a new one")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {printable(str(folder))}: {error.strerror or error}") from None
-    return folder

@@ -164,17 +164,25 @@ def _unfinished(directory: Path) -> str:
     return ""
 
 
-def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
-    """The directories of the cells of a finished run, in the order of its summary, and the remarks there."""
-    file = run.path / "summary.csv"
+def _rows(run: RunDirectory) -> list[dict[str, str]]:
+    """The lines of ``summary.csv``. Raises UsageError if it is damaged."""
     try:
-        rows = list(csv.DictReader(read_text(file, INDEX_BYTES, surrogates=True).splitlines()))
+        rows = list(csv.DictReader(read_text(run.path / "summary.csv", INDEX_BYTES, surrogates=True).splitlines()))
     except csv.Error:
         rows = [{}]
     if not all(row.get("cell") and "error" in row for row in rows):
         raise UsageError(f"summary.csv of the run {run.path} is damaged; run its recipe again")
+    return rows
+
+
+def _remarks(run: RunDirectory) -> list[str]:
+    return read_text(run.path / "summary.md", INDEX_BYTES, surrogates=True).splitlines()
+
+
+def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
+    """The directories of the cells of a finished run, in the order of its summary, and the remarks there."""
     paths = []
-    for cell in [row["cell"] for row in rows if not row["error"]]:
+    for cell in [row["cell"] for row in _rows(run) if not row["error"]]:
         path = run.cell_path(cell)
         if path is None:
             raise UsageError(f"cell {cell} of the run {run.path} is missing or damaged; run its recipe again")
@@ -182,23 +190,32 @@ def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
     return paths, _remarks(run)
 
 
-def _remarks(run: RunDirectory) -> list[str]:
-    return read_text(run.path / "summary.md", INDEX_BYTES, surrogates=True).splitlines()
-
-
 def _so_far(run: RunDirectory, partial: str) -> tuple[list[Path], list[str]]:
-    """The same of a run that is not finished, in the order in which cells were measured, plain decoding first."""
-    heads = [(read_config(path)[1], path) for path in run.found_cells()]
-    heads.sort(key=lambda one: not one[1].name.startswith("none_"))
-    heads.sort(key=lambda one: one[0]["measured"])
-    whole = {head["hash"] for head, path in heads if path.parent.parent == run.path}
-    heads = [(head, path) for head, path in heads if path.parent.parent == run.path or head["hash"] not in whole]
-    remarks = [f"- failed: {head['hash']}: {head['error']}" for head, _ in heads if head["error"]]
+    """The same of a run that is not finished: in the order of its summary, or as cells were measured, plain ones first.
+
+    Of a cell that was measured whole, what an earlier interruption left is passed over.
+    """
+    summed_up = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
+    order = {row["cell"]: i for i, row in enumerate(_rows(run))} if summed_up else {}
+    heads = {}
+    for path in reversed(run.found_cells()):  # those of groups that were cut short stand last
+        head = read_config(path)[1]
+        heads[head["hash"]] = head, path
+    found = sorted(
+        heads.values(),
+        key=lambda one: (
+            order.get(one[0]["hash"], len(order)),
+            one[0]["measured"],
+            not one[1].name.startswith("none_"),
+            one[1].name,
+        ),
+    )
+    remarks = [f"- failed: {head['hash']}: {head['error']}" for head, _ in found if head["error"]]
     if partial:
         remarks.append(f"- note: {partial}")
-        if (run.path / "summary.md").exists():
+        if summed_up:
             remarks += [line for line in _remarks(run) if line.startswith(("- skipped: ", "- note: "))]
-    return [path for head, path in heads if not head["error"]], remarks
+    return [path for head, path in found if not head["error"]], remarks
 
 
 #: What a run says in its summary beyond the numbers, and its cells do not know.

@@ -41,12 +41,12 @@ def run(tmp_path_factory: Any) -> Path:
     return directory.path
 
 
-def commands(run: Path) -> list[list[str]]:
+def commands(run: Path, other: Path) -> list[list[str]]:
     path = str(run)
     return [
         ["report", path],
         ["table", path, "--rows", "drafter", "--value", "block_efficiency,speed_up,tokens_per_second"],
-        ["compare", path, path],
+        ["compare", path, str(other)],
         ["runs", str(run.parent)],
         ["replay", path, "--drafter", "prompt-lookup", "--gamma", "1-2"],
         ["cost", "--run", path],
@@ -74,9 +74,9 @@ def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-def check(run: Path, file: Path, capsys: Any) -> None:
+def check(run: Path, other: Path, file: Path, capsys: Any) -> None:
     """Every command works, or ends with one line that names the file or what is wrong in it."""
-    for command in commands(run):
+    for command in commands(run, other):
         code = cli.main(command)
         out, err = capsys.readouterr()
         assert code in (0, 1, 2) and "report is welcome" not in err and "Traceback" not in out + err, (command, err)
@@ -102,4 +102,4 @@ def test_a_changed_value(run: Path, tmp_path: Path, capsys: Any, data: Any) -> N
     new = data.draw(st.sampled_from([..., *WRONG]))
     text = json.dumps(changed(value, at, new), ensure_ascii=False)
     file.write_bytes(text.encode("utf-8", errors="surrogatepass"))
-    check(copy, file, capsys)
+    check(copy, run, file, capsys)
