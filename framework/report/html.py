@@ -25,6 +25,8 @@ from .remarks import differences, remarks_of
 
 #: The modules that draw the page, lay it out and sort it.
 LIBRARIES = ("bokeh", "jinja2", "itables")
+#: In the page's head: `contracts.files.check_output` recognises a page by it.
+MARK = b'content="crossdraft report"'
 
 
 def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]] = ()) -> str:
