@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,3 +35,16 @@ def replace_text(path: Path, text: str) -> None:
     """`replacing` with a text in UTF-8; halves of surrogate pairs, as undecodable names hold them, pass."""
     with replacing(path) as file:
         file.write(text.encode("utf-8", errors="surrogatepass"))
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``$CROSSDRAFT_CACHE``, else the platform's cache directory."""
+    if chosen := os.environ.get("CROSSDRAFT_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "crossdraft"
