@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UsageError,
     )
+    from .framework.contracts.files import cache_dir
     from .framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
     from .framework.contracts.hookspecs import Register, hookimpl
     from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from .framework.decoding.build import find_drafter, make_verifier
     from .framework.decoding.custom_generate import custom_generate
     from .framework.decoding.generate import generate, stream
-    from .framework.models.device import cache_dir
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
@@ -202,7 +202,7 @@ _HOME = {
     "Worker": ".framework.contracts.launcher",
     "accept_each": ".framework.contracts.rng",
     "at_once": ".framework.contracts.tensors",
-    "cache_dir": ".framework.models.device",
+    "cache_dir": ".framework.contracts.files",
     "columns": ".framework.contracts.tensors",
     "counting": ".framework.contracts.tensors",
     "custom_generate": ".framework.decoding.custom_generate",

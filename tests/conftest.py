@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from given_context import GivenContext
 from hypothesis import settings
 
+from crossdraft.framework.certificate import outcomes
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.tablelm import Toy
 from crossdraft.framework.certificate.toys import built_in_toys
@@ -57,6 +59,26 @@ def drafts() -> dict[str, Callable]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first: the others fill the other processes meanwhile."""
     items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
+@pytest.fixture(autouse=True)
+def certificates(request: Any, monkeypatch: Any, tmp_path_factory: Any) -> None:
+    """Certificates in a cache of the test's own; of a rule with the same code, runs enumerate once in a process."""
+    if request.node.get_closest_marker("network") is None:
+        monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
+    monkeypatch.setattr(outcomes, "certify_quickly", _certified_once)
+
+
+_NUMBERS = count()
+_ROWS: dict[Any, list[Any]] = {}
+_certify_quickly = outcomes.certify_quickly
+
+
+def _certified_once(verifier: Any, options: Any) -> list[Any]:
+    key = (verifier, verifier.verify, verifier.traits(options), str(options))
+    if key not in _ROWS:
+        _ROWS[key] = _certify_quickly(verifier, options)
+    return _ROWS[key]
 
 
 @pytest.fixture(autouse=True)

@@ -42,8 +42,8 @@ def crossdraft_register_verifiers(register):
     register(
         "lenient",
         f"{__name__}.lenient:Lenient",
-        summary="lossy: token verification with lenience (Leviathan et al. 2023)",
+        summary="token verification with lenience (Leviathan et al. 2023)",
     )
-    register("typical", f"{__name__}.typical:Typical", summary="lossy: typical acceptance (Medusa, Cai et al. 2024)")
-    register("top-k", f"{__name__}.top_k:TopK", summary="lossy: top-k with a tolerance (SpecDec, Xia et al. 2023)")
-    register("bild", f"{__name__}.bild:BiLD", summary="lossy: rollback on surprise (BiLD, Kim et al. 2023)")
+    register("typical", f"{__name__}.typical:Typical", summary="typical acceptance (Medusa, Cai et al. 2024)")
+    register("top-k", f"{__name__}.top_k:TopK", summary="top-k with a tolerance (SpecDec, Xia et al. 2023)")
+    register("bild", f"{__name__}.bild:BiLD", summary="rollback on surprise (BiLD, Kim et al. 2023)")

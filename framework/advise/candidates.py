@@ -16,10 +16,11 @@ from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
 from ..runs.intervals import Estimate
+from ..runs.marks import mark_of
 from ..runs.metrics import Metrics, free
 from ..runs.recipe import CellConfig
 from ..runs.records import CellResult
-from ..runs.titles import group_title, is_lossless
+from ..runs.titles import group_title
 from .acceptance import Acceptance
 
 #: Rules that accept token i whatever is drafted after it.
@@ -157,8 +158,10 @@ def of_run(
             notes.append(f"{name}: {config.drafter.title} × {config.verifier.title} failed and is left out")
         elif config.is_baseline:
             plain.setdefault(group, {})[config.batch_size] = _moved(cell, elsewhere)
-        elif not is_lossless(config):
-            notes.append(f"{name}: {config.verifier.title} changes what the target says and is left out")
+        elif not (mark := mark_of(result)).headline:
+            advice = f"; crossdraft certify --verifier {config.verifier.name} certifies it"
+            why = f"{config.verifier.title} is left out: {mark}"
+            notes.append(f"{name}: {why}{advice if mark.kind == 'uncertified' else ''}")
         elif result.metrics.block_efficiency is None or not result.metrics.acceptance:
             notes.append(f"{name}: {config.drafter.title} had no room for a draft in any round and is left out")
         else:

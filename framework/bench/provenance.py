@@ -16,6 +16,7 @@ from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.placement import described, first_device
 from ..models.resolve import resolve
 from ..models.threads import settings
+from ..runs.marks import mark_of
 from ..runs.recipe import CellConfig, Strategy
 from ..runs.sources import code_sha256, source_of
 
@@ -40,6 +41,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         **{library: environment["versions"][library] for library in LIBRARIES},
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
+        "mark": mark_of(config).to_json(),
         "device": f"{device.type} ({hardware}){described(config.device)}",
         **_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
@@ -73,7 +75,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append("the clock (they were not timed)")
     for key, value in now.items():
         old = before.get(key)
-        if key == "timed":  # timed ones serve both
+        if key in ("timed", "mark"):  # timed ones serve both; a certificate changes no number
             continue
         if key in ("drafter", "verifier"):
             if old != value or not value["sha256"]:

@@ -56,6 +56,7 @@ def run(
     say: Callable[[str], None] | None = say,
     progress: bool = False,
     debug: bool = False,
+    certify: Callable[[Sequence[CellConfig]], None] | None = None,
 ) -> Outcome:
     """Run every cell of a recipe, and write its records to ``out/<recipe>-<hash>/``.
 
@@ -74,6 +75,7 @@ def run(
         say: where progress is told, a line at a time; None to be silent.
         progress: show a bar on standard error, if it is a terminal.
         debug: tell the traceback of a cell that fails, too.
+        certify: called with the cells to measure before anything is loaded for them; raises what refuses them.
 
     Raises:
         UsageError: the recipe or its prompts are wrong, or something it names cannot work: told before anything is
@@ -84,7 +86,7 @@ def run(
     directory = RunDirectory(directory_of(recipe, expanded, out, shard))
     session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit), shard)
     session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
-    session.out, session.timed = Path(out), not untimed
+    session.out, session.timed, session.certify = Path(out), not untimed, certify
     counts = [_count(sum(map(len, session.groups)), "cell"), _count(len(session.groups), "group")]
     part = f" (shard {shard} of {_count(len(expanded.groups()), 'group')})" if shard else ""
     tell(f"{recipe.name}: {counts[0]} in {counts[1]}{part}, {_count(len(prompts), 'prompt')} each")
@@ -121,6 +123,7 @@ class _Session:
     debug: bool
     out: Path
     timed: bool
+    certify: Callable[[Sequence[CellConfig]], None] | None
 
     def __init__(
         self,
@@ -151,6 +154,8 @@ class _Session:
         for group in groups:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
+        if self.certify is not None:
+            self.certify(new)
         for note in preflight(self.recipe, new, self.prompts, self.models):
             self.outcome.notes.append(note)
             self.tell(f"note: {note}")
@@ -313,7 +318,7 @@ def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
     found: list[dict[str, Any]] = []
     for one in provenances:
-        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier")}
+        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier", "mark")}
         if conditions and conditions not in found:
             found.append(conditions)
     return found

@@ -177,9 +177,9 @@ def _translates(found: NamedDrafter) -> bool:
     """Whether a drafter asks for a model with tokens of its own. UsageError if none can be built for a table."""
     from .toys import built_in_toys, toys_of_two_vocabularies
 
-    if not (reason := _refusal(found, built_in_toys()[0])):
+    if not (reason := refusal(found, built_in_toys()[0])):
         return False
-    if not _refusal(found, toys_of_two_vocabularies()[0]):
+    if not refusal(found, toys_of_two_vocabularies()[0]):
         return True
     raise UsageError(
         f"drafter '{found.drafter}' cannot be enumerated, because the targets here are tables of probabilities: "
@@ -187,7 +187,7 @@ def _translates(found: NamedDrafter) -> bool:
     )
 
 
-def _refusal(found: NamedDrafter, toy: Toy) -> str:
+def refusal(found: NamedDrafter, toy: Toy) -> str:
     """Why a drafter cannot be built for a target that is a table."""
     import torch
 

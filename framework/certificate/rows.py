@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..contracts.drafter import StrategyConfig
 from ..contracts.errors import CrossdraftError, NumericalError
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
@@ -24,6 +25,7 @@ class Row:
         lengths: how deep drafts could be, a number a round.
         temperature: the target's.
         drafted: whether any draft had a token.
+        options: the verifier's validated config; None = its defaults.
     """
 
     toy: str
@@ -37,11 +39,12 @@ class Row:
     drafted: bool = False
     error: str | None = None
     bounds: Bounds | None = None
+    options: StrategyConfig | None = None
 
     @property
     def promise(self) -> VerifierTraits:
-        """What the verifier says of itself."""
-        return self.verifier.traits(self.verifier.Config())
+        """The verifier's traits."""
+        return _promise(self.verifier, self.options)
 
     @property
     def bad(self) -> bool:
@@ -101,25 +104,28 @@ def certify_row(
     verifier: type[Verifier],
     rounds: int | None = None,
     gamma: int | None = None,
+    options: StrategyConfig | None = None,
 ) -> Row:
     """Certify one pair.
 
     Args:
+        options: the verifier's validated config; None = its defaults.
         rounds: ``None`` = 1, but 2 if anything is remembered from round to round.
         gamma: how deep drafts may be in every round; ``None`` = as deep as the toy says and costs seconds.
 
     Raises:
         CannotRun: a pair that is incompatible, or too large (`TooMuch`).
     """
-    row = Row(toy.name, label, verifier, (gamma or 0,), 1.0)
+    row = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options)
     try:
-        temperature = _temperature(kind, verifier)
-        lengths = tuple(_lengths(toy, label, kind, verifier, temperature, rounds, gamma))
+        promise = row.promise
+        temperature = _temperature(kind, promise)
+        lengths = tuple(_lengths(toy, label, kind, verifier.name, promise, temperature, rounds, gamma))
         row = replace(row, lengths=lengths, temperature=temperature)
         found = certify(
             toy,
             kind.build,
-            verifier,
+            verifier if options is None else lambda: verifier(options),
             rounds=len(lengths),
             gamma=lengths,
             temperature=temperature,
@@ -155,28 +161,33 @@ def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, known: dict[A
     return known[key]
 
 
-def _temperature(kind: DraftKind | NamedDrafter, verifier: type[Verifier]) -> float:
+def _promise(verifier: type[Verifier], options: StrategyConfig | None) -> VerifierTraits:
+    return verifier.traits(verifier.Config() if options is None else options)
+
+
+def _temperature(kind: DraftKind | NamedDrafter, promise: VerifierTraits) -> float:
     """The target's temperature that a pair is certified at."""
     drafter, config = kind.config(1)
     zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only
-    return 0.0 if zero or verifier.traits(verifier.Config()).temperature_zero_only else 1.0
+    return 0.0 if zero or promise.temperature_zero_only else 1.0
 
 
 def _lengths(
     toy: Toy,
     label: str,
     kind: DraftKind | NamedDrafter,
-    verifier: type[Verifier],
+    verifier: str,
+    promise: VerifierTraits,
     temperature: float,
     rounds: int | None,
     gamma: int | None,
 ) -> list[int]:
     """How deep drafts may be in each round."""
-    sampling, promise = Sampling(temperature=temperature), verifier.traits(verifier.Config())
+    sampling = Sampling(temperature=temperature)
     wanted = toy.gamma if gamma is None else gamma
     drafter, config = kind.config(wanted)
     traits = drafter.traits(config, sampling)
-    if reason := incompatible(kind.drafter, traits, verifier.name, promise, sampling):
+    if reason := incompatible(kind.drafter, traits, verifier, promise, sampling):
         raise CannotRun(f"{label}: {reason}")
 
     def cost(length: int) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "chains (single draft), of any draft by a rule that keeps the law of every round (LP), by any rule (full "
         "information), and the largest Pr(tau >= 1) (root)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, and the verdict on standard error")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each pair and toy, and why others were skipped"
+    )
     certify_model.add_arguments(parser)
 
 
@@ -99,6 +101,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--rounds must be at least 1, got {args.rounds}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
+    from ..certificate.certify import one_thread
     from ..certificate.effort import check_law
     from ..certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
 
@@ -107,23 +110,14 @@ def main(args: argparse.Namespace) -> int:
     for toy in toys:
         check_law(toy.name, toy.vocab_size, args.rounds or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
-    with _one_thread():
+    with one_thread():
         rows, incompatible, left_out = _rows(args, toys, drafts, verifiers)
 
     if left_out and not rows:
         raise UsageError(left_out[0])
-    for sentence in (*unusable, *left_out):
+    for sentence in unusable:
         print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
-    if args.verifier or args.draft:
-        for sentence in incompatible:
-            print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
-    elif incompatible:
-        pairs = "pair" if len(incompatible) == 1 else "pairs"
-        print(
-            f"crossdraft: skipped: {len(incompatible)} {pairs} of draft and verifier that cannot run together; name a "
-            "--draft or --verifier to see why",
-            file=sys.stderr,
-        )
+    _print_skipped(incompatible, left_out, args.verbose or not rows)
     for sentence in dict.fromkeys(s for row in rows if row.bounds is not None for s in row.bounds.missing):
         print(f"crossdraft: bounds left out: {sentence}", file=sys.stderr)
     if not rows:
@@ -131,10 +125,63 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
-        _print_table(rows, args.bounds)
-    if not (args.toy or args.draft or args.drafter or args.gamma is not None):
-        _remember(rows)
-    return 1 if unusable or any(row.bad for row in rows) or (args.drafter and _without_drafts(rows)) else 0
+        (_print_table if args.verbose or args.bounds else _print_compact)(rows, args.bounds)
+    whole = not (args.toy or args.draft or args.gamma is not None)
+    _remember(rows, whole, drafts if args.drafter else {})
+    line, failed = _verdict(rows, bool(args.drafter))
+    if args.json:
+        print(line, file=sys.stderr)
+    else:
+        print(f"\n{line}")
+    return 1 if unusable or failed else 0
+
+
+def _print_skipped(incompatible: Sequence[str], left_out: Sequence[str], verbose: bool) -> None:
+    """One line for all pairs that were not enumerated, or with ``--verbose`` one for each."""
+    if verbose:
+        for sentence in (*left_out, *incompatible):
+            print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+        return
+    parts = [(len(incompatible), "cannot run together"), (len(left_out), "too large to enumerate")]
+    if told := ", ".join(f"{count} {why}" for count, why in parts if count):
+        print(f"crossdraft: skipped pairs of draft and verifier: {told} (--verbose lists them)", file=sys.stderr)
+
+
+def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
+    """The line that certify ends with, and if it reports a failure."""
+    from ..certificate.outcomes import place, worst_row
+
+    wrong = [found for rule in dict.fromkeys(row.verifier for row in rows) if (found := worst_row(_of(rule, rows)))]
+    if wrong:
+        wrong.sort(key=lambda row: -(row.tv or 0.0))
+        names = ", ".join(f"'{row.verifier.name}'" for row in wrong)
+        what = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
+        if of_drafter:
+            what = f"drafter '{wrong[0].draft}' with {what}"
+        return f"FAILED: {what} the target's distribution (TV up to {wrong[0].tv:.2g} {place(wrong[0])})", True
+    if errors := [row for row in rows if row.error is not None]:
+        row = errors[0]
+        more = f"; {len(errors) - 1} more pairs failed" if len(errors) > 1 else ""
+        return f"FAILED: verifier '{row.verifier.name}' {place(row)}: {row.error}{more}", True
+    if idle := sorted(rule.name for rule in _without_drafts(rows)):
+        return f"not certified: no draft of any token reached {', '.join(idle)}", of_drafter
+    certified = [row for row in rows if row.promise.lossless]
+    lossy = len(rows) - len(certified)
+    if not certified:
+        return f"lossy: nothing to certify, {_count(lossy)} with verifiers that are declared lossy", False
+    more = f"; {_count(lossy)} declared lossy" if lossy else ""
+    return (
+        f"lossless: {_count(len(certified))} certified, TV at most {max(row.tv or 0.0 for row in certified):.2g}{more}",
+        False,
+    )
+
+
+def _count(pairs: int) -> str:
+    return f"{pairs} pair{'' if pairs == 1 else 's'}"
+
+
+def _of(rule: type[Verifier], rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.verifier is rule]
 
 
 def _drafts(args: argparse.Namespace) -> Drafts:
@@ -150,19 +197,6 @@ def _drafts(args: argparse.Namespace) -> Drafts:
         raise UsageError("--draft and --drafter both say what drafts; leave one of them out")
     found = named_drafter(args.drafter, args.drafter_option or ())
     return {found.label: found}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The models are tiny: threads cost more than they gain."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _rows(
@@ -227,17 +261,60 @@ def _without_drafts(rows: Sequence[Row]) -> set[type[Verifier]]:
     return {row.verifier for row in rows} - {row.verifier for row in rows if row.drafted}
 
 
-def _remember(rows: Sequence[Row]) -> None:
-    """Write down which rules passed the whole table."""
-    from ..models.device import cache_dir
-    from ..runs.ledger import remember
+def _remember(rows: Sequence[Row], whole: bool, named: Drafts) -> None:
+    """Keep what was found with the digest of the code.
 
-    failed = {row.verifier for row in rows if not row.proves} | _without_drafts(rows)
-    passed = [rule for rule in dict.fromkeys(row.verifier for row in rows) if rule not in failed]
+    A failure is kept whatever part of the table was enumerated, a success only of the whole one. With a named drafter,
+    that one is certified, by the verifiers that are certified themselves.
+    """
+    from ..certificate.outcomes import outcome
+    from ..contracts.files import cache_dir
+    from ..runs import ledger
+    from ..runs.marks import mark_of_rule
+
+    found = []
+    for drafter in named.values():
+        cls, options = drafter.config(0)
+        judged = [row for row in rows if mark_of_rule(row.verifier, row.verifier.Config()).headline]
+        found.append((cls, options, outcome(judged)))
+    if not named:
+        for rule in dict.fromkeys(row.verifier for row in rows):
+            found.append((rule, rule.Config(), outcome(_of(rule, rows))))
+    kept = [(*key, one) for *key, one in found if one is not None and (whole or not one.lossless)]
     try:
-        remember(passed, cache_dir())
+        ledger.remember(kept)
     except OSError as error:
         print(f"crossdraft: what was certified could not be noted in {cache_dir()}: {error.strerror}", file=sys.stderr)
+
+
+def _print_compact(rows: list[Row], _: bool) -> None:
+    """A line for each verifier."""
+    from tabulate import tabulate
+
+    from ..certificate.outcomes import worst_row
+
+    table = []
+    for rule in dict.fromkeys(row.verifier for row in rows):
+        own = _of(rule, rows)
+        errors = [row for row in own if row.error is not None]
+        worst = worst_row(own)
+        verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
+        verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
+        table.append(
+            [
+                rule.name,
+                ", ".join(dict.fromkeys(row.draft for row in own)),
+                str(len(own)),
+                f"{max((row.tv for row in own if row.tv is not None), default=0.0):.2g}",
+                errors[0].verdict if errors and worst is None else verdict,
+            ]
+        )
+    header = ["verifier", "drafts", "pairs", "largest TV", "lossless"]
+    print(
+        tabulate(
+            table, headers=header, tablefmt="simple", disable_numparse=True, maxcolwidths=[None, 60, None, None, None]
+        )
+    )
 
 
 def _print_table(rows: list[Row], with_bounds: bool) -> None:

@@ -202,8 +202,10 @@ def _of_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pair(result: CellResult) -> list[str]:
+    from ..runs.titles import verifier_title
+
     config = result.config
-    return [config.drafter.title, config.verifier.title, f"{config.sampling.temperature:g}", str(config.batch_size)]
+    return [config.drafter.title, verifier_title(result), f"{config.sampling.temperature:g}", str(config.batch_size)]
 
 
 # -- another machine --------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def decoded(
     ``chat``: see `models.chat.encode`; ``dtype``, ``device`` and ``trust_remote_code``: `load_model`. Raises UsageError
     where it cannot be written, or prompts cannot be read.
     """
-    from ..models.device import cache_dir, pick_device, pick_dtype
+    from ..contracts.files import cache_dir
+    from ..models.device import pick_device, pick_dtype
     from ..models.digests import model_sha256
     from ..models.resolve import resolve
     from ..runs.prompts import load_prompts

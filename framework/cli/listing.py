@@ -16,23 +16,50 @@ _REQUIRED = "(required)"
 def list_names(args: argparse.Namespace) -> int:
     if args.name:
         return _describe(args.kind, args.name, args.json)
+    marks = _marks() if args.kind == "verifiers" else {}
     kinds = [args.kind] if args.kind else plugins.KINDS
     found = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
     if args.json:
         _print_json(
             {
-                kind: [{"name": e.name, "summary": e.summary, "provider": e.provider} for e in entries]
+                kind: [
+                    {"name": e.name, "summary": e.summary, "provider": e.provider}
+                    | ({"mark": marks[e.name]} if e.name in marks else {})
+                    for e in entries
+                ]
                 for kind, entries in found.items()
             }
         )
         return 0
     for kind, entries in found.items():
-        _print_table([kind, "", "from"], [[e.name, e.summary, e.provider] for e in entries])
+        header = [kind, *(["mark"] if marks else []), "", "from"]
+        rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
+        _print_table(header, rows)
+    if not args.kind:  # the marks follow from the classes, which import PyTorch
+        print("crossdraft list verifiers shows which are certified lossless, not certified, FAILED or lossy")
     return 0
+
+
+def _marks() -> dict[str, str]:
+    """The mark of each verifier with its default options, as a text."""
+    from ..contracts.errors import CrossdraftError
+    from ..runs.marks import mark_of_rule
+
+    found = {}
+    for name in plugins.entries("verifiers"):
+        try:
+            rule = plugins.get("verifiers", name)
+            required = any(field.is_required() for field in rule.Config.model_fields.values())
+            found[name] = "follows from its options" if required else str(mark_of_rule(rule, rule.Config()))
+        except CrossdraftError:
+            found[name] = "unusable"
+    return found
 
 
 def _describe(kind: str, name: str, as_json: bool) -> int:
     """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
+    from ..runs.marks import mark_of_rule
+
     known = plugins.entries(kind)
     if name not in known:
         raise UnknownNameError.among(kind.removesuffix("s"), name, known)
@@ -54,9 +81,10 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             with plugins.guarded(kind, name, "its Config"):
                 config = value.Config()
             traits = plugins.traits_of(kind, value, config)
-            facts |= {"lossless": traits.lossless, "drafts": sorted(traits.drawn)}
+            mark = mark_of_rule(value, config)
+            facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": sorted(traits.drawn)}
             judged = ", ".join(sorted(traits.drawn))
-            lines.append(f"{'lossless' if traits.lossless else 'LOSSY'}; judges drafts: {judged}")
+            lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; judges drafts: {judged}")
     if as_json:
         _print_json(facts)
         return 0

@@ -11,11 +11,12 @@ from ..advise.engine import Range, Schedule
 from ..contracts.errors import UsageError
 from ..report.finished import FinishedRun
 from ..report.page import titles_of
-from ..runs.titles import group_title, is_lossless
+from ..runs.marks import mark_of
+from ..runs.titles import group_title
 
 
 def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Of each lossless pair with its own draft length, whatever the batch size, what every known engine is told.
+    """Of each certified pair with its own draft length, whatever the batch size, what every known engine is told.
 
     Returns:
         ``title`` of the pair; ``engines``: ``name``, ``text`` to copy (empty where the engine cannot do it) and
@@ -27,7 +28,7 @@ def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         pairs = {}
         for result in run.summary.results:
             config, metrics = result.config, result.metrics
-            if not config.is_baseline and metrics is not None and metrics.acceptance and is_lossless(config):
+            if not config.is_baseline and metrics is not None and metrics.acceptance and mark_of(result).headline:
                 pairs.setdefault(config.model_copy(update={"batch_size": 1}).hash, result)
         for result in pairs.values():
             config = result.config

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import plugins
 from ..contracts.errors import UsageError, quoted
 from .consent import add_consent, texts_in, trusted
+from .run_certificates import certify_missing
 from .streams import complain, print_kept
 from .tracking import tracking
 
@@ -139,12 +140,20 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         say=None if args.quiet else say,
         progress=not args.quiet,
         debug=args.debug,
+        certify=lambda cells: certify_missing(cells, _quiet if args.quiet else say),
     )
+
+
+def _quiet(_: str) -> None:
+    """Print nothing."""
 
 
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ..bench.launch import launch
+    from ..bench.matrix import plan
     from ..bench.run import say
+
+    certify_missing(plan(recipe).cells, _quiet if args.quiet else say)  # once, not in every process
 
     options = {}
     for given in args.launcher_options:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -148,3 +149,16 @@ def _bears(path: Path, mark: bytes) -> bool:
         first = file.read(_ENDS)
         file.seek(max(0, status.st_size - _ENDS))
         return mark in first or mark in file.read(_ENDS)
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``$CROSSDRAFT_CACHE``, else the platform's cache directory."""
+    if chosen := os.environ.get("CROSSDRAFT_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "crossdraft"

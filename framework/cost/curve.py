@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..contracts.errors import UsageError, first_line
-from ..contracts.files import replace_text
+from ..contracts.files import cache_dir, replace_text
 from ..contracts.limits import CONFIG_BYTES
 from ..contracts.reading import read_json
-from ..models.device import cache_dir
 from ..runs.recipe import digest
 
 logger = logging.getLogger(__name__)

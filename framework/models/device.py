@@ -1,9 +1,7 @@
-"""Where models are kept and run: cache directory, device, dtype, and what the processor can do."""
+"""Where models are run: device, dtype, and what the processor can do."""
 
 from __future__ import annotations
 
-import os
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,19 +32,6 @@ def lines_of(file: str) -> list[str]:
         return Path(file).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-
-
-def cache_dir() -> Path:
-    """Where fetched models are kept: ``$CROSSDRAFT_CACHE``, else the platform's cache directory."""
-    if chosen := os.environ.get("CROSSDRAFT_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "crossdraft"
 
 
 def pick_device(device: str | torch.device) -> torch.device:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..contracts.errors import ModelError
-from ..contracts.files import replace_text
-from .device import cache_dir
+from ..contracts.files import cache_dir, replace_text
 from .quantization import quantizer
 
 if TYPE_CHECKING:

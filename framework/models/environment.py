@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..contracts.files import cache_dir
 from . import threads
-from .device import cache_dir, cpu_features, lines_of, pick_device, pick_dtype
+from .device import cpu_features, lines_of, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")
 PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")

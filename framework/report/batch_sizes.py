@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .. import plugins
 from ..cost.finished_cells import last_paying, speed_ups_of
 from ..cost.prediction import pays_until
+from ..runs.marks import mark_of
 from ..runs.titles import group_title, verifier_title
 from .layout import tabulated
 
@@ -66,7 +67,7 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
             continue
         key = config.model_copy(update={"batch_size": 1}).hash
         if key not in pairs:
-            pairs[key] = Pair(config.drafter.title, verifier_title(config))
+            pairs[key] = Pair(config.drafter.title, verifier_title(result))
             found.pairs.append(pairs[key])
         pairs[key].results[config.batch_size] = result
     return {title: found for title, (found, _) in series.items() if len(found.baselines) > 1}
@@ -87,6 +88,8 @@ def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
             numbers = f"{efficiency.value:.2f}" if efficiency else "", f"{metrics.target_rows_per_token:.2f}"
             last = last_paying(pair.results, series.baselines, summary.curves)
             rows.append([pair.drafter, pair.verifier, *numbers, *_ratios(pair.speed_ups, batch_sizes, last)])
+            if not all(mark_of(result).headline for result in pair.results.values()):
+                continue
             best = single if pair.single_draft else multi
             best |= {b: max(speed_up, best.get(b, 0.0)) for b, speed_up in pair.speed_ups.items()}
         if single and multi:

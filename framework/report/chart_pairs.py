@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ..runs.marks import mark_of
 from ..runs.titles import group_title, verifier_title
 from .chart_style import MOST_PANELS, Mark, ends, entry, label, legend, marks, panels, swatch, text, visible
 
@@ -44,11 +45,11 @@ def pair_list(
     for result in sorted(drafting(results), key=lambda r: r.config.batch_size):
         if result.metrics is not None and value(result.metrics) is not None:
             setting = settings.setdefault(group_title(result.config, cells, but="batch_size"), {})
-            setting.setdefault((result.config.drafter.title, verifier_title(result.config)), result)
+            setting.setdefault((result.config.drafter.title, verifier_title(result)), result)
     if not settings:
         return None
     shown = dict(list(settings.items())[:MOST_PANELS])
-    order = dict.fromkeys((r.config.drafter.title, verifier_title(r.config)) for r in drafting(results))
+    order = dict.fromkeys((r.config.drafter.title, verifier_title(r)) for r in drafting(results))
     groups = [{pair: found[pair] for pair in order if pair in found} for found in shown.values()]
     shown_pairs = {pair for found in groups for pair in found}
     drafters = list(dict.fromkeys(drafter for drafter, rule in order if (drafter, rule) in shown_pairs))
@@ -87,7 +88,7 @@ def pair_list(
 def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
     """Block efficiency against the positions that the target evaluates in a round, a panel a batch size and setting.
 
-    The step is the best there is for so many rows: no pair above it, and none to the left of its corners.
+    The step is the best of the certified pairs for so many rows: none of them lies above it.
     """
     cells = [r.config for r in results]
     groups: dict[str, list[CellResult]] = {}
@@ -99,21 +100,23 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
     shown = dict(list(groups.items())[:MOST_PANELS])
     every = [r for found in shown.values() for r in found]
     colours = marks(r.config.drafter.title for r in every)
-    shapes = marks(verifier_title(r.config) for r in every)
+    shapes = marks(verifier_title(r) for r in every)
 
     figure, found = panels(len(shown), width)
     for panel, (_, group) in zip(found, shown.items(), strict=True):
         batch_size = group[0].config.batch_size
         points = [(float(batch_size), 1.0)]
+        certified = points[:]
         panel.plot(*points[0], **_PLAIN_POINT)
         for result in group:
             assert result.metrics is not None and result.metrics.block_efficiency is not None
             x, estimate = rows_in_a_round(result), result.metrics.block_efficiency
             points.append((x, estimate.value))
-            drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result.config)]
+            certified += points[-1:] * mark_of(result).headline
+            drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result)]
             mark = Mark(drafter.colour, shape.marker, drafter.hollow)
             _point(panel, x, estimate.value, estimate, mark)
-        corners = front(points)
+        corners = front(certified)
         right = max(x for x, _ in points)
         xs, ys = [x for x, _ in corners], [y for _, y in corners]
         panel.step([*xs, right], [*ys, ys[-1]], where="post", color="0.75", linewidth=0.9, zorder=1)

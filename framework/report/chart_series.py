@@ -100,7 +100,7 @@ def acceptance(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
         if result.metrics is not None and result.metrics.acceptance:
             setting = group_title(result.config, cells, but="batch_size")
             of = drawn.setdefault((result.config.drafter.title, setting), {})
-            of.setdefault(verifier_title(result.config), result)
+            of.setdefault(verifier_title(result), result)
     if not drawn:
         return None
     shown = dict(list(drawn.items())[:MOST_PANELS])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, printable
 from ..runs.intervals import Estimate
+from ..runs.marks import mark_of
 from ..runs.metrics import free, paired_difference, prompts_of_pieces
 from ..runs.pace import speed_up_ratio
 from ..runs.recipe import RUN_KEYS
@@ -82,15 +83,15 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     settled = _settled(drafting, comparison.remarks)
     matched = _matched(drafting[0], drafting[1], lambda c: (_setting(c, settled), *_pair(c)))
     left = [[r for r in some if not any(r is one for pair in matched for one in pair)] for some in drafting]
-    matched += _matched(left[0], left[1], lambda c: (_setting(c, settled), c.drafter.title, verifier_title(c)))
+    matched += _matched(left[0], left[1], lambda c: (_setting(c, settled), c.drafter.title, c.verifier.title))
     if not matched:
         raise UsageError(
             f"{names[0]} and {names[1]} have no pair in common; crossdraft table shows what each of them has"
         )
     for side, some in enumerate(drafting):
         cells = [r.config for r in runs[side].summary.results]
-        alone = [r.config for r in some if not any(r is pair[side] for pair in matched)]
-        comparison.only[side].extend(f"{_called(c)} ({group_title(c, cells)})" for c in alone)
+        alone = [r for r in some if not any(r is pair[side] for pair in matched)]
+        comparison.only[side].extend(f"{_called(r)} ({group_title(r.config, cells)})" for r in alone)
     cells, order = [one.config for one, _ in matched], [id(result) for result in drafting[0]]
     for one, other in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
         comparison.pairs.append(_difference(one, other, runs, cells))
@@ -204,10 +205,12 @@ def _difference(
         options = {"name": (mine.name, theirs.name)}
         options |= {key: (mine.config.get(key), theirs.config.get(key)) for key in mine.config | theirs.config}
         differs += [f"{key} {shown(x)} / {shown(y)}" for key, (x, y) in options.items() if x != y]
+    marks = [str(mark_of(result)) for result in (one, other)]
+    differs += [" / ".join(marks)] * (marks[0] != marks[1])
     efficiency = one.metrics.block_efficiency, other.metrics.block_efficiency
     speeds = one.metrics.speed_up, other.metrics.speed_up
     setting = group_title(one.config, cells)
-    names = one.config.drafter.title, verifier_title(one.config)
+    names = one.config.drafter.title, verifier_title(one)
     return PairDifference(setting, *names, differs, efficiency, difference, speeds, _ratio(one, other, runs))
 
 
@@ -236,5 +239,5 @@ def _same_pieces(one: CellResult, other: CellResult, runs: Sequence[FinishedRun]
     return four if len(four) == 4 and len(pieces) == 1 else None
 
 
-def _called(config: CellConfig) -> str:
-    return f"{config.drafter.title} × {verifier_title(config)}"
+def _called(result: CellResult) -> str:
+    return f"{result.config.drafter.title} × {verifier_title(result)}"

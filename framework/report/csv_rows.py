@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..runs.marks import mark_of
 from ..runs.metrics import TIMES
 from ..runs.titles import is_lossless
 
@@ -38,6 +39,7 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         row |= {kind: name, f"{kind}_label": label or name, f"{kind}_config": json.dumps(strategy)}
     row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
     row["lossless"] = is_lossless(result.config)
+    row["certificate"] = "" if result.config.is_baseline else str(mark_of(result))
     row["error"] = result.error or ""
     if result.metrics is None:
         return row

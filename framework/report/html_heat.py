@@ -48,7 +48,7 @@ def maps_of(results: Sequence[CellResult]) -> list[Map]:
         without = {key: value for key, value in config.drafter.config.items() if key != "gamma"}
         same = {"batch_size": 1, "drafter": config.drafter.model_copy(update={"config": without, "label": ""})}
         drafter = config.drafter.title.replace(f" gamma={gamma}", "")
-        title = f"{drafter} × {verifier_title(config)}, {group_title(config, cells, but='batch_size')}"
+        title = f"{drafter} × {verifier_title(result)}, {group_title(config, cells, but='batch_size')}"
         one = found.setdefault(config.model_copy(update=same).hash, Map(title))
         one.cells[gamma, config.batch_size] = result.metrics.speed_up.value
     return [one for one in found.values() if len(one.gammas) > 1 and len(one.batch_sizes) > 1]

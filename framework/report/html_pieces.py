@@ -57,7 +57,7 @@ def dot(size: int, fill: str, shape: str = "circle") -> Scatter:
 
 def pair_of(result: CellResult) -> str:
     config = result.config
-    return "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
+    return "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(result)}"
 
 
 def plain_text(text: str) -> str:

@@ -25,6 +25,7 @@ from bokeh.models import (
     VBar,
 )
 
+from ..runs.marks import mark_of
 from .batch_sizes import batch_size_series
 from .html_heat import heat_maps
 from .html_pieces import add_legend, blank, colour, dash, dot, hover, marker, pair_of, plain_text
@@ -138,7 +139,8 @@ def _pareto(series: Any) -> tuple[Any, str] | None:
         if not rates:
             continue
         points = [(rate / b, rate) for b, rate in rates.items()]
-        every += points
+        if all(r.config.is_baseline or mark_of(r).headline for r in results.values()):
+            every += points
         data = {"x": [p[0] for p in points], "y": [p[1] for p in points], "b": list(rates)}
         source = ColumnDataSource(data | {"pair": [plain_text(name)] * len(points)})
         style: dict[str, Any] = {"line_color": "#999999", "line_width": 6, "line_alpha": 0.6}

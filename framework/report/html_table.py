@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import plugins
 from ..runs.columns import meaning
+from ..runs.marks import mark_of
 from ..runs.sources import source_of
-from ..runs.titles import group_title, is_lossless, verifier_title
-from .layout import not_certified
+from ..runs.titles import group_title, verifier_title
 
 if TYPE_CHECKING:
     from ..runs.intervals import Estimate
@@ -52,7 +52,7 @@ def where(title: str, run: FinishedRun, result: CellResult, several: bool) -> st
     """A cell in words: its run, if there are several, its pair and its group."""
     config = result.config
     cells = [r.config for r in run.summary.results]
-    pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
+    pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(result)}"
     return ", ".join([*([title] if several else []), pair, group_title(config, cells)])
 
 
@@ -72,21 +72,24 @@ def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float
     config, metrics = result.config, result.metrics
     assert metrics is not None
     plain = config.is_baseline
+    strong = not plain and mark_of(result).headline
     setting = group_title(config, [r.config for r in run.summary.results], but="batch_size")
     same = metrics.same_as_baseline
     rate = metrics.tokens_per_second if metrics.timed else None
     return {
         "run": _text(title),
         "drafter": _text(config.drafter.title),
-        "verifier": _text("" if plain else verifier_title(config)),
+        "verifier": _text("" if plain else verifier_title(result)),
         "setting": _text(setting),
         "batch_size": {"text": str(config.batch_size), "order": config.batch_size, "bar": None},
-        "block_efficiency": _estimate(None if plain else metrics.block_efficiency, most.get("block_efficiency", 1.0)),
+        "block_efficiency": _estimate(
+            None if plain else metrics.block_efficiency, most.get("block_efficiency", 1.0), strong
+        ),
         "first": _number(metrics.acceptance[0] if metrics.acceptance and not plain else None, ".2f"),
         "rows": _number(metrics.target_rows_per_token, ".2f"),
         "rate": _number(rate, ".1f"),
         "per_user": _number(None if rate is None else rate / config.batch_size, ".1f"),
-        "speed_up": _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0)),
+        "speed_up": _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0), strong),
         "draft": _number(100 * metrics.shares.get("draft", 0.0) if metrics.timed else None, ".0f"),
         "same": _number(None if plain or same is None else 100 * same, ".0f"),
     }
@@ -101,7 +104,7 @@ def _number(value: float | None, form: str) -> dict[str, Any]:
     return {"text": "" if value is None else f"{value:{form}}", "order": -1.0 if value is None else value, "bar": None}
 
 
-def _estimate(found: Estimate | None, most: float) -> dict[str, Any]:
+def _estimate(found: Estimate | None, most: float, strong: bool) -> dict[str, Any]:
     if found is None:
         return _number(None, ".2f")
     low, high = (found.value if end is None else end for end in (found.low, found.high))
@@ -110,6 +113,7 @@ def _estimate(found: Estimate | None, most: float) -> dict[str, Any]:
     return {
         "text": f"{found.value:.2f}",
         "interval": interval,
+        "strong": strong,
         "order": found.value,
         "bar": bar | {"one": round(100 / most, 2), "width": round(bar["high"] - bar["low"], 2)},
     }
@@ -134,14 +138,14 @@ def filters_of(
 
 
 def best_of(runs: RUNS) -> list[tuple[str, str, str]]:
-    """The greatest speed-up and the greatest block efficiency of the lossless cells: what, how much, which cell."""
+    """The greatest speed-up and the greatest block efficiency of certified cells: what, how much, and the cell."""
     found = []
     for what, key in (("greatest speed-up", "speed_up"), ("greatest block efficiency", "block_efficiency")):
         cells = [
             (getattr(r.metrics, key), title, run, r)
             for title, run in runs
             for r in run.summary.results
-            if r.metrics and not r.config.is_baseline and is_lossless(r.config) and getattr(r.metrics, key)
+            if r.metrics and not r.config.is_baseline and mark_of(r).headline and getattr(r.metrics, key)
         ]
         if cells:
             estimate, title, run, result = max(cells, key=lambda cell: cell[0].value)
@@ -151,7 +155,7 @@ def best_of(runs: RUNS) -> list[tuple[str, str, str]]:
 
 
 def certificates(runs: RUNS) -> list[dict[str, str]]:
-    """What is known of every verifier: what it promises, whether that was certified, whose code it is."""
+    """The verifiers of runs: what each claims, its mark, and whose code it is."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for _, run in runs:
         for result in run.summary.results:
@@ -162,14 +166,11 @@ def certificates(runs: RUNS) -> list[dict[str, str]]:
             source = source if isinstance(source, dict) else {}
             digest = str(source.get("sha256") or "")
             installed = source_of(plugins.get("verifiers", config.verifier.name))["sha256"]
-            if not is_lossless(config):
-                says, state = "lossy: it changes what the target says", "there is nothing to certify"
-            elif digest != installed:
-                says, state = "lossless", "not known: what was measured is not the code that is installed here"
-            elif not_certified(config):
-                says, state = "lossless", "not certified on the machine that made this page"
-            else:
-                says, state = "lossless", "certified lossless by enumeration of all outputs"
+            mark = mark_of(result)
+            says = "lossy: it changes the target's distribution" if mark.kind == "lossy" else "lossless"
+            state = "there is nothing to certify" if mark.kind == "lossy" else f"{mark} {mark.where}".rstrip()
+            if digest and digest != installed:
+                state += " (other code than is installed here)"
             code = " ".join(str(source.get(key) or "") for key in ("distribution", "version")).strip()
             found[config.verifier.name, digest] = {
                 "verifier": config.verifier.name,

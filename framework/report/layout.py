@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from .. import plugins
-from ..models.device import cache_dir
-from ..runs.ledger import certified
-from ..runs.titles import group_title, is_lossless
+from ..runs.titles import group_title
 
 if TYPE_CHECKING:
     from ..runs.metrics import Estimate
-    from ..runs.recipe import CellConfig
     from ..runs.records import CellResult
     from .summary import Summary
 
@@ -26,11 +22,6 @@ def groups_of(summary: Summary) -> list[tuple[str, list[CellResult]]]:
     for result in summary.results:
         groups.setdefault(result.config.group, []).append(result)
     return [(group_title(results[0].config, cells), results) for results in groups.values()]
-
-
-def not_certified(config: CellConfig) -> bool:
-    """Does the verifier of a cell promise to be lossless, and was never certified, as it is, on this machine?"""
-    return is_lossless(config) and not certified(plugins.get("verifiers", config.verifier.name), cache_dir())
 
 
 def tabulated(columns: Mapping[str, str] | Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], style: str) -> str:

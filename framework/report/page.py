@@ -110,7 +110,7 @@ def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, Cell
     for result in results:
         if not result.config.is_baseline:
             drafters = groups.setdefault(group_title(result.config, cells), {})
-            drafters.setdefault(result.config.drafter.title, {})[verifier_title(result.config)] = result
+            drafters.setdefault(result.config.drafter.title, {})[verifier_title(result)] = result
     rows = {}
     for title, drafters in groups.items():
         merged: list[tuple[list[str], dict[str, CellResult]]] = []

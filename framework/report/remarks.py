@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ..runs.marks import Mark, mark_of
 from ..runs.metrics import free, paired_difference
 from ..runs.titles import group_title, is_lossless, verifier_title
-from .layout import estimate_text, groups_of, not_certified
+from .layout import estimate_text, groups_of
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
@@ -25,10 +26,7 @@ def remarks_of(summary: Summary) -> list[list[str]]:
         _cut_rounds(summary),
         _busy(summary),
     ]
-    if any(result.metrics and not is_lossless(result.config) for result in summary.results):
-        remarks.append(["lossy verifiers change what the target says: their speed-up is bought with that"])
-    unknown = dict.fromkeys(r.config.verifier.name for r in summary.results if r.metrics and not_certified(r.config))
-    remarks.append([f"not certified: try crossdraft certify --verifier {name}" for name in unknown])
+    remarks.append(_marks(summary.results))
     remarks.append([f"skipped: {sentence}" for sentence in summary.skipped])
     remarks.append(_failures(summary.failed))
     remarks.append([f"note: {note}" for note in summary.notes])
@@ -69,7 +67,7 @@ def differences(summary: Summary) -> list[str]:
             if difference is not None and difference.low is None and difference.value == 0:
                 none += 1
             elif difference is not None:
-                what = f"{drafter.title}: BE of {verifier_title(config)} − {verifier_title(first.config)}"
+                what = f"{drafter.title}: BE of {verifier_title(result)} − {verifier_title(first)}"
                 key = group_title(config, cells, but="batch_size"), what, estimate_text(difference, "+")
                 found.setdefault(key, []).append(config.batch_size)
     lines = []
@@ -79,6 +77,27 @@ def differences(summary: Summary) -> list[str]:
     if none:
         pairs = "1 pair of verifiers has" if none == 1 else f"{none} pairs of verifiers have"
         lines.append(f"{pairs} the same BE on the same prompts")
+    return lines
+
+
+def _marks(results: Sequence[CellResult]) -> list[str]:
+    """What the marks beside verifiers mean, and what to do about them."""
+    marks: dict[str, Mark] = {}
+    for result in results:
+        if result.metrics and not result.config.is_baseline:
+            marks.setdefault(f"{result.config.verifier.name} {(mark := mark_of(result)).kind}", mark)
+    kinds = {mark.kind for mark in marks.values()}
+    lines = ["lossy verifiers change the target's distribution: their speed-up is bought with that"] * (
+        "lossy" in kinds
+    )
+    for key, mark in marks.items():
+        name = key.rpartition(" ")[0]
+        if mark.kind == "failed":
+            lines.append(
+                f"{mark}: '{name}' claims to be lossless, but changes the target's distribution {mark.where}".rstrip()
+            )
+        elif mark.kind == "uncertified":
+            lines.append(f"not certified: try crossdraft certify --verifier {name}")
     return lines
 
 

@@ -41,7 +41,7 @@ class Chosen:
             return (
                 "plain decoding"
                 if config.is_baseline
-                else _without(verifier_title(config), config.verifier.config, told)
+                else _without(verifier_title(self.result), config.verifier.config, told)
             )
         if key in SETTINGS:
             return shown(getattr(config.sampling if key in SAMPLING_KEYS else config, key))
@@ -54,6 +54,8 @@ class Chosen:
         names = {"drafter": config.drafter.name, "verifier": config.verifier.name}
         if key in names and not (key == "verifier" and config.is_baseline) and names[key] == value:
             return True
+        if key == "verifier" and not config.is_baseline and config.verifier.title == value:
+            return True  # whatever its mark
         return self.fact(key) == value or (_number(value) is not None and _number(self.fact(key)) == _number(value))
 
 

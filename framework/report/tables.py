@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..runs.titles import verifier_title
 from .batch_sizes import by_batch_size
-from .layout import estimate_text, groups_of, not_certified, tabulated
+from .layout import estimate_text, groups_of, tabulated
 from .remarks import differences, remarks_of, shortened
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
     shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest") if metrics.timed]
     cells = (
         config.drafter.title,
-        verifier_title(config) + (" (not certified)" if not_certified(config) else ""),
+        verifier_title(result),
         "1" if config.is_baseline else estimate_text(metrics.block_efficiency),
         " ".join(acceptance[:_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
@@ -128,7 +128,7 @@ def _by_category(summary: Summary) -> list[tuple[str, str]]:
             if len(by_category) < 2 or not whole:
                 continue
             for category, found in by_category.items():
-                pair = result.config.drafter.title, verifier_title(result.config)
+                pair = result.config.drafter.title, verifier_title(result)
                 numbers = estimate_text(found.block_efficiency), estimate_text(found.speed_up)
                 rows.append([*pair, category, str(found.prompts), *numbers])
         if rows:

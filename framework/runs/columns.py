@@ -64,6 +64,7 @@ QUANTITIES = (
     _asked("compile_verifier", "Was the rule handed to PyTorch's compiler?"),
     _asked("prefill_tokens", "Most tokens of a prefill pass that prompts share; 0 = each prompt by itself."),
     _asked("lossless", "Does the rule promise to keep the target's distribution?"),
+    _asked("certificate", "The rule's mark: lossless, certified; not certified; FAILED, with its TV; or lossy."),
     Quantity("error", "Why the cell failed; empty if it did not, and then the numbers below are there."),
     Quantity("tokens", "Tokens emitted in all."),
     Quantity("rounds", "Target calls of a sequence after prefill: each drafts, scores and verifies once."),

@@ -1,71 +1,119 @@
-"""Which verifiers were certified lossless on this machine, so that tables can mark those that never were.
+"""Certificates by the code that they are about, kept in the cache directory: those that hold and those that failed.
 
-A verifier is known by its name, the distribution that provides it, and a digest of its code: a rule that was changed
-since has to be certified again, and so has every rule when crossdraft changes.
+A strategy is known by its name, the distribution that provides it, its options and a digest of its code: one that was
+changed since has to be certified again, and so has every one when crossdraft changes. Certificates of older code stay,
+for the runs that were measured with it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..contracts.errors import UsageError
-from ..contracts.files import replace_text
+from ..contracts.files import cache_dir, replace_text
 from ..contracts.limits import Limit
 from ..contracts.reading import read_json
 from .sources import source_of
 
 #: In the cache directory.
 FILE = "certified.json"
-#: Larger files are none of ours.
+#: Larger files are not ours.
 _LARGEST = Limit(2**20, "it is read whole")
+#: The newest certificates are kept, as many as fit a file of that size.
+_MOST = 1000
+_KEYS = ("name", "distribution", "version", "sha256", "crossdraft", "options")
 
 
-def certified(rule: type[Any], directory: Path) -> bool:
-    """Whether ``crossdraft certify`` found this very code lossless, over all that it enumerates by default.
+@dataclass(frozen=True)
+class Certificate:
+    """Outcome of an enumeration.
 
-    crossdraft's own rules count as certified: its tests certify them, on more. A rule without a file never is.
+    Attributes:
+        tv: the largest total variation that was found.
+        lossless: False if the strategy claims to be lossless and is not.
+        where: the toy and the drafts with that total variation.
+    """
+
+    tv: float
+    lossless: bool = True
+    where: str = ""
+
+
+def certificate(
+    strategy: type[Any], options: Any, source: Mapping[str, Any] | None = None, crossdraft: str = ""
+) -> Certificate | None:
+    """The certificate of a verifier or a drafter; None if it was never certified with this code.
 
     Args:
-        rule: a verifier's class.
-        directory: the cache directory, `models.device.cache_dir`.
+        strategy: its class.
+        options: its validated config.
+        source: the code (`sources.source_of`) that is meant if it is not what is installed now.
+        crossdraft: likewise the version of crossdraft.
     """
-    if _ours(rule):
-        return True
-    entry = _entry(rule)
-    return bool(entry["sha256"]) and entry in _read(directory / FILE)
+    wanted = _key(strategy, options, source, crossdraft)
+    if not wanted["sha256"]:
+        return None
+    found = [entry for entry in _read() if all(entry[key] == wanted[key] for key in _KEYS)]
+    return Certificate(found[-1]["tv"], found[-1]["lossless"], found[-1]["where"]) if found else None
 
 
-def remember(rules: Iterable[type[Any]], directory: Path) -> None:
-    """Note that these were certified; those of crossdraft need no note. Raises OSError where nothing can be written."""
-    new = [entry for entry in map(_entry, (rule for rule in rules if not _ours(rule))) if entry["sha256"]]
-    if not new:
-        return
-    same = {(entry["name"], entry["distribution"]) for entry in new}
-    kept = [entry for entry in _read(directory / FILE) if (entry["name"], entry["distribution"]) not in same]
-    replace_text(directory / FILE, json.dumps({"certified": kept + new}, indent=1))
+def remember(outcomes: Iterable[tuple[type[Any], Any, Certificate]]) -> None:
+    """Keep certificates of strategies with options. Raises OSError if nothing can be written.
 
-
-def _ours(rule: type[Any]) -> bool:
-    return rule.__module__.partition(".")[0] == "crossdraft"
-
-
-def _entry(rule: type[Any]) -> dict[str, str]:
-    return {"name": rule.name, **source_of(rule), "crossdraft": version("crossdraft")}
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    """What was noted; nothing where the file is missing, damaged or not ours."""
-    try:
-        entries = read_json(path, _LARGEST).get("certified")
-    except UsageError:
-        return []
-    keys = {"name", "distribution", "version", "sha256", "crossdraft"}
-    return [
-        entry
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and entry.keys() == keys and all(isinstance(v, str) for v in entry.values())
+    Code without a file is left out: nothing shows whether it changed.
+    """
+    new = [
+        {**_key(strategy, options), "tv": found.tv, "lossless": found.lossless, "where": found.where}
+        for strategy, options, found in outcomes
     ]
+    if new := [entry for entry in new if entry["sha256"]]:
+        keys = [[entry[key] for key in _KEYS] for entry in new]
+        kept = [entry for entry in _read() if [entry[key] for key in _KEYS] not in keys]
+        replace_text(cache_dir() / FILE, json.dumps({"certificates": (kept + new)[-_MOST:]}, indent=1))
+
+
+def _key(
+    strategy: type[Any], options: Any, source: Mapping[str, Any] | None = None, crossdraft: str = ""
+) -> dict[str, Any]:
+    source = source_of(strategy, *strategy.wrapped(options)) if source is None else source
+    told = json.dumps(options.model_dump(mode="json"), sort_keys=True, default=str)
+    code = {key: str(source.get(key) or "") for key in ("distribution", "version", "sha256")}
+    return {"name": strategy.name, **code, "crossdraft": crossdraft or version("crossdraft"), "options": told}
+
+
+def _read() -> tuple[dict[str, Any], ...]:
+    """What is kept; nothing if the file is missing, damaged or not ours."""
+    path = cache_dir() / FILE
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return _parsed(path, status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@lru_cache(maxsize=2)
+def _parsed(path: Path, *_: int) -> tuple[dict[str, Any], ...]:
+    try:
+        found = read_json(path, _LARGEST)
+    except UsageError:
+        return ()
+    entries = found.get("certificates") if isinstance(found, dict) else None
+    return tuple(entry for entry in (entries if isinstance(entries, list) else []) if _is_whole(entry))
+
+
+def _is_whole(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {*_KEYS, "tv", "lossless", "where"}
+        and all(isinstance(entry[key], str) for key in (*_KEYS, "where"))
+        and isinstance(entry["lossless"], bool)
+        and isinstance(entry["tv"], float)
+        and math.isfinite(entry["tv"])
+    )

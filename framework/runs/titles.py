@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import plugins
+from .marks import mark_of
 from .recipe import CellConfig
+
+if TYPE_CHECKING:
+    from .records import CellResult
 
 _ALWAYS = ("temperature", "batch_size")
 _OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier", "prefill_tokens")
@@ -28,9 +32,10 @@ def _shared(cell: CellConfig, key: str) -> Any:
     return getattr(cell.sampling if hasattr(cell.sampling, key) else cell, key)
 
 
-def verifier_title(config: CellConfig) -> str:
-    """What tables call the verifier of a cell; a lossy one never without saying so."""
-    return config.verifier.title + ("" if is_lossless(config) else " (lossy)")
+def verifier_title(cell: CellConfig | CellResult) -> str:
+    """What tables call the verifier of a cell, with its mark unless it is certified lossless."""
+    config = cell if isinstance(cell, CellConfig) else cell.config
+    return config.verifier.title + mark_of(cell).suffix
 
 
 def is_lossless(config: CellConfig) -> bool:

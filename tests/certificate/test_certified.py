@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certifying import WrongLater
+from certifying import AcceptAll, WrongLater
 from wrong_rules import accepts_from
 
 from crossdraft.framework import plugins
@@ -18,8 +18,9 @@ from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.rows import TooMuch, certify_row
 from crossdraft.framework.certificate.tablelm import Toy
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.drafter import DraftTraits
+from crossdraft.framework.contracts.drafter import DraftTraits, StrategyConfig
 from crossdraft.framework.runs import ledger, sources
+from crossdraft.framework.runs.marks import Mark, mark_of_rule
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ def test_rules_that_accept_anything_deep_down_are_refused_by_default(
     rows = json.loads(capsys.readouterr().out)
     for toy in ("T0", "G1", "G2", "G3", "G4", "D6"):
         assert {row["lossless"] for row in rows if row["toy"] == toy} == {toy != "D6"}  # no other one is so deep
-    assert not ledger.certified(rule, cache)
+    assert mark_of_rule(rule, rule.Config()).kind == "failed"
 
 
 @pytest.mark.parametrize("depth", [5, 6])
@@ -192,44 +193,76 @@ def test_the_whole_table_is_noted_and_parts_are_not(
     capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
 ) -> None:
     install("verifiers", (match.name, match))
-    assert not ledger.certified(match, cache)
+    assert mark_of_rule(match, match.Config()) == Mark("uncertified")
     for part in (["--draft", "chain"], ["--gamma", "1"]):
         assert cli.main(["certify", "--verifier", "match", *part]) == 0
-        assert not ledger.certified(match, cache)
+        assert mark_of_rule(match, match.Config()) == Mark("uncertified")
     assert cli.main(["certify", "--verifier", "match"]) == 0
-    assert ledger.certified(match, cache)
-    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certified"]
-    assert entry["name"] == "match" and len(entry["sha256"]) == 64 and entry["crossdraft"]
+    assert mark_of_rule(match, match.Config()) == Mark("certified")
+    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
+    assert entry["name"] == "match" and len(entry["sha256"]) == 64 and entry["crossdraft"] and entry["lossless"]
     capsys.readouterr()
 
 
+def test_a_failure_is_noted_whatever_part_it_is_of(
+    capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
+) -> None:
+    wrong = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("draw(p", "draw(p.flip(-1)"))
+    install("verifiers", (wrong.name, wrong))
+    assert cli.main(["certify", "--verifier", "match", "--draft", "chain"]) == 1
+    mark = mark_of_rule(wrong, wrong.Config())
+    assert mark.kind == "failed" and mark.tv and mark.tv > 0.1 and mark.where == "on toy 'T0' with draft 'chain'"
+    assert capsys.readouterr().out.endswith(f"(TV up to {mark.tv:.2g} on toy 'T0' with draft 'chain')\n")
+    mended = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH)
+    assert mark_of_rule(mended, mended.Config()) == Mark("uncertified")
+
+
+PASSED, FAILED = ledger.Certificate(1e-16), ledger.Certificate(0.5, False, "on toy 'T0'")
+
+
 def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
-    ledger.remember([match], cache)
-    assert ledger.certified(match, cache)
+    options = match.Config()
+    ledger.remember([(match, options, FAILED)])
+    assert ledger.certificate(match, options) == FAILED
     changed = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("cumprod", "cumprod  ") + "\n")
-    assert not ledger.certified(changed, cache)
-    ledger.remember([changed], cache)
-    assert ledger.certified(changed, cache)
-    assert len(json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certified"]) == 1
+    assert ledger.certificate(changed, options) is None
+    ledger.remember([(changed, options, PASSED)])
+    assert ledger.certificate(changed, options) == PASSED
+    # That of the older code stays, for what was measured with it.
+    assert len(json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]) == 2
+    ledger.remember([(changed, options, FAILED)])
+    assert ledger.certificate(changed, options) == FAILED
 
 
-def test_another_crossdraft_certifies_again(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
-    ledger.remember([of_known_source], cache)
+def test_the_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ledger, "_MOST", 2)
+    for name in "abc":
+        monkeypatch.setattr(of_known_source, "name", name)
+        ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
+    entries = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
+    assert [entry["name"] for entry in entries] == ["b", "c"]
+
+
+def test_another_crossdraft_certifies_again(of_known_source: Any, monkeypatch: Any) -> None:
+    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
+    now = ledger.version("crossdraft")
     monkeypatch.setattr(ledger, "version", lambda name: "99")
-    assert not ledger.certified(of_known_source, cache)
+    assert ledger.certificate(of_known_source, StrategyConfig()) is None
+    assert ledger.certificate(of_known_source, StrategyConfig(), crossdraft=now) == PASSED
 
 
-def test_crossdrafts_own_rules_need_no_note(cache: Path) -> None:
+def test_crossdrafts_own_rules_are_certified_unless_a_certificate_failed() -> None:
     token = plugins.get("verifiers", "token")
-    assert ledger.certified(token, cache)
-    ledger.remember([token], cache)
-    assert not cache.exists()
+    assert mark_of_rule(token, token.Config()) == Mark("certified")
+    ledger.remember([(token, token.Config(), FAILED)])
+    assert mark_of_rule(token, token.Config()) == Mark("failed", 0.5, "on toy 'T0'")
+    assert str(mark_of_rule(token, token.Config())) == "FAILED (TV 0.5)"
 
 
 def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
-    made = type("Made", (), {"name": "made", "__module__": "__nowhere__"})
-    ledger.remember([made], cache)
-    assert not ledger.certified(made, cache) and not cache.exists()
+    made = type("Made", (AcceptAll,), {"name": "made", "__module__": "__nowhere__"})
+    ledger.remember([(made, made.Config(), PASSED)])
+    assert mark_of_rule(made, made.Config()) == Mark("uncertified") and not cache.exists()
 
 
 @pytest.fixture
@@ -237,7 +270,7 @@ def of_known_source(monkeypatch: Any) -> Any:
     """A rule whose code need not be looked for."""
     source = {"distribution": "rules", "version": "1", "sha256": "0" * 64}
     monkeypatch.setattr(ledger, "source_of", lambda rule: source)
-    return type("Known", (), {"name": "known", "__module__": "rules"})
+    return type("Known", (AcceptAll,), {"name": "known", "__module__": "rules"})
 
 
 @pytest.mark.parametrize(
@@ -248,18 +281,26 @@ def of_known_source(monkeypatch: Any) -> Any:
         b"\xff\xfe",
         b"null",
         b"[]",
-        b'{"certified": 5}',
-        b'{"certified": [1, null, {"name": "match"}]}',
+        b'{"certificates": 5}',
+        b'{"certificates": [1, null, {"name": "match"}]}',
         b"[" * 9999,
     ],
 )
 def test_damaged_notes_are_no_notes(of_known_source: Any, cache: Path, content: bytes) -> None:
     cache.mkdir()
     (cache / ledger.FILE).write_bytes(content)
-    assert not ledger.certified(of_known_source, cache)
-    ledger.remember([of_known_source], cache)
-    assert ledger.certified(of_known_source, cache)
+    assert ledger.certificate(of_known_source, StrategyConfig()) is None
+    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
+    assert ledger.certificate(of_known_source, StrategyConfig()) == PASSED
     assert [file.name for file in cache.iterdir()] == [ledger.FILE]
+
+
+@pytest.mark.parametrize("change", [{"tv": None}, {"tv": float("nan")}, {"lossless": "yes"}, {"sha256": 5}, {"new": 1}])
+def test_damaged_entries_are_left_out(of_known_source: Any, cache: Path, change: dict) -> None:
+    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
+    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
+    (cache / ledger.FILE).write_text(json.dumps({"certificates": [entry | change]}), encoding="utf-8")
+    assert ledger.certificate(of_known_source, StrategyConfig()) is None
 
 
 def test_a_cache_that_cannot_be_written_loses_no_table(

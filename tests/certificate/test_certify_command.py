@@ -1,6 +1,7 @@
 """``crossdraft certify``: rows and tables, exit codes, toys from a file, and mistakes that are one sentence."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -57,9 +58,9 @@ def test_by_default_everything_registered_is_certified(capsys: Any, smallest_toy
 
 
 def test_json_rows(capsys: Any, golden: dict) -> None:
-    code, out, _ = run(capsys, "--json --verifier block --draft chain --rounds 2")
+    code, out, err = run(capsys, "--json --verifier block --draft chain --rounds 2")
     rows = json.loads(out)
-    assert code == 0
+    assert code == 0 and re.fullmatch(r"lossless: 6 pairs certified, TV at most \S+\n", err)
     assert [row["toy"] for row in rows] == list(TOYS)
     for row in rows:
         assert set(row) == {"toy", "draft", "verifier", "gamma", "rounds", "tv", "expected_tau", "lossless", "drafted"}
@@ -78,7 +79,7 @@ def test_table(capsys: Any, install: Callable) -> None:
         traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
 
     install("verifiers", (Lossy.name, Lossy))
-    code, out, _ = run(capsys, "--verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
+    code, out, _ = run(capsys, "-v --verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
     assert code == 0  # a verifier that says it is lossy breaks no promise
     lines = out.splitlines()
     assert " ".join(lines[0].split()) == "toy draft verifier gamma rounds TV E[tau] per round lossless"
@@ -89,9 +90,17 @@ def test_table(capsys: Any, install: Callable) -> None:
 
 def test_a_broken_promise_is_exit_code_1(capsys: Any, install: Callable) -> None:
     install("verifiers", (AcceptAll.name, AcceptAll))
-    code, out, _ = run(capsys, "--verifier accept-all --draft chain")
+    code, out, err = run(capsys, "-v --verifier accept-all --draft chain")
     assert code == 1
     assert out.splitlines()[2].endswith("NO")
+    code, out, err = run(capsys, "--verifier accept-all")
+    assert code == 1 and len(out.splitlines()) < 9 and err.count("\n") == 1
+    verdict = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"FAILED: verifier 'accept-all' changes the target's distribution "
+        r"\(TV up to [\d.]+ on toy '\w+' with draft '[\w-]+'\)",
+        verdict,
+    )
     code, out, _ = run(capsys, "--verifier accept-all --draft chain --json")
     assert code == 1
     assert not any(row["lossless"] for row in json.loads(out))
@@ -112,7 +121,9 @@ def test_a_crash_is_one_failed_row(capsys: Any, install: Callable, kind: str) ->
     sentence = "RuntimeError: boom" if kind == "raises" else "not numbers"
     code, out, _ = run(capsys, options)
     assert code == 1
-    assert "FAILED" in out and sentence in out
+    verdict = out.splitlines()[-1]
+    assert verdict.startswith("FAILED: verifier 'crashing' on toy 'T0' with draft 'chain': ") and sentence in verdict
+    assert verdict.endswith("; 5 more pairs failed")
     assert any("token" in line and line.endswith("yes") for line in out.splitlines())  # the others still ran
     code, out, _ = run(capsys, options, "--json")
     assert code == 1
@@ -133,6 +144,8 @@ def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install:
     code, out, err = run(capsys, f"--verifier token --verifier trees-only --draft chain {form}")
     assert code == 0
     assert "trees-only" not in out
+    assert "skipped pairs of draft and verifier: 1 cannot run together (--verbose lists them)" in err
+    code, _, err = run(capsys, f"-v --verifier token --verifier trees-only --draft chain {form}")
     assert err.count("makes 'chain' drafts, but verifier 'trees-only' accepts only: iid") == 1
     code, out, err = run(capsys, f"--verifier trees-only --draft chain {form}")
     assert code == 2 and not out

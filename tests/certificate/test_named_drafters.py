@@ -227,11 +227,14 @@ def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[s
 @pytest.mark.parametrize("drafter", [LiesOnceItLearnt, SharedLie])
 def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
     install("drafters", (drafter.name, drafter))
-    options = ("--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
+    options = ("-v", "--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
     code, out, _ = run(capsys, *options)
-    assert code == 1 and out.splitlines()[-1].endswith("NO")
+    assert code == 1 and out.splitlines()[-3].endswith("NO")
+    assert out.splitlines()[-1].startswith(
+        f"FAILED: drafter '{drafter.name}' with verifier 'token' changes the target's"
+    )
     code, out, _ = run(capsys, *options, "--rounds", "1")
-    assert code == 0 and out.splitlines()[-1].endswith("yes")
+    assert code == 0 and out.splitlines()[-3].endswith("yes")
 
 
 @pytest.mark.parametrize("drafter", ["none", "shy"])
@@ -239,7 +242,8 @@ def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: l
     install("drafters", (Shy.name, Shy))
     options = ("--drafter", drafter, "--verifier", "token", *small)
     code, out, _ = run(capsys, *options)
-    assert code == 1 and out.splitlines()[-1].endswith("nothing was drafted")
+    assert code == 1 and out.splitlines()[-3].endswith("nothing was drafted")
+    assert out.splitlines()[-1] == "not certified: no draft of any token reached token"
     code, out, _ = run(capsys, *options, "--json")
     (row,) = json.loads(out)
     assert code == 1 and row["lossless"] is True and row["drafted"] is False
@@ -247,7 +251,7 @@ def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: l
 
 def test_plain_decoding_says_so_but_is_what_was_asked_for(capsys: Any, small: list[str]) -> None:
     code, out, _ = run(capsys, "--draft", "chain", "--verifier", "token", "--gamma", "0", *small)
-    assert code == 0 and out.splitlines()[-1].endswith("nothing was drafted")
+    assert code == 0 and out.splitlines()[-3].endswith("nothing was drafted")
 
 
 @pytest.mark.parametrize(
@@ -269,15 +273,15 @@ def test_options_are_spelt_as_in_recipes(capsys: Any, small: list[str], options:
 
 def test_a_label_is_what_tables_call_it(capsys: Any, small: list[str]) -> None:
     mapping = "{name: small-lm, label: two, gamma: 2, temperature: 0}"
-    code, out, _ = run(capsys, "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
-    assert code == 0 and out.splitlines()[-1].split()[:5] == ["T0", "two", "token", "1", "2"]
+    code, out, _ = run(capsys, "-v", "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
+    assert code == 0 and out.splitlines()[-3].split()[:5] == ["T0", "two", "token", "1", "2"]
 
 
 def test_bounds_of_a_named_drafter(capsys: Any, small: list[str]) -> None:
     mapping = "{name: small-lm, gamma: 2}"
     code, out, err = run(capsys, "--drafter", mapping, "--verifier", "block", "--bounds", *small)
     assert code == 0 and "bounds left out" not in err
-    assert out.splitlines()[-1].split()[-5:-1] == ["1.222222", "1.222222", "1.333333", "0.666667"]
+    assert out.splitlines()[-3].split()[-5:-1] == ["1.222222", "1.222222", "1.333333", "0.666667"]
 
 
 class NeedsLayers(Counts):

@@ -56,7 +56,7 @@ def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
 
 def test_list_tells_what_a_verifier_judges_and_what_a_recipe_says(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "typical"]) == 0
-    assert "LOSSY; judges drafts: chain, deterministic" in capsys.readouterr().out
+    assert "\nlossy; judges drafts: chain, deterministic" in capsys.readouterr().out
     assert cli.main(["list", "recipes", "verifiers"]) == 0
     assert "\nmatrix:" in capsys.readouterr().out
     assert cli.main(["list", "models", "nothing"]) == 2
@@ -67,6 +67,8 @@ def test_list_as_json(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in found["verifiers"]] == sorted(plugins.entries("verifiers"))
+    marks = {entry["name"]: entry["mark"] for entry in found["verifiers"]}
+    assert marks["token"] == "lossless, certified" and marks["typical"] == "lossy"
 
 
 def test_plugins_shows_what_is_broken(capsys: Any) -> None:

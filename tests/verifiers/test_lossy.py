@@ -128,11 +128,12 @@ def test_impossible_settings(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_command_says_declared_lossy(capsys: Any, name: str) -> None:
     labels = [part for label in (*CHAINS, "iid-2", "tree-top-2-1") for part in ("--draft", label)]
-    assert cli.main(["certify", "--verifier", name, *labels, "--gamma", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
+    assert cli.main(["certify", "-v", "--verifier", name, *labels, "--gamma", "1"]) == 0
+    *lines, _, verdict = capsys.readouterr().out.splitlines()[2:]
     assert len(lines) == (len(TOYS) + 1) * (4 if name in TREE_RULES else 2)
     for line in lines:
         assert line.endswith("declared lossy")
+    assert verdict == f"lossy: nothing to certify, {len(lines)} pairs with verifiers that are declared lossy"
 
 
 def test_json_does_not_call_them_lossless(capsys: Any) -> None:
@@ -161,5 +162,5 @@ def test_tables_mark_them(tmp_path: Path) -> None:
         for name in LOSSY:
             assert f"BE of my {name} (lossy) − token, on the same prompts" in text
             assert text.count(f"my {name}") == text.count(f"my {name} (lossy)") == 2
-        assert "lossy verifiers change what the target says" in text
+        assert "lossy verifiers change the target's distribution" in text
         assert "lossy" not in report(Summary(recipe, tmp_path, [result("none", "token"), strict]))

@@ -1,0 +1,254 @@
+"""A verifier that accepts anything and claims to be lossless: refused by `run`, and marked wherever its name stands."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certifying import AcceptAll
+from tiny_runs import ONE_GROUP, cells
+
+from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.framework.advise.candidates import of_run
+from crossdraft.framework.bench.matrix import load_recipe
+from crossdraft.framework.bench.run import run
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.report_settings import settings_of
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.drafter import StrategyConfig
+from crossdraft.framework.contracts.verifier import VerifierTraits
+from crossdraft.framework.report import write
+from crossdraft.framework.report.charts import draw
+from crossdraft.framework.report.finished import read_run
+from crossdraft.framework.report.html_table import best_of
+from crossdraft.framework.report.write import write_summary
+from crossdraft.framework.runs import ledger
+from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_rule
+from crossdraft.verifiers.token import Token
+
+
+class Liar(AcceptAll):
+    name = "liar"
+
+
+class Honest(AcceptAll):
+    """The same rule, with its traits right."""
+
+    name = "honest"
+    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+
+
+class Sometimes(Token):
+    """A right rule, unless an option makes it a wrong one."""
+
+    name = "sometimes"
+
+    class Config(StrategyConfig):
+        lie: bool = False
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        return (AcceptAll.verify if self.config.lie else Token.verify)(self, draft, p, rng)  # type: ignore[arg-type]
+
+
+class WrongQ(SmallLM):
+    """Drafts right tokens, and reports another distribution than they were drawn from."""
+
+    name = "wrong-q"
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        draft = super().propose(sequences, rng)
+        assert draft.q is not None
+        return Draft(**{**vars(draft), "q": draft.q.flip(-1)})
+
+
+SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token, liar, honest]", "drafters=[{name: prompt-lookup, gamma: 2}]", "limit=3"]
+
+
+@pytest.fixture
+def measured(recipe: str, tmp_path: Path, install: Any, monkeypatch: Any) -> Path:
+    """The directory of a run with the liar, from the Python interface, which certifies nothing beforehand."""
+    monkeypatch.setattr(write, "draw", draw)
+    install("verifiers", ("liar", Liar, "accepts anything"), ("honest", Honest))
+    found = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", say=None)
+    assert not found.failed
+    write_summary(found)
+    return found.directory
+
+
+def output(capsys: Any, *argv: str) -> str:
+    assert cli.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_refuses_a_liar_before_its_first_cell(bench: Any, install: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    install("verifiers", ("liar", Liar), ("honest", Honest))
+    for _ in range(2):
+        code, out, err = bench(*SETTINGS)
+        assert code == 1 and not out and not cells(tmp_path)
+        assert re.search(
+            r"error: verifier 'liar' claims to be lossless, but changes the target's distribution \(TV [\d.]+ on toy "
+            r"'\w+' with draft '[\w-]+'\); mend it, or declare lossless=False in its traits",
+            err,
+        )
+        # The failure was kept: the second run enumerates nothing.
+        monkeypatch.setattr("crossdraft.framework.certificate.outcomes.certify_quickly", None)
+    code, out, _ = bench(*SETTINGS, "verifiers=[token, honest]")
+    assert code == 0 and "honest (lossy)" in out
+
+
+def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any) -> None:
+    install("verifiers", ("sometimes", Sometimes))
+    settings = [*SETTINGS, "limit=1"]
+    _, out, err = bench(*settings, "verifiers=[token, sometimes]")
+    assert re.search(r"certified lossless on the smallest toys, in \d+\.\d s: token, sometimes\n", err)
+    assert "not certified" not in out and mark_of_rule(Sometimes, Sometimes.Config()) == Mark("certified")
+    assert "certified lossless" not in bench(*settings, "verifiers=[token, sometimes]")[2]
+    code, _, err = bench(*settings, "verifiers=[{name: sometimes, lie: true}]")
+    assert code == 1 and "verifier 'sometimes' claims to be lossless" in err
+    assert mark_of_rule(Sometimes, Sometimes.Config(lie=True)).kind == "failed"
+    assert mark_of_rule(Sometimes, Sometimes.Config()).kind == "certified"
+
+
+def test_code_without_a_file_runs_and_is_not_certified(bench: Any, install: Any) -> None:
+    made = type("Made", (Token,), {"name": "made", "__module__": "__nowhere__"})
+    install("verifiers", ("made", made))
+    _, out, _ = bench(*SETTINGS, "limit=1", "verifiers=[made]")
+    assert "prompt-lookup  made (not certified)  " in out
+    assert "not certified: try crossdraft certify --verifier made" in out
+    liar = type("MadeLiar", (AcceptAll,), {"name": "made-liar", "__module__": "__nowhere__"})
+    install("verifiers", ("made-liar", liar))
+    assert bench(*SETTINGS, "limit=1", "verifiers=[made-liar]")[0] == 1
+
+
+def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, install: Any, models: Any) -> None:
+    install("drafters", ("wrong-q", WrongQ))
+    drafter = f"drafters=[{{name: wrong-q, model: {models['same']}, gamma: 2}}]"
+    for _ in range(2):
+        code, out, err = bench(*SETTINGS, "verifiers=[token]", drafter)
+        assert (code, out) == (1, "") and "its q is not the distribution that its tokens are drawn from" in err
+        assert "error: drafter 'wrong-q' changes the target's distribution under a certified verifier (TV 0." in err
+    # The rule that judged it is none the worse for that.
+    assert mark_of_rule(Token, Token.Config()) == Mark("certified")
+
+
+def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> None:
+    """What was measured uncertified is shown as such, until a certificate of that very code fails."""
+    for mark, suffix in (("not certified", "not certified"), (r"FAILED \(TV [\d.]+\)", r"FAILED, TV [\d.]+")):
+        listed = output(capsys, "list", "verifiers")
+        assert re.search(rf"^liar +{mark} +accepts anything", listed, re.M)
+        assert re.search(r"^token +lossless, certified ", listed, re.M) and re.search(r"^typical +lossy ", listed, re.M)
+        assert re.search(rf"\n{mark}.*; judges drafts: chain", output(capsys, "list", "verifiers", "liar"))
+        facts = json.loads(output(capsys, "list", "verifiers", "liar", "--json"))
+        assert facts["lossless"] is True and re.fullmatch(mark, facts["mark"])
+
+        page = output(capsys, "report", str(measured))
+        assert re.search(rf"\| liar \({suffix}\) +\|", page)
+        assert re.search(rf"BE liar \({suffix}\)", page.partition("Rules side by side")[2])
+        assert "liar " not in re.sub(rf"liar \({suffix}\)", "", page).replace("--verifier liar", "")
+        for form in ("github", "latex", "csv"):
+            assert re.search(rf"liar \({suffix}\)", output(capsys, "table", str(measured), "--format", form))
+        assert re.search(rf"liar \({suffix}\)", output(capsys, "table", str(measured), "--where", "verifier=liar"))
+
+        if mark == "not certified":
+            assert cli.main(["certify", "--verifier", "liar", "--draft", "chain"]) == 1
+            capsys.readouterr()
+    with (measured / "summary.csv").open(encoding="utf-8") as file:
+        marks = {row["verifier"]: row["certificate"] for row in csv.DictReader(file)}
+    assert marks["liar"] == "not certified" and marks["honest"] == "lossy"
+
+
+def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
+    finished = read_run(measured)
+    results = [r for r in finished.summary.results if not r.config.is_baseline and r.metrics]
+    efficiency = {r.config.verifier.name: r.metrics.block_efficiency for r in results if r.metrics}
+    assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
+    assert [where for _, _, where in best_of([("run", finished)])]
+    assert all(" × token, " in where for _, _, where in best_of([("run", finished)]))
+    assert {one["title"].partition(",")[0] for one in settings_of([finished])} == {"prompt-lookup × token"}
+    found, notes = of_run(finished.summary.results, "run", finished.summary.curves)
+    assert {one.acceptance.verifier for one in found} <= {"token"}
+    assert "run: liar is left out: not certified; crossdraft certify --verifier liar certifies it" in notes
+    assert "run: honest is left out: lossy" in notes
+
+
+def test_the_html_page(measured: Path) -> None:
+    pytest.importorskip("bokeh", reason="the extra html is not installed")
+    pytest.importorskip("itables", reason="the extra html is not installed")
+    from crossdraft.framework.report.html import html_page
+
+    finished = read_run(measured)
+    liar = next(r for r in finished.summary.results if r.config.verifier.name == "liar")
+    ledger.remember([(Liar, Liar.Config(), ledger.Certificate(0.5, False, "on toy 'T0' with draft 'chain'"))])
+    page = html_page([finished])
+    assert mark_of(liar) == Mark("failed", 0.5, "on toy 'T0' with draft 'chain'")
+    assert page.count("liar (FAILED, TV 0.5)") > 4  # table, filter, legends
+    assert "<td>FAILED (TV 0.5) on toy &#39;T0&#39; with draft &#39;chain&#39;</td>" in page
+    cards = page[page.index('class="cards"') : page.index("</section>")]
+    assert "token" in cards and "liar" not in cards and "honest" not in cards
+    rows = re.findall(r"<tr[^>]*>.*?</tr>", page, re.S)
+    for name, bold in (("token", True), ("liar", False), ("honest", False)):
+        assert [("<b>" in row) for row in rows if f">{name}" in row and "estimate" in row] == [bold]
+
+
+def test_legends_of_charts(measured: Path) -> None:
+    from crossdraft.framework.report.chart_style import style
+    from crossdraft.framework.report.charts import KINDS
+
+    results = read_run(measured).summary.results
+    for kind in ("block_efficiency", "target_rows", "speed_up", "acceptance"):
+        with style():
+            drawn = KINDS[kind].draw(results, "page")
+        assert drawn is not None
+        words = {text.get_text() for one in drawn[0].legends for text in one.get_texts()}
+        assert {"token", "liar (not certified)", "honest (lossy)"} <= words
+
+
+def test_compare_tells_where_marks_differ(measured: Path, recipe: str, tmp_path: Path, capsys: Any) -> None:
+    other = run(load_recipe(recipe, [*SETTINGS, "seed=1"]), tmp_path / "runs", say=None)
+    write_summary(other)
+    text = output(capsys, "compare", str(measured), str(other.directory))
+    assert "liar (not certified)" in text and "honest (lossy)" in text and "token (" not in text
+    for file in other.directory.glob("cells/*_liar_*/config.json"):
+        head = json.loads(file.read_text(encoding="utf-8"))
+        head["provenance"]["verifier"]["sha256"] = "0" * 64  # other code
+        head["provenance"]["mark"] = {"kind": "failed", "tv": 0.25, "where": ""}
+        file.write_text(json.dumps(head), encoding="utf-8")
+    text = output(capsys, "compare", str(measured), str(other.directory))
+    assert "not certified / FAILED (TV 0.25)" in text
+
+
+@pytest.mark.parametrize(
+    "record, mark",
+    [
+        ({"kind": "certified", "tv": None, "where": ""}, Mark("certified")),
+        ({"kind": "lossy"}, Mark("lossy")),
+        ({"kind": "failed", "tv": 0.5, "where": "there"}, Mark("failed", 0.5, "there")),
+        ({"kind": "failed", "tv": None}, None),
+        ({"kind": "failed", "tv": float("nan")}, None),
+        ({"kind": "failed", "tv": True}, None),
+        ({"kind": ["certified"]}, None),
+        ({"kind": "best"}, None),
+        ("certified", None),
+        (None, None),
+    ],
+)
+def test_marks_of_records(record: Any, mark: Mark | None) -> None:
+    assert Mark.from_json(record) == mark
+    if mark is not None:
+        assert Mark.from_json(json.loads(json.dumps(mark.to_json()))) == mark
+
+
+def test_results_keep_their_mark_when_the_code_changes(measured: Path) -> None:
+    results = {r.config.verifier.name: r for r in read_run(measured).summary.results if not r.config.is_baseline}
+    assert results["token"].provenance["mark"]["kind"] == "certified"
+    assert results["honest"].provenance["mark"]["kind"] == "lossy"
+    ledger.remember([(Liar, Liar.Config(), ledger.Certificate(0.5, False))])
+    assert mark_of(results["liar"]).kind == "failed"
+    results["liar"].provenance["verifier"]["sha256"] = "0" * 64
+    assert mark_of(results["liar"]) == Mark("uncertified")
+    results["liar"].provenance["mark"] = {"kind": "certified"}
+    assert mark_of(results["liar"]) == Mark("certified")
+    results["liar"].provenance["mark"] = "damaged"
+    assert mark_of(results["liar"]) == Mark("uncertified")
