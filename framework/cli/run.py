@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
+    parser.add_argument(
+        "--time",
+        metavar="DURATION",
+        help="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, all pairs equally (none: no budget)",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is on disk already")
     parser.add_argument("--retry-failed", action="store_true", help="measure groups again in which a cell failed")
@@ -86,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
     settings = list(args.settings)
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
+    if args.time is not None:
+        settings.append(f"time={'null' if args.time == 'none' else _duration(args.time)}")
     _check(args)
     recipe = load_recipe(args.recipe, settings)
     consent = trusted(args, _models(plan(recipe).cells)) if args.trust_remote_code else frozenset()
@@ -106,6 +113,23 @@ def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
     for cell in cells:
         yield cell.target
         yield from texts_in(cell.drafter.config)
+
+
+def _duration(text: str) -> str:
+    from ..runs.durations import seconds_of
+
+    try:
+        seconds_of(text)
+    except ValueError as error:
+        raise UsageError(f"--time: {error}, or none") from None
+    return text
+
+
+def _print_so_far(outcome: Outcome) -> None:
+    from ..report.summary import Summary
+    from ..report.tables import brief
+
+    print(f"\n{brief(Summary.of(outcome, []))}", file=sys.stderr, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -135,6 +159,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         say=None if args.quiet else say,
         progress=not args.quiet,
         debug=args.debug,
+        so_far=None if args.quiet else _print_so_far,
     )
 
 

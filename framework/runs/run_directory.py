@@ -202,6 +202,8 @@ class RunDirectory:
         inside = RunDirectory(aside)
         try:
             head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
+            if result.planned is not None:
+                head |= {"planned": result.planned, "budget": result.budget}
             head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
             inside.write_json("config.json", head)
             if result.metrics is None:
@@ -234,6 +236,8 @@ class RunDirectory:
                 raise ValueError(f"it has format {head.get('format', 1)}, this version reads {FORMAT}")
             result = CellResult(config, provenance=dict(head["provenance"]), reused=True)
             result.measured, _ = str(head["measured"]), dict(result.provenance["models"])
+            if "planned" in head:
+                result.planned, result.budget = int(head["planned"]), str(head["budget"])
             if head["error"] is not None:
                 result.error = str(head["error"])
                 return result
