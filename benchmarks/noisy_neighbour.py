@@ -43,7 +43,7 @@ def neighbour(spell: float, seed: int) -> None:
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
     """Speed-ups of a run in a new process, by cell; baselines have none."""
-    command = [sys.executable, "-m", "crossdraft", "run", args.recipe, "--out", str(out), "--quiet"]
+    command = [sys.executable, "-m", "crossdraft", "run", args.recipe, "--time", "none", "--out", str(out), "--quiet"]
     for setting in args.set:
         command += ["--set", setting]
     began = time.monotonic()

@@ -3,16 +3,17 @@
 A piece is small (one prompt at batch size 1) and is decoded by all cells back to back, in random order: whatever the
 machine does meanwhile, it does to all of them. Pieces are on disk as soon as they are finished, so an interrupted group
 goes on where it stopped. At the end of a piece slots run empty: that tail does not count towards throughput (`Piece`).
+Pieces make up *blocks* of prompts, which are the same for all groups of a run: a time budget cuts a run after a block.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from random import Random
 from statistics import median_low
 from typing import Any
@@ -21,7 +22,7 @@ from ..contracts.errors import CrossdraftError, first_line
 from ..decoding.build import make_slots
 from ..decoding.graphs import held
 from ..models.placement import input_device
-from ..models.threads import choose_for_group, described, disturbance
+from ..models.threads import choose_for_group, described, disturbance, restored, set_threads
 from ..runs.interrupts import asked
 from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
@@ -49,16 +50,20 @@ class Progress:
     """Who is told while a group runs.
 
     Attributes:
+        warming: the cell that is warmed up next.
         at: the cell that decodes next.
-        advance: the number of prompts that a cell has finished.
+        round: a round is over; the number of turns that its tokens make, one token a row.
+        advance: the number of prompts that a cell has finished, and of their turns.
         skip: the number of prompts that were finished before.
         piece: the number of the piece that all cells have finished, from 1, and how many there are.
         failed: a cell that has failed, as soon as it does; what it raises ends the run.
         say: a sentence.
     """
 
+    warming: Callable[[], Any] = lambda: None
     at: Callable[[CellConfig], Any] = lambda config: None
-    advance: Callable[[int], Any] = lambda n: None
+    round: Callable[[float], Any] = lambda turns: None
+    advance: Callable[[int, int], Any] = lambda n, turns: None
     skip: Callable[[int], Any] = lambda n: None
     piece: Callable[[int, int], Any] = lambda number, pieces: None
     failed: Callable[[CellResult], Any] = lambda result: None
@@ -76,7 +81,7 @@ class Group:
         timed: False where others use the device, too: nothing that a clock says is kept.
 
     Attributes:
-        results: one for each config; complete when `measure` returns, of the finished pieces if it is interrupted.
+        results: one for each config, as `settle` sets them.
         finished: how many pieces are there; pieces: how many there will be.
     """
 
@@ -96,19 +101,51 @@ class Group:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self.results = [CellResult(config, measured=now) for config in self.configs]
         self._cells: dict[int, Cell] = {}
+        self._depths: dict[int, int] = {}
         self._found: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._slot = 0
         self._threads: dict[str, Any] = {}
         self._disturbed = False
         self._key = self.configs[0].group
+        self._pieces: list[Sequence[Conversation]] = []
+        self._edges: list[int] = []  # pieces there are when a block ends
 
-    def measure(self, prompts: Sequence[Prompt]) -> None:
-        """Run all pieces that are not there yet, and set the results. A cell that fails is left out; the others go on.
+    @property
+    def is_open(self) -> bool:
+        """Whether its cells are built."""
+        return bool(self._cells)
+
+    @property
+    def alive(self) -> int:
+        """How many cells have not failed."""
+        return sum(result.error is None for result in self.results)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its pieces are finished."""
+        return self.pieces > 0 and self.finished == self.pieces
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are finished."""
+        return sum(edge <= self.finished for edge in self._edges)
+
+    def open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
+        """Build the cells and take over the pieces that an earlier process left. A cell that fails is left out.
+
+        Args:
+            blocks: every prompt's position in ``prompts``, see `blocks_of`.
 
         Raises:
-            KeyboardInterrupt: the user has had enough; `results` hold what there is.
-            Unwritable: a piece cannot be kept; likewise.
+            KeyboardInterrupt: the user ended the run.
+            Unwritable: the head of the group cannot be written.
         """
+        if self._cells or not self.alive:
+            return
+        with restored():  # the group has its own number of threads
+            self._open(prompts, blocks)
+
+    def _open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
         first = self.configs[0]
         try:
             target = self.models.target(first)
@@ -123,29 +160,57 @@ class Group:
         typical = median_low([c.room[0] for c in conversations])
         warm_up = max(1, min(typical, LONGEST_WARM_UP, sequence - first.max_new_tokens))
         for i, config in enumerate(self.configs):
+            if self.results[i].error is not None:
+                continue
 
             def start(i: int = i, config: CellConfig = config) -> None:
-                self._cells[i] = Cell(
-                    config, target, lm, self.models, sequence, self._slot, self.limit.restart, self.validate
-                )
+                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._round, self.validate)
+                self._depths[i] = self._cells[i].depth
+                self.progress.warming()
                 self._cells[i].warm_up(warm_up)
 
             self._attempt(i, start)
+        if self.pieces:  # it was open before
+            self._remember(self._pieces[: self.finished])
+            return
         for i, result in enumerate(self.results):
             used = self._cells[i].models if i in self._cells else {}
             result.provenance = {**self.provenance[i], "models": models_used(used)}
-        pieces = cut(conversations, first.batch_size, Random(first.seed))
-        self.pieces = len(pieces)
-        try:
-            if self._cells:
-                self._resume(pieces)
-                for result in self.results:
-                    result.provenance["decoding_threads"] = self._head["threads"]
-                for number in range(self.finished, len(pieces)):
-                    self._piece(number, pieces[number])
-                    self._watch()
-        finally:
-            self._finish()
+        random, least = Random(first.seed), -(-LEAST_PIECES // len(blocks))
+        cuts = [cut([conversations[i] for i in block], first.batch_size, random, least) for block in blocks]
+        self._pieces = [piece for pieces in cuts for piece in pieces]
+        self._edges = list(accumulate(map(len, cuts)))
+        self.pieces = len(self._pieces)
+        if self._cells:
+            self._resume(self._pieces)
+            for result in self.results:
+                result.provenance["decoding_threads"] = self._head["threads"]
+
+    def advance(self, blocks: int) -> None:
+        """Measure until so many blocks are finished. Raises what `open` raises."""
+        if not self._cells:
+            return
+        with restored():
+            set_threads(self._threads["number"])
+            for number in range(self.finished, self._edges[blocks - 1]):
+                self._piece(number, self._pieces[number])
+                self._watch()
+
+    def close(self) -> None:
+        """Free what the cells hold; `open` builds them again."""
+        self._cells.clear()
+
+    def settle(self, blocks: int | None = None) -> None:
+        """Set the results of so many blocks, or of all pieces that are there."""
+        pieces = self.finished if blocks is None or not self._edges else self._edges[blocks - 1]
+        for i, result in enumerate(self.results):
+            if result.error is None and self._found[i] and pieces:
+                self._attempt(i, lambda i=i: self._measured(i, pieces))
+        compare_group(self.results)
+
+    def _round(self) -> None:
+        self.limit.restart()
+        self.progress.round(self.configs[0].batch_size / self.configs[0].max_new_tokens)
 
     # -- pieces -------------------------------------------------------------------------------------------
 
@@ -217,6 +282,8 @@ class Group:
         found: dict[int, PieceResult] = {}
         order = list(self._cells)
         Random(f"{self._key} {number}").shuffle(order)
+        if number == 0:  # the first estimate of the duration comes from plain decoding
+            order.sort(key=lambda i: not self.configs[i].is_baseline)
         for i in order:
             self.progress.at(self.configs[i])
 
@@ -226,7 +293,7 @@ class Group:
                     found[i].piece = found[i].piece.untimed()
 
             self._attempt(i, run)
-            self.progress.advance(len(piece))
+            self.progress.advance(len(piece), turns_of(piece))
         self._write(
             lambda: self.directory.save_piece(self._key, number, {self.configs[i].hash: found[i] for i in found})
         )
@@ -243,21 +310,16 @@ class Group:
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        """Set the metrics of what is there."""
-        for i in list(self._cells):
-            if self._found[i]:
-                self._attempt(i, lambda i=i: self._measured(i))
-        compare_group(self.results)
-
-    def _measured(self, i: int) -> None:
-        result, found, cell = self.results[i], self._found[i], self._cells[i]
+    def _measured(self, i: int, pieces: int) -> None:
+        result, found = self.results[i], self._found[i][:pieces]
         result.records = [record for one in found for record in one.records]
         result.responses = [response for one in found for response in one.responses]
         result.pieces = [one.piece for one in found]
         gamma = self.configs[i].drafter.config.get("gamma")  # None: as many as the drafter can
         least = gamma if isinstance(gamma, int) else 0
-        result.metrics = measure(result.records, result.pieces, sum(one.passes for one in found), least, cell.depth)
+        result.metrics = measure(
+            result.records, result.pieces, sum(one.passes for one in found), least, self._depths[i]
+        )
         result.metrics.peak_memory = max((one.peak_memory for one in found if one.peak_memory), default=None)
 
     # -- failures ------------------------------------------------------------------------------------------
@@ -299,24 +361,54 @@ class Group:
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 
-def cut(conversations: Sequence[Conversation], batch_size: int, random: Random) -> Sequence[Sequence[Conversation]]:
-    """Pieces of nearly equal size, each of one category where all of them are large enough, in random order.
+def turns_of(conversations: Iterable[Conversation]) -> int:
+    return sum(len(one.prompt.turns) for one in conversations)
 
-    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves too few
-    pieces for an interval; all prompts in one piece where they are fewer.
+
+def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Random) -> list[list[int]]:
+    """Positions of the prompts of each block: a piece of the largest batch size, which smaller ones divide.
+
+    The first one is one of the shortest, counted in turns: it decides when there is a table.
+    """
+    position = {id(prompt): i for i, prompt in enumerate(prompts)}
+    pieces = list(cut([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
+    pieces.insert(0, pieces.pop(min(range(len(pieces)), key=lambda i: turns_of(pieces[i]))))
+    return [[position[id(one.prompt)] for one in piece] for piece in pieces]
+
+
+def cut(
+    conversations: Sequence[Conversation], batch_size: int, random: Random, least: int = LEAST_PIECES
+) -> Sequence[Sequence[Conversation]]:
+    """Pieces of nearly equal size, each of one category where all of them are large enough.
+
+    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves fewer than
+    ``least`` pieces; all prompts in one piece where they are fewer. Their order is random, but the first pieces hold
+    each category in its share, however many they are.
     """
     categories: dict[str, list[Conversation]] = {}
     for conversation in random.sample(list(conversations), len(conversations)):
         categories.setdefault(conversation.prompt.category, []).append(conversation)
     whole = 2 * batch_size - 1
-    if min(map(len, categories.values())) < LEAST_PIECES * whole:
-        pieces = max(len(conversations) // whole, min(LEAST_PIECES, len(conversations) // batch_size), 1)
+    if min(map(len, categories.values())) < least * whole:
+        pieces = max(len(conversations) // whole, min(least, len(conversations) // batch_size), 1)
         mixed = [c for mine in categories.values() for c in mine]
         found = [mixed[i::pieces] for i in range(pieces)]  # every category in every piece
     else:
         found = [piece for mine in categories.values() for piece in _slices(mine, len(mine) // whole)]
-    random.shuffle(found)
-    return found
+    return _balanced(found, random)
+
+
+def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[Sequence[Conversation]]:
+    """The pieces in an order of which every beginning holds the categories in their shares, to a piece.
+
+    The n pieces of a category are drawn into n equal parts of the way, one each.
+    """
+    alike: dict[str, list[Sequence[Conversation]]] = {}
+    for piece in random.sample(list(pieces), len(pieces)):
+        held = {one.prompt.category for one in piece}
+        alike.setdefault(held.pop() if len(held) == 1 else "", []).append(piece)
+    drawn = [((k + random.random()) / len(mine), piece) for mine in alike.values() for k, piece in enumerate(mine)]
+    return [piece for _, piece in sorted(drawn, key=lambda one: one[0])]
 
 
 def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:

@@ -214,13 +214,14 @@ class _Launch:
             self.lost[k] = f"its process {how}, but its records cannot be read"
             return
         known = self.directory.load(group[0])
-        new = known is None or known.measured != results[0].measured
+        new = known is None or (known.measured, known.prompts) != (results[0].measured, results[0].prompts)
         if all(found):
             self.directory.adopt(source, group)
         self.environments.append(source.read_json("environment.json"))
         self.outcome.notes += [note for note in head["notes"] if note not in self.outcome.notes]
         self.results[k] = [replace(one, reused=not new) for one in results]
-        shutil.rmtree(source.path, ignore_errors=True)
+        if not any(one.planned for one in results):  # pieces to go on from
+            shutil.rmtree(source.path, ignore_errors=True)
         self.tell(f"{self._title(k)}: {'measured' if new else 'reused'}")
         for result in results:
             if result.error is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,16 @@ def _threads() -> dict[str, Any]:
     found = settings()
     automatic = found["free_processors"] is not None
     return {"threads": found["most"], "wait_policy": "measured" if automatic else found["wait_policy"]}
+
+
+def distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
+    found: list[dict[str, Any]] = []
+    for one in provenances:
+        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier", "mark")}
+        if conditions and conditions not in found:
+            found.append(conditions)
+    return found
 
 
 def _source(kind: str, strategy: Strategy) -> dict[str, str]:

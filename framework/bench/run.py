@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError
 from ..models.environment import describe
-from ..models.threads import restored
 from ..runs.interrupts import asked
 from ..runs.prompts import Prompt
 from ..runs.readme import FILE as README
@@ -23,12 +24,13 @@ from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, FOLDER, Shard
 from ..runs.state import Reporter
 from ..runs.titles import group_title, verifier_title
+from .budget import Budget
 from .cell_runner import Models
-from .group import Group, Progress, Unwritable
+from .group import Group, Progress, Unwritable, blocks_of
 from .matrix import Plan, plan
 from .preflight import preflight
 from .progress import Meter
-from .provenance import changes, provenance
+from .provenance import changes, distinct, provenance
 from .round_limit import RoundLimit
 
 
@@ -57,6 +59,8 @@ def run(
     progress: bool = False,
     debug: bool = False,
     certify: Callable[[Sequence[CellConfig]], None] | None = None,
+    so_far: Callable[[Outcome], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Run every cell of a recipe, and write its records to ``out/<recipe>-<hash>/``.
 
@@ -76,6 +80,8 @@ def run(
         progress: show a bar on standard error, if it is a terminal.
         debug: tell the traceback of a cell that fails, too.
         certify: called with the cells to measure before anything is loaded for them; raises what refuses them.
+        so_far: called with what there is, now and then while a run with a time budget goes on.
+        clock: seconds, for the time budget and estimates.
 
     Raises:
         UsageError: the recipe or its prompts are wrong, or something it names cannot work: told before anything is
@@ -87,6 +93,7 @@ def run(
     session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit), shard)
     session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
     session.out, session.timed, session.certify = Path(out), not untimed, certify
+    session.so_far, session.clock = so_far, clock
     counts = [_count(sum(map(len, session.groups)), "cell"), _count(len(session.groups), "group")]
     part = f" (shard {shard} of {_count(len(expanded.groups()), 'group')})" if shard else ""
     tell(f"{recipe.name}: {counts[0]} in {counts[1]}{part}, {_count(len(prompts), 'prompt')} each")
@@ -124,6 +131,8 @@ class _Session:
     out: Path
     timed: bool
     certify: Callable[[Sequence[CellConfig]], None] | None
+    so_far: Callable[[Outcome], None] | None
+    clock: Callable[[], float]
 
     def __init__(
         self,
@@ -142,6 +151,7 @@ class _Session:
         self.kept: list[CellResult] = []
         every = expanded.groups()
         self.shard, self.groups = shard, shard.part(every) if shard else every
+        self.blocks = blocks_of(prompts, {cell.batch_size for cell in expanded.cells}, Random(recipe.seed))
         self.finished: list[str] = []  # keys of groups
         cells = [cell for group in self.groups for cell in group]
         self.outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=notes_of(cells, prompts))
@@ -159,70 +169,150 @@ class _Session:
         for note in preflight(self.recipe, new, self.prompts, self.models):
             self.outcome.notes.append(note)
             self.tell(f"note: {note}")
-        with Meter(len(new) * len(self.prompts), self.tell, progress, state.beat) as meter:
+        budget, meter = self._meter(len(new), progress, state)
+        with meter:
             try:
+                begun: list[Group] = []
                 for number, group in enumerate(groups, 1):
                     title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
                     results, reason = known[group[0].group]
                     what = f"{'running' if results is None else 'reusing'} {_count(len(group), 'cell')}"
                     meter.say(f"{title}: {what}{f', {reason}' if reason else ''}")
-                    if results is None:
-                        self._measure(group, fresh, meter)
-                    else:
+                    if results is not None:
                         self.outcome.results += results
                         self.kept += results
-                    self.finished.append(group[0].group)
-                    meter.settle(sum(not result.reused for result in self.kept) * len(self.prompts))
-                    state.update(**self._counts(), progress=meter.share)
+                    elif budget is not None:
+                        begun.append(self._group(group, fresh, meter))
+                        continue
+                    else:
+                        self._measure(group, fresh, meter)
+                    self._settle(group, meter, state)
+                if budget is not None and begun:
+                    self._measure_within(budget, begun, meter)
+                    for group in begun:
+                        self._settle(group.configs, meter, state)
             except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
                 if not asked():
                     raise
                 self.outcome.interrupted = True
             except (Unwritable, FirstFailure) as error:
                 self.outcome.stopped = str(error)
-            state.update(**self._counts(), progress=meter.share, state=self.outcome.state, note=self.outcome.stopped)
+            order = {cell.hash: i for i, cell in enumerate(cell for group in groups for cell in group)}
+            self.outcome.results.sort(key=lambda result: order[result.config.hash])
+            cuts = sorted({result.cut for result in self.outcome.results} - {""})
+            self.outcome.notes += cuts
+            note = self.outcome.stopped or "; ".join(cuts)
+            state.update(**self._counts(), progress=meter.share, state=self.outcome.state, note=note)
         self._write_environment()
+
+    def _meter(self, cells: int, progress: bool, state: Reporter) -> tuple[Budget | None, Meter]:
+        """The time budget, if there is one, and the meter of so many cells."""
+        recipe, prompts, turns = self.recipe, len(self.prompts), sum(len(prompt.turns) for prompt in self.prompts)
+        given = (cells * prompts, self.tell, progress, state.beat, self.clock, cells * turns)
+        if recipe.time is None:
+            return None, Meter(*given)
+        budget = Budget(recipe.time, self.prompts, self.blocks, recipe.max_new_tokens, self.clock)
+        return budget, Meter(*given, most=budget.left, judge=lambda pace: budget.verdict(pace, cells))
+
+    def _settle(self, group: Sequence[CellConfig], meter: Meter, state: Reporter) -> None:
+        """Note that a group is over."""
+        self.finished.append(group[0].group)
+        meter.settle(sum(r.prompts if r.planned else len(self.prompts) for r in self.kept if not r.reused))
+        state.update(**self._counts(), progress=meter.share)
 
     def _counts(self) -> dict[str, int]:
         failed = sum(result.error is not None for result in self.kept)
         return {"finished": len(self.kept) - failed, "failed": failed}
 
-    def _measure(self, configs: Sequence[CellConfig], fresh: bool, meter: Meter) -> None:
-        """Measure a group, and keep its cells; of one that is cut short, show what there is."""
+    def _group(self, configs: Sequence[CellConfig], fresh: bool, meter: Meter) -> Group:
+        """A group to be measured."""
 
         def failed(result: CellResult) -> None:
             self._failed(result, meter)
 
-        told = Progress(meter.at, meter.advance, meter.skip, meter.piece, failed, meter.say)
+        told = Progress(meter.warming, meter.at, meter.round, meter.advance, meter.skip, meter.piece, failed, meter.say)
         if fresh:
             self.directory.drop_group(configs[0].group)
         sources = [self._provenance(config) for config in configs]
-        group = Group(configs, sources, self.directory, self.models, self.limit, told, self.validate, self.timed)
+        return Group(configs, sources, self.directory, self.models, self.limit, told, self.validate, self.timed)
+
+    def _measure(self, configs: Sequence[CellConfig], fresh: bool, meter: Meter) -> None:
+        """Measure a group, and keep its cells; of one that is cut short, show what there is."""
+        group = self._group(configs, fresh, meter)
         try:
-            with restored():  # the group has its own number of threads
-                group.measure(self.prompts)
+            group.open(self.prompts, self.blocks)
+            group.advance(len(self.blocks))
         finally:
-            whole = group.pieces > 0 and group.finished == group.pieces
-            if not whole and group.finished:
-                title = group_title(configs[0], self.plan.cells)
-                self.outcome.notes.append(f"{title}: cut short after piece {group.finished} of {group.pieces}")
-            found = [r for r in group.results if r.metrics is not None or r.error is not None]
-            self.outcome.results += found
-            if not whole:
-                with suppress(OSError):  # the disk may be what ends the run
-                    self.directory.save_partial(found)
-        if whole:
+            group.settle()
+            self._show(group)
+        if group.whole:
             for result in group.results:
                 self._save(result)
         self.directory.drop_group(configs[0].group)
 
+    def _show(self, group: Group, blocks: int = 0) -> None:
+        """Put into the outcome what a group has measured: in so many blocks, or in all its pieces."""
+        if not group.whole and group.finished:
+            title = group_title(group.configs[0], self.plan.cells)
+            where = f"block {blocks} of {len(self.blocks)}" if blocks else f"piece {group.finished} of {group.pieces}"
+            self.outcome.notes.append(f"{title}: cut short after {where}")
+        found = [r for r in group.results if r.metrics is not None or r.error is not None]
+        self.outcome.results += found
+        if not group.whole:
+            with suppress(OSError):  # the disk may be what ends the run
+                self.directory.save_partial(found)
+
+    def _measure_within(self, budget: Budget, groups: Sequence[Group], meter: Meter) -> None:
+        """Measure what fits a time budget, and keep its cells; if that is cut short, show what all groups have."""
+
+        def more() -> None:
+            if not budget.table_due(sys.stderr.isatty()):
+                return
+            self._keep(budget, groups)
+            if self.so_far is not None:
+                results = [result for group in groups for result in group.results]
+                with meter.aside():
+                    self.so_far(replace(self.outcome, results=self.outcome.results + results))
+
+        try:
+            budget.measure(groups, lambda: meter.pace, more)
+        except BaseException:
+            for group in groups:
+                group.settle(budget.done or None)
+                self._show(group, budget.done)
+            raise
+        self._keep(budget, groups)
+        for group in groups:
+            self.outcome.results += group.results
+            self.kept += group.results
+            for result in group.results:
+                self._tell_finished(result)
+            if budget.done == len(self.blocks):
+                self.directory.drop_group(group.configs[0].group)
+
+    def _keep(self, budget: Budget, groups: Sequence[Group]) -> None:
+        """Write the cells of the blocks that all groups have finished."""
+        whole = budget.done == len(self.blocks)
+        for group in groups:
+            group.settle(budget.done)
+            for result in group.results:
+                cut = result.error is None and not whole
+                result.planned, result.budget = (len(self.prompts), budget.text) if cut else (None, "")
+                self._write(result)
+
     def _save(self, result: CellResult) -> None:
+        self._write(result)
+        self.kept.append(result)
+        self._tell_finished(result)
+
+    def _write(self, result: CellResult) -> None:
         try:
             self.directory.save(result)
         except OSError as error:
             reason = f"cannot write to {self.directory.path}: {error.strerror or error}"
             raise Unwritable(reason) from None
-        self.kept.append(result)
+
+    def _tell_finished(self, result: CellResult) -> None:
         if result.metrics is not None:
             plugins.notify("crossdraft_cell_finished", run=self.about, cell=result.summary())
 
@@ -252,12 +342,17 @@ class _Session:
     def _stored(self, group: Sequence[CellConfig], retry_failed: bool) -> tuple[list[CellResult] | None, str]:
         """The whole group as it was measured before; or None, and why it has to be measured again."""
         results, reason = self._stored_in(self.directory, group)
+        cut = next((result.cut for result in results or () if result.planned is not None), "")
+        if cut:  # the pieces it goes on from are here
+            if retry_failed and any(result.error for result in results or ()):
+                self.directory.drop_group(group[0].group)
+            return None, f"measured before: {cut.partition(';')[0]}"
         if results is None:
             runs = f"{self.recipe.name}-????????????"
             others = [*sorted(self.out.glob(runs)), *sorted(self.out.glob(f"{runs}/{FOLDER}/*-of-*"))]
             for other in (RunDirectory(path) for path in others if path != self.directory.path):
                 found, _ = self._stored_in(other, group)
-                if found is not None:
+                if found is not None and not any(result.planned for result in found):
                     self.directory.adopt(other, group)
                     results, reason = found, f"measured in {other.path.relative_to(self.out)}"
                     break
@@ -295,7 +390,7 @@ class _Session:
             models |= result.provenance.get("models", {})
         prompts = {"source": self.recipe.prompts.source, "count": len(self.prompts)}
         about = self.environment | {"models": models, "prompts": prompts}
-        about["conditions"] = _distinct(result.provenance for result in self.outcome.results)
+        about["conditions"] = distinct(result.provenance for result in self.outcome.results)
         self.directory.write_json("environment.json", about)
 
 
@@ -312,13 +407,3 @@ def notes_of(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str
     wide = sorted({cell.batch_size for cell in cells if cell.batch_size > len(prompts)})
     few = _count(len(prompts), "prompt")
     return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]
-
-
-def _distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
-    found: list[dict[str, Any]] = []
-    for one in provenances:
-        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier", "mark")}
-        if conditions and conditions not in found:
-            found.append(conditions)
-    return found

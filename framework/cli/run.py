@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
+    parser.add_argument(
+        "--time",
+        metavar="DURATION",
+        help="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, all pairs equally (none: no budget)",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)")
     parser.add_argument("--fresh", action="store_true", help="measure again what is on disk already")
     parser.add_argument("--retry-failed", action="store_true", help="measure groups again in which a cell failed")
@@ -82,6 +87,8 @@ def main(args: argparse.Namespace) -> int:
     settings = list(args.settings)
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
+    if args.time is not None:
+        settings.append(f"time={'null' if args.time == 'none' else _duration(args.time)}")
     recipe = read_recipe(args.recipe, settings)  # before PyTorch is imported, so that a wrong key is reported at once
 
     from transformers.utils import logging
@@ -113,6 +120,23 @@ def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
         yield from texts_in(cell.drafter.config)
 
 
+def _duration(text: str) -> str:
+    from ..runs.durations import seconds_of
+
+    try:
+        seconds_of(text)
+    except ValueError as error:
+        raise UsageError(f"--time: {error}, or none") from None
+    return text
+
+
+def _print_so_far(outcome: Outcome) -> None:
+    from ..report.summary import Summary
+    from ..report.tables import brief
+
+    complain(f"\n{brief(Summary.of(outcome, []))}")
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that have nothing to say to each other."""
     if args.shard and args.launcher:
@@ -141,6 +165,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         progress=not args.quiet,
         debug=args.debug,
         certify=lambda cells: certify_missing(cells, _quiet if args.quiet else say),
+        so_far=None if args.quiet else _print_so_far,
     )
 
 

@@ -212,7 +212,7 @@ class ThreadCount:
                 self.start()
             while True:
                 with restored():
-                    _set(self.number)
+                    set_threads(self.number)
                     try:
                         item = next(iterator)
                     except StopIteration:
@@ -285,7 +285,7 @@ def measured(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, l
             for number in numbers:
                 if hopeless(seconds, number):
                     continue
-                _set(number)
+                set_threads(number)
                 layers[0](inputs[0])  # its threads are there now
                 started = time.perf_counter()
                 for layer, one in zip(layers, inputs, strict=True):
@@ -322,7 +322,7 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _set(before)
+        set_threads(before)
 
 
 def _threads() -> int:
@@ -331,7 +331,8 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _set(number: int) -> None:
+def set_threads(number: int) -> None:
+    """Set PyTorch's number of threads, if it is another one."""
     import torch
 
     if torch.get_num_threads() != number:
@@ -366,7 +367,7 @@ def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
         count.choice.number = before
     else:
         count.choose()
-    _set(count.number)
+    set_threads(count.number)
     return {"number": count.number, "most": count.most, "wait_policy": wait_policy()}
 
 

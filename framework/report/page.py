@@ -139,7 +139,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
     measured = sorted({result.measured[:10] for result in results})
     devices = {", ".join(str(r.provenance[key]) for key in ("device", "dtype")): None for r in results}
     threads = dict.fromkeys(text for r in results for text in _threads(r.provenance))
-    prompts = len({record.prompt for record in results[0].records})
+    counts = {f"{r.prompts} of {r.planned} (time budget {r.budget})" if r.planned else str(r.prompts) for r in results}
     models = {name: model["sha256"] for result in results for name, model in result.provenance["models"].items()}
     rows = [
         ("command", f"`{_command(run.summary.recipe)}`"),
@@ -148,7 +148,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
         ("device, dtype", "; ".join(devices)),
         ("threads", "; ".join(threads)),
         ("software", ", ".join(software)),
-        ("prompts", f"{prompts} of {run.summary.recipe.prompts.source}"),
+        ("prompts", f"{', '.join(sorted(counts))} of {run.summary.recipe.prompts.source}"),
         *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),
     ]
     return [(what, text) for what, text in rows if text]

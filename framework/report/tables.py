@@ -60,6 +60,14 @@ def terminal(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
+def brief(summary: Summary) -> str:
+    """The tables alone, under a line that says of how many prompts they are, while a run goes on."""
+    tables = "\n\n".join(f"{title}\n\n{table}" for title, table in _tables(summary, "simple"))
+    measured = max((result.prompts for result in summary.results), default=0)
+    planned = max((result.planned or 0 for result in summary.results), default=0)
+    return f"so far, {measured} of {planned} prompts:\n\n{tables}\n"
+
+
 def summary_markdown(summary: Summary) -> str:
     """The same as Markdown."""
     recipe = summary.recipe

@@ -48,6 +48,7 @@ from ..contracts.limits import (
 from ..contracts.options import Options
 from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
+from .durations import Duration
 from .prompts import Prompt, load_prompts
 from .yaml_errors import Places, explain, override, read_yaml
 from .yaml_values import yaml_value
@@ -213,6 +214,9 @@ class Recipe(Options):
     target: Name = Field(min_length=1, description="name, directory or Hub id of the model whose law is kept")
     prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
     limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use the first so many prompts")
+    time: Duration | None = Field(
+        default=None, description="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, all pairs equally"
+    )
     max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
     batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="rows that are decoded at once")
     seed: int = Field(default=0, ge=0, le=MOST_SEED, description="of all random numbers")

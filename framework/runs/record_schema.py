@@ -50,6 +50,8 @@ class Head(BaseModel):
     error: str | None
     provenance: dict[str, Any]
     config: dict[str, Any]
+    planned: int | None = None
+    budget: str = ""
 
 
 class Response(BaseModel):

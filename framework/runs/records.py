@@ -20,6 +20,8 @@ class CellResult:
         provenance: what the numbers depend on beside the config: versions, code, device, prompts, model digests.
         measured: which measurement of the whole group it belongs to.
         reused: read from disk, not measured now.
+        planned: how many prompts the run has, where a time budget ended it before all of them were measured.
+        budget: that time budget, as it was written.
     """
 
     config: CellConfig
@@ -32,6 +34,20 @@ class CellResult:
     provenance: dict[str, Any] = field(default_factory=dict)
     measured: str = ""
     reused: bool = False
+    planned: int | None = None
+    budget: str = ""
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts its numbers come from."""
+        return len({record.prompt for record in self.records})
+
+    @property
+    def cut(self) -> str:
+        """What a time budget left of the prompts, for notes; empty if all were measured."""
+        if self.planned is None:
+            return ""
+        return f"{self.prompts} of {self.planned} prompts (time budget {self.budget}); run again to go on"
 
     def summary(self) -> dict[str, Any]:
         """What notifications tell about a cell."""

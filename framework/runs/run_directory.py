@@ -214,6 +214,8 @@ class RunDirectory:
         inside = RunDirectory(aside)
         try:
             head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
+            if result.planned is not None:
+                head |= {"planned": result.planned, "budget": result.budget}
             head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
             inside.write_json("config.json", head)
             if result.metrics is None:
@@ -293,6 +295,8 @@ def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
     """
     own, head = read_config(path)
     result = CellResult(config or own, provenance=head["provenance"], measured=head["measured"], reused=True)
+    if "planned" in head:
+        result.planned, result.budget = head["planned"], head.get("budget", "")
     if head["error"] is not None:
         result.error = head["error"]
         if not isinstance(result.provenance.get("models"), dict):

@@ -180,3 +180,20 @@ def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> No
     launcher.start(Work("c", (), tmp_path, tmp_path / "log"))
     assert given == ["3", "GPU-b", "GPU-b"]
     assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
+
+
+def test_every_process_has_the_time_budget(bench: Any, tmp_path: Path, here: Any) -> None:
+    settings = [*SETTINGS, "matrix={temperature: [0.5, 1]}"]
+    code, out, err = bench(*settings, flags=[*LAUNCHED, "--time", "0.001s"])
+    assert code == 0 and err.count(": measured\n") == 2
+    assert out.count("note: 1 of 2 prompts (time budget 0.001s); run again to go on") == 1
+    (run,) = tmp_path.glob("runs/*")
+    cut = texts(run)
+    assert [len({question for question, _ in cell}) for cell in cut.values()] == [1] * 4
+    code, out, err = bench(*settings, flags=LAUNCHED)
+    assert code == 0 and err.count(": measured\n") == 2 and "time budget" not in out
+    whole = texts(run)
+    assert all(cut[cell].items() < whole[cell].items() for cell in cut)
+    assert [len({question for question, _ in cell}) for cell in whole.values()] == [2] * 4
+    assert sorted(path.name for path in (run / "shards").iterdir()) == [f"{k}-of-2.log" for k in (1, 2)]
+    assert "reusing" in bench(*settings)[2]

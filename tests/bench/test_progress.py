@@ -67,7 +67,7 @@ def test_on_a_terminal(monkeypatch: Any) -> None:
     assert said == ["a line"]
     shown = screen.getvalue()
     assert " 50 %|" in shown and "| 4/8 prompts, about 2 min left, prompt-lookup × token, batch size 1" in shown
-    assert "about 5 min left, plain decoding, batch size 1" in shown
+    assert "about 2 min left, plain decoding, batch size 1" in shown
 
 
 def _to(screen: Any, init: Any) -> Any:
@@ -75,6 +75,52 @@ def _to(screen: Any, init: Any) -> Any:
         init(self, *args, **{**options, "file": screen, "ncols": 120})
 
     return made
+
+
+def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
+    """A turn took 10 s; then a neighbour came, and it takes 40."""
+    said: list[str] = []
+    clock = Clock()
+    with Meter(200, said.append, False, clock=clock) as meter:
+        for number in range(40):
+            meter.at(config())
+            clock.now += 10.0 if number < 10 else 40.0
+            meter.advance(1)
+            meter.piece(number + 1, 200)
+    estimates = [line for line in said if "%" not in line]
+    assert estimates[0] == "about 33 min left, judging by the first piece of prompts"
+    assert estimates[1].startswith("about 49 min left, steps are 1.6 times as slow as at the last estimate")
+    assert meter.pace is not None and 30 < meter.pace < 40
+    assert meter.left == pytest.approx(160 * meter.pace)
+
+
+def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
+    said: list[str] = []
+    clock = Clock()
+    most, judged = [1000.0], list[float]()
+
+    def judge(pace: float) -> str:
+        judged.append(pace)
+        return "too long"
+
+    with Meter(8, said.append, False, clock=clock, turns=16, most=lambda: most[0], judge=judge) as meter:
+        meter.warming()
+        for _ in range(5):  # of 16 tokens a turn
+            clock.now += 4.0
+            meter.round(1 / 16)
+        assert meter.pace == 64.0 and said == []
+        clock.now += 100.0  # loading
+        meter.at(config())
+        clock.now += 8.0
+        meter.round(1 / 16)
+        assert said == ["too long (judging by the first steps)"] and judged == [128.0]
+        assert meter.left == 1000.0  # of 2048 s
+        clock.now += 56.0
+        meter.advance(1, 2)
+        meter.piece(1, 8)
+        assert (meter.pace, meter.left) == (32.0, 448.0)
+        most[0] = -1.0  # the budget is over, the block is not
+        assert meter.left == 448.0
 
 
 def test_nothing_to_measure() -> None:

@@ -1,0 +1,270 @@
+"""The time budget: what fits it is measured, for all pairs alike, and a later run goes on."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+from tiny_runs import ONE_GROUP, cells, said
+
+from crossdraft.framework.bench import budget
+from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.bench.group import blocks_of
+from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.run import run
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.report.finished import read_run
+from crossdraft.framework.report.page import page
+from crossdraft.framework.report.summary import Summary
+from crossdraft.framework.report.tables import brief
+from crossdraft.framework.runs.durations import seconds_of
+from crossdraft.framework.runs.prompts import Prompt
+from crossdraft.framework.runs.records import Outcome
+from crossdraft.framework.runs.state import state_of
+
+SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]"]
+TWO_GROUPS = ["matrix={batch_size: [1, 2]}", *SETTINGS[1:]]
+
+
+class Clock:
+    """Time that passes only while a cell decodes: a second a turn, or as many as `price` holds."""
+
+    def __init__(self, monkeypatch: Any, price: float = 1.0, rounds: float = 0.0):
+        self.now, self.price, self.order = 0.0, price, list[tuple[str, list[int]]]()
+        measured, add = Cell.run, Cell.warm_up
+
+        def run_(cell: Cell, piece: Any) -> Any:
+            self.order.append((cell.config.drafter.name, [c.prompt.index for c in piece]))
+            found = measured(cell, piece)
+            self.now += self.price * sum(len(c.prompt.turns) for c in piece)
+            return found
+
+        def warm_up(cell: Cell, length: int) -> None:
+            on_round = cell._on_round
+
+            def slow() -> None:
+                self.now += rounds
+                on_round()
+
+            cell._on_round = cell._rounds._limit = slow
+            add(cell, length)
+
+        monkeypatch.setattr(Cell, "run", run_)
+        monkeypatch.setattr(Cell, "warm_up", warm_up)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompts_of(outcome: Outcome) -> list[list[str]]:
+    """The questions that each cell was asked, in order."""
+    return [[r["question_id"] for r in result.responses if not r["turn"]] for result in outcome.results]
+
+
+def records(directory: Path) -> dict[str, Any]:
+    return {d.name: (said(d), parquet.read_table(d / "rounds.parquet").to_pylist()) for d in directory.glob("cells/*")}
+
+
+def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two cells, six prompts of eight turns: 16 s in all, 2 s for a prompt of one turn, 4 s for one of two."""
+    clock, lines, shown = Clock(monkeypatch), list[str](), list[list[list[str]]]()
+    asked = load_recipe(recipe, [*SETTINGS, "time=9s"])
+
+    def so_far(now: Outcome) -> None:
+        shown.append(prompts_of(now))
+
+    outcome = run(asked, tmp_path / "runs", say=lines.append, so_far=so_far, clock=clock)
+    assert outcome.exit_code == 0 and outcome.state == "finished" and 5 < clock.now <= 9
+    mine, other = prompts_of(outcome)
+    n = len(mine)
+    assert mine == other and 1 < n < 6
+    assert outcome.notes == [f"{n} of 6 prompts (time budget 9s); run again to go on"]
+    assert clock.order[0][0] == "none", "plain decoding gives the first estimate"
+    counts = [len(a) for a, b in shown if a == b]
+    assert counts[0] == 1 and counts == sorted(set(counts)) and len(counts) == len(shown) <= 3
+    assert any(
+        line.startswith("all 6 prompts take about ") and "within the time budget of 9s; to measure" in line
+        for line in lines
+    )
+
+
+def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = run(load_recipe(recipe, SETTINGS), tmp_path / "whole", say=None)
+    clock = Clock(monkeypatch)
+    cut = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=None, clock=clock)
+    assert cut.directory.name == whole.directory.name, "the budget is part of no hash"
+    n = len(prompts_of(cut)[0])
+    assert n < 6 and state_of(cut.directory).state == "finished"
+    assert f"{n} of 6 prompts (time budget 5s)" in state_of(cut.directory).note
+
+    from crossdraft.framework.report.write import write_summary
+
+    write_summary(cut)
+    finished = read_run(cut.directory)
+    text = page([finished])
+    assert f"- note: {n} of 6 prompts (time budget 5s); run again to go on" in text
+    assert f"{n} of 6 (time budget 5s) of " in text  # among the conditions
+    kept = {d.name: said(d) for d in cells(tmp_path)}
+
+    lines: list[str] = []
+    clock.order.clear()
+    more = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=lines.append, clock=clock)
+    assert f"measured before: {n} of 6 prompts (time budget 5s)" in "\n".join(lines)
+    assert n < len(prompts_of(more)[0]), "every run with a budget measures another block"
+    rest = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", say=lines.append, clock=clock)
+    asked = Counter((name, i) for name, piece in clock.order for i in piece)
+    assert set(asked.values()) == {1} and len(asked) == 2 * (6 - n), "nothing is measured twice"
+    assert records(rest.directory) == records(whole.directory) and not list(tmp_path.glob("runs/*/groups/*"))
+    assert all(kept[d.name].items() <= said(d).items() for d in cells(tmp_path))
+    assert not rest.notes and not any(result.planned for result in rest.results)
+    again = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=None, clock=clock)
+    assert all(result.reused for result in again.results) and len(prompts_of(again)[0]) == 6
+
+
+@pytest.mark.parametrize("together", [budget.TOGETHER, 0])
+def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, together: int) -> None:
+    """Batch sizes 1 and 2, also where a group is closed while the other one is measured."""
+    monkeypatch.setattr(budget, "TOGETHER", together)
+    clock, shown = Clock(monkeypatch), list[list[list[str]]]()
+    asked = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
+
+    def so_far(now: Outcome) -> None:
+        shown.append(prompts_of(now))
+
+    outcome = run(asked, tmp_path / "runs", say=None, clock=clock, so_far=so_far)
+    assert outcome.exit_code == 0 and len(outcome.results) == 4
+    for one in (*shown, prompts_of(outcome)):
+        first, *others = map(set, one)
+        assert 0 < len(first) < 6 and all(other == first for other in others)
+    whole = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "runs", say=None)
+    alone = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "alone", say=None)
+    assert records(whole.directory) == records(alone.directory)
+
+
+def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A round takes 8 s: the estimate comes in the first minute, out of a piece that is not finished."""
+    clock, lines = Clock(monkeypatch, price=0.0, rounds=8.0), list[tuple[float, str]]()
+    asked = load_recipe(recipe, [*SETTINGS, "time=30s"])
+    outcome = run(asked, tmp_path / "runs", say=lambda line: lines.append((clock.now, line)), clock=clock)
+    assert [len(asked) for asked in prompts_of(outcome)] == [1, 1] and clock.now > 60
+    (said_at, line), *_ = [(at, line) for at, line in lines if "time budget of 30s" in line]
+    assert said_at < 60 and line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
+    assert "fewer drafters" in line and "(--time " in line
+
+
+def test_an_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    clock = Clock(monkeypatch)
+    measured, calls = Cell.run, [0]
+
+    def run_(cell: Cell, piece: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 8:  # group 1 has its second block, group 2 has not
+            raise KeyboardInterrupt
+        return measured(cell, piece)
+
+    monkeypatch.setattr(Cell, "run", run_)
+    settings = ["matrix={temperature: [0.5, 1]}", *SETTINGS[1:], "time=1h"]
+    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None, clock=clock)
+    assert outcome.interrupted and outcome.exit_code == 130 and calls[0] == 8
+    assert [len(asked) for asked in prompts_of(outcome)] == [1, 1, 1, 1]
+    assert sum("cut short after block 1 of 6" in note for note in outcome.notes) == 2
+
+
+def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    clock = Clock(monkeypatch)
+    measured, calls = Cell.run, [0]
+
+    def run_(cell: Cell, piece: Any) -> Any:
+        calls[0] += cell.config.drafter.name == "prompt-lookup"
+        if calls[0] == 2 and cell.config.drafter.name == "prompt-lookup":
+            raise RuntimeError("broken")
+        return measured(cell, piece)
+
+    monkeypatch.setattr(Cell, "run", run_)
+    asked = load_recipe(recipe, [*SETTINGS, "drafters=[prompt-lookup, {name: prompt-lookup, gamma: 2}]", "time=12s"])
+    outcome = run(asked, tmp_path / "runs", say=None, clock=clock)
+    assert len(outcome.failed) == 1 and outcome.exit_code == 1
+    alive = [asked for asked, result in zip(prompts_of(outcome), outcome.results, strict=True) if not result.error]
+    assert len(alive) == 2 and alive[0] == alive[1] and 1 < len(alive[0]) < 6
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 4], [2, 3]])
+def test_every_beginning_is_a_balanced_sample(sizes: list[int]) -> None:
+    """12 of a, 24 of b, 36 of c: after each block the shares are right, to a block."""
+    made = [Prompt(i, "abbccc"[i % 6], ("hi",) * (1 + i % 2), index=i) for i in range(72)]
+    blocks = blocks_of(made, sizes, Random(3))
+    assert sorted(i for block in blocks for i in block) == list(range(72))
+    assert blocks == blocks_of(made, sizes, Random(3)) != blocks_of(made, sizes, Random(4))
+    assert sum(len(made[i].turns) for i in blocks[0]) == min(sum(len(made[i].turns) for i in b) for b in blocks)
+    seen: Counter[str] = Counter()
+    for block in blocks:
+        seen.update(made[i].category for i in block)
+        most = 2 * max(map(len, blocks))
+        assert all(abs(seen[c] - seen.total() * share / 6) < most for c, share in (("a", 1), ("b", 2), ("c", 3)))
+
+
+def test_tables_come_at_intervals() -> None:
+    now = [0.0]
+    pipe, terminal = (budget.Budget("5m", [], [], 8, lambda: now[0]) for _ in range(2))
+    printed: dict[bool, list[float]] = {True: [], False: []}
+    for now[0] in range(0, 300, 5):
+        for screen, one in ((False, pipe), (True, terminal)):
+            if one.table_due(screen):
+                printed[screen].append(now[0])
+    assert printed[False] == [0, 100, 200] and printed[True] == list(range(0, 300, 20))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("2h", 7200), ("1.5m", 90), ("0.5s", 0.5)])
+def test_durations(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("value", ["5", "0m", "-5m", "5 m", "5min", "1e3s", "m", "[5m]", "true", "９s", "1234567s"])
+def test_what_is_no_duration(recipe: str, value: str, capsys: Any) -> None:
+    with pytest.raises(UsageError, match=r"time: .* is not a duration; write a number above 0 with its unit: 90s, 5m"):
+        load_recipe(recipe, [f"time={value}"])
+    assert cli.main(["run", recipe, f"--time={value}"]) == 2
+    assert "--time: " in (err := capsys.readouterr().err) and "is not a duration" in err
+
+
+def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> None:
+    file = Path(recipe)
+    file.write_text("time: 5\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"recipe\.yaml:1: time: 5 is not a duration"):
+        load_recipe(recipe)
+    file.write_text(file.read_text(encoding="utf-8").replace("time: 5", "time: 5m"), encoding="utf-8")
+    assert load_recipe(recipe).time == "5m"
+    assert load_recipe(recipe, ["time=null"]).time is None
+    assert plan(load_recipe(recipe)).hash == plan(load_recipe(recipe, ["time=null"])).hash
+
+
+def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
+    """A real clock and a budget that nothing fits: one block, and then the rest."""
+    code, out, err = bench(*SETTINGS, flags=["--time", "0.001s"])
+    assert code == 0 and "note: 1 of 6 prompts (time budget 0.001s); run again to go on" in out and "speed-up" in out
+    (directory,) = tmp_path.glob("runs/*")
+    assert json.loads((directory / "recipe.json").read_text(encoding="utf-8"))["time"] == "0.001s"
+    code, out, err = bench(*SETTINGS, flags=["--time", "1h"])
+    assert code == 0 and "so far, 1 of 6 prompts:\n\n" in err and "time budget" not in out and "going on after" in err
+    assert "so far" not in out
+    assert "reusing 2 cells" in bench(*SETTINGS, flags=["--time", "none"])[2]
+
+
+def test_the_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    shown: list[str] = []
+    asked = load_recipe(recipe, [*SETTINGS, "time=9s"])
+
+    def so_far(now: Outcome) -> None:
+        shown.append(brief(Summary.of(now, [])))
+
+    run(asked, tmp_path / "runs", say=None, clock=Clock(monkeypatch), so_far=so_far)
+    text = shown[0]
+    assert (
+        text.startswith("so far, 1 of 6 prompts:\n\ntemperature 1, batch size 1")
+        and "prompt-lookup" in text
+        and "BE:" not in text
+    )
