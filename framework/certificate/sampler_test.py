@@ -6,7 +6,7 @@ Three statistics of the same draws, see `equivalence`:
 * *pooled cells*: the tokens of each distribution in falling order of probability fill [0, 1), each with its own share;
   a drawn token is put at a uniform place of its share (M. Rosenblatt, "Remarks on a multivariate transformation",
   Annals of Mathematical Statistics 23, 1952). If each token was drawn from its distribution, these places are uniform
-  and independent, whatever the distributions are, so one draw at each prefix is enough. They are counted in equal cells;
+  and independent, whatever the distributions are, so one draw at each prefix is enough. Counted in equal cells;
 * *cells of each prefix* that was drawn from often enough: groups of tokens of similar probability, the most probable
   ones by themselves. It finds what differs in opposite directions from prefix to prefix.
 

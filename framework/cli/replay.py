@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
 from .consent import add_consent, trusted_beside
+from .decoded import say
 from .sampling import sampling_from
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def main(args: argparse.Namespace) -> int:
         trust_remote_code=consent,
     )
     found = replay(alike(chain([first], responses), sampling), candidates, args.out)
+    if found.log_p.warning:
+        say(f"warning: {found.log_p.warning}")
     if args.json:
         print(as_json(found, sampling, reader.assumed))
     elif args.csv:

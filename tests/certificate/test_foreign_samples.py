@@ -79,7 +79,7 @@ def test_the_right_sampler_at_nine_prefixes_hears_how_many_more_draws() -> None:
 
 
 def test_speculation_at_an_undefined_temperature_is_seen_in_few_sequences() -> None:
-    """A defect of one engine: at drafted positions, here every second one, it sampled at a far higher temperature."""
+    """A defect of one engine: drafted positions, here every second one, were sampled far too hot."""
     rng = np.random.default_rng(0)
     for seed in range(5):
         evidence, probs = Evidence(seed), power_laws(40, 5000, seed)
