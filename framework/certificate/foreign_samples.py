@@ -1,27 +1,17 @@
-"""Somebody else's sampler against the target's law: what an engine drew after given prefixes, tested.
+"""Somebody else's sampler against the target: draws of an engine after given prefixes, and the decision about them.
 
 A speculative engine is lossless if what it emits is distributed as the target's own samples. Enumeration needs its
-code; this needs only what came out of it. Two kinds of draws are tested:
-
-* *next tokens*: many draws of the token after one prefix, as counts. Pearson's chi-square against the law there.
-* *sequences*: draws of several tokens after one prefix. The first tokens are counted as above; all that follow them
-  are tested together by the probability integral transform (M. Rosenblatt, "Remarks on a multivariate
-  transformation", Annals of Mathematical Statistics 23, 1952): with the tokens of a law in falling order of
-  probability, u = (what comes before the drawn one) + v times its own share, v uniform, is uniform and independent from
-  token to token if, and only if, each token was drawn from its law. Falling order makes a temperature that is wrong, or
-  tokens cut off, a slope in u.
-
-All tests of a file share one level: a sampler that is right is called wrong once in `1 / LEVEL` files (Bonferroni, over
-the tests and one of their sum). What the draws could not have shown is said, too: the same tests against a law that is
-wrong on purpose, the most probable token's share moved by a stated deviation, have to reject it.
+code; this needs only what came out of it: counts of next tokens, and sequences. Each token of a sequence is a draw
+after the tokens before it. The first one comes from an engine's prefill pass, before anything is drafted, so it is
+tested by itself and has no part in the verdict, unless that is requested or no other token is there.
+The statistics and the decision: `sampler_test`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,78 +21,62 @@ from torch import Tensor
 
 from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
-from ..contracts.reading import parse_json, read_lines
-from .goodness_of_fit import Fit, goodness_of_fit
+from ..contracts.reading import BROKEN, flaw, parse_json, read_lines
+from .equivalence import AT_ONCE
+from .sampler_test import Evidence, PrefixDraws, Verdict
+from .token_tree import TokenTree
 
-#: A file of draws is called wrong below this p-value, all its tests counted.
-LEVEL = 1e-3
-#: Cells of the test of u, and the draws that each should have.
-MOST_CELLS, DRAWS_A_CELL = 64, 20
-#: How often a deviation that is called visible is seen.
-POWER = 0.9
+#: Distributions ``[n, V]``, and (index of the prefix, node of its tree) of each.
+Distributions = Iterable[tuple[Tensor, list[tuple[int, int]]]]
 
 
 @dataclass
 class Draws:
-    """What was drawn after one prefix.
+    """Draws after one prefix.
 
     Attributes:
         where: file and line.
-        prefix: text, or token ids; empty where the law is given.
+        prefix: text, or token ids; empty if the distribution is given.
         counts: how often each token came next.
         sequences: drawn token ids, one list a draw.
-        law: the law of the next token, if the file says it.
+        law: float64 [V], the distribution of the next token, if the file gives it.
     """
 
     where: str
     prefix: str | list[int]
     counts: Counter[int] = field(default_factory=Counter)
     sequences: list[list[int]] = field(default_factory=list)
-    law: list[float] | None = None
+    law: np.ndarray | None = None
+
+    def tree(self) -> TokenTree:
+        """All drawn tokens."""
+        tree = TokenTree()
+        for token, n in self.counts.items():
+            tree.add([token], n)
+        for sequence in self.sequences:
+            tree.add(sequence)
+        return tree
+
+    @property
+    def largest(self) -> int:
+        """The largest drawn token id."""
+        return max(max(self.counts, default=0), max(map(max, self.sequences), default=0))
 
 
 @dataclass(frozen=True)
-class Test:
-    """One test.
+class Decision:
+    """The verdict, and that about the first tokens of sequences if they have no part in it."""
 
-    Attributes:
-        name: what was tested.
-        draws: how many tokens.
-        fit: against the target's law.
-        control: the same draws against the law that is wrong on purpose; None where one token has all of the law.
-        visible: the least change of the most probable token's share that `POWER` of such tests reject, at the level of
-            the whole file; None for the test of u, and where one token has all of the law.
-    """
-
-    name: str
-    draws: int
-    fit: Fit
-    control: Fit | None
-    visible: float | None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """All tests of a file, and what they come to; ``p_value`` is that of the file, corrected."""
-
-    tests: list[Test]
-    p_value: float
-    control: float
-
-    @property
-    def kept(self) -> bool:
-        return self.p_value >= LEVEL
-
-    @property
-    def conclusive(self) -> bool:
-        return not self.kept or self.control < LEVEL
+    verdict: Verdict
+    first_tokens: Verdict | None
+    has_next_tokens: bool
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
 def read_draws(path: Path) -> list[Draws]:
-    """The draws of a JSONL file: ``prompt`` (text) or ``prefix`` (ids) or ``law``, with ``counts`` or ``samples``.
+    """Read a JSONL file: ``prompt`` (text) or ``prefix`` (ids) or ``law``, with ``counts`` or ``samples``.
 
     ``counts`` maps ids to numbers; ``samples`` is a list of ids (draws of the next token) or of lists of ids
     (sequences); ``law`` lists the probability of every id, and takes no prefix. Lines of one prefix are draws of one
@@ -111,7 +85,7 @@ def read_draws(path: Path) -> list[Draws]:
     Raises:
         UsageError: with file, line and key.
     """
-    found: dict[str, Draws] = {}
+    found: dict[tuple[str, str | bytes], Draws] = {}
     for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):
         if not line.strip():
             continue
@@ -127,7 +101,7 @@ def read_draws(path: Path) -> list[Draws]:
         if len(given) != 1 or ("counts" in row) == ("samples" in row):
             raise UsageError(f"{where}: give one of prompt, prefix and law, and one of counts and samples")
         draws = _prefix(where, given[0], row[given[0]])
-        key = repr((given[0], row[given[0]]))
+        key = (given[0], draws.law.tobytes() if draws.law is not None else repr(draws.prefix))
         draws = found.setdefault(key, draws)
         if "counts" in row:
             _counts(where, row["counts"], draws)
@@ -138,22 +112,39 @@ def read_draws(path: Path) -> list[Draws]:
     for draws in found.values():
         if draws.law is not None and draws.sequences:
             raise UsageError(f"{draws.where}: samples of a given law must be single tokens, not sequences")
+        if draws.law is not None:
+            check_vocabulary(draws, len(draws.law))
     return list(found.values())
+
+
+def check_vocabulary(draws: Draws, size: int) -> None:
+    """Raise UsageError for a drawn token beyond a vocabulary."""
+    if draws.largest >= size:
+        raise UsageError(f"{draws.where}: token {draws.largest} is beyond the vocabulary, which has {size}")
 
 
 def _prefix(where: str, key: str, value: Any) -> Draws:
     if key == "prompt":
         if not isinstance(value, str) or not value:
             raise UsageError(f"{where}: prompt must be a text")
+        if reason := flaw(value, BROKEN):
+            raise UsageError(f"{where}: prompt holds {reason}, which no tokenizer reads; leave it out")
         return Draws(where, value)
     if key == "prefix":
         if not isinstance(value, list) or not value:
             raise UsageError(f"{where}: prefix must be a list of token ids, with at least one")
         return Draws(where, [_id(where, "prefix", one) for one in value])
-    good = isinstance(value, list) and len(value) > 1
-    if not good or any(type(p) not in (int, float) or not 0 <= p <= 1 for p in value) or abs(sum(value) - 1) > 1e-3:
-        raise UsageError(f"{where}: law must be a list of at least two probabilities that sum to 1")
-    return Draws(where, [], law=[p / sum(value) for p in value])
+    refused = UsageError(f"{where}: law must be a list of at least two probabilities that sum to 1")
+    if not isinstance(value, list) or len(value) < 2 or not set(map(type, value)) <= {int, float}:
+        raise refused
+    try:
+        law = np.array(value, dtype=np.float64)
+    except OverflowError:
+        raise refused from None
+    total = law.sum()
+    if not (law >= 0).all() or not abs(total - 1) <= 1e-3:
+        raise refused
+    return Draws(where, [], law=law / total)
 
 
 def _id(where: str, key: str, value: Any) -> int:
@@ -190,128 +181,66 @@ def _samples(where: str, samples: Any, draws: Draws) -> None:
 # -- testing ---------------------------------------------------------------------------------------------------
 
 
+def given_distributions(every: Sequence[Draws]) -> Distributions:
+    """Those of a file whose lines all give their own; equally long ones together."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for i, draws in enumerate(every):
+        assert draws.law is not None
+        by_size[len(draws.law)].append(i)
+    for size, indices in by_size.items():
+        step = max(1, AT_ONCE // size)
+        for start in range(0, len(indices), step):
+            part = indices[start : start + step]
+            yield torch.from_numpy(np.stack([every[i].law for i in part])), [(i, 0) for i in part]
+
+
 def judge(
     every: Sequence[Draws],
-    laws: Callable[[Draws, Sequence[int]], Tensor],
+    trees: Sequence[TokenTree],
+    distributions: Distributions,
     *,
-    deviation: float = 0.02,
+    deviation: float,
     seed: int = 0,
+    first_tokens: bool = False,
     progress: Callable[[int], Any] = lambda done: None,
-) -> Verdict:
-    """Test draws against the target.
+) -> Decision:
+    """Decide about draws.
 
     Args:
-        laws: the laws ``[n + 1, V]`` after the prefix and after each of n tokens that follow it.
-        deviation: of the control: by how much it moves the share of the most probable token.
-        seed: of v, the uniform numbers of the integral transform.
-        progress: called with the number of draws (or sequences) done.
+        trees: of each of ``every``, see `Draws.tree`.
+        distributions: of the target after every node of them.
+        deviation: the TV in question.
+        seed: of the places within a token's share.
+        first_tokens: first tokens of sequences have a part in the verdict.
+        progress: called with the number of distributions done.
 
     Raises:
-        UsageError: a token beyond the vocabulary; with file and line.
+        UsageError: there are no draws to test.
     """
-    uniform = np.random.default_rng(seed)
-    tested: list[tuple[str, int, Fit, Fit | None, Tensor | None]] = []
-    for draws in every:
-        first = Counter(draws.counts)
-        transforms: list[tuple[Tensor, Tensor]] = []
-        law = torch.tensor(draws.law, dtype=torch.float64) if draws.law else laws(draws, [])[0].double().cpu()
-        for sequence in draws.sequences:
-            _check(draws, sequence, len(law))
-            first[sequence[0]] += 1
-            rows = laws(draws, sequence[:-1]).double().cpu()
-            # Without the first token, which is counted: so the two tests are independent.
-            if len(sequence) > 1:
-                tokens, v = torch.tensor(sequence[1:]), torch.from_numpy(uniform.random(len(sequence) - 1))
-                wrong = _deviated(rows[1:], deviation)
-                transforms.append((_transforms(rows[1:], tokens, v), _transforms(wrong, tokens, v)))
-            progress(1)
-        _check(draws, list(first), len(law))
-        counts = torch.zeros(len(law), dtype=torch.float64)
-        for token, n in first.items():
-            counts[token] = n
-        wrong = _deviated(law, deviation)
-        control = goodness_of_fit(counts, wrong) if float(law.max()) < 1 else None
-        tested.append((f"{draws.where}: next token", first.total(), goodness_of_fit(counts, law), control, law))
-        if transforms:
-            u, deviated = (torch.cat(column) for column in zip(*transforms, strict=True))
-            tested.append((f"{draws.where}: what follows it", len(u), _uniform(u), _uniform(deviated), None))
-        progress(draws.counts.total())
-    many = len(tested) + (len(tested) > 1)
-    tests = [
-        Test(name, n, fit, control, None if law is None else visible(n, law, LEVEL / many, fit.degrees))
-        for name, n, fit, control, law in tested
-    ]
-    controls = [test.control for test in tests if test.control is not None]
-    # Where every law is one token there is nothing to deviate: a draw that is right is all that can be asked.
-    control = _together(controls, many) if controls else 0.0
-    return Verdict(tests, _together([test.fit for test in tests], many), control)
+    together = first_tokens or not any(len(sequence) > 1 for draws in every for sequence in draws.sequences)
+    tested, apart = Evidence(seed), Evidence(seed)
+    firsts = [Counter(sequence[0] for sequence in draws.sequences) for draws in every]
+    for probs, places in distributions:
+        rows: list[list[PrefixDraws]] = [[], []]
+        chosen: list[list[int]] = [[], []]
+        for row, (i, node) in enumerate(places):
+            counts = trees[i].counts[node]
+            if node == 0 and not together:
+                _put(rows[1], chosen[1], row, every[i].where, firsts[i])
+                counts = every[i].counts
+            _put(rows[0], chosen[0], row, every[i].where, counts)
+        for evidence, draws, which in zip((tested, apart), rows, chosen, strict=True):
+            if draws:
+                evidence.add(probs if len(which) == len(probs) else probs[which], draws)
+        progress(len(places))
+    return Decision(
+        tested.verdict(deviation),
+        apart.verdict(deviation) if apart.draws else None,
+        any(draws.law is None and draws.counts for draws in every) or (together and bool(sum(map(len, firsts)))),
+    )
 
 
-def visible(draws: int, law: Tensor, level: float, degrees: int) -> float | None:
-    """The least change of the most probable token's share that a chi-square of these draws rejects `POWER` of the time.
-
-    The other tokens' shares change in proportion, so the statistic's noncentrality is n d^2 / (p (1 - p)).
-    """
-    from scipy.optimize import brentq
-    from scipy.stats import chi2, ncx2
-
-    p = float(law.max())
-    if p >= 1 or degrees < 1:
-        return None
-    critical = chi2.isf(level, degrees)
-    needed: Any = brentq(lambda x: float(ncx2.sf(critical, degrees, x)) - POWER, 1e-9, 1e7)
-    return math.sqrt(float(needed) * p * (1 - p) / draws)
-
-
-def _check(draws: Draws, tokens: Sequence[int], vocabulary: int) -> None:
-    if tokens and max(tokens) >= vocabulary:
-        raise UsageError(f"{draws.where}: token {max(tokens)} is beyond the vocabulary, which has {vocabulary}")
-
-
-def _deviated(law: Tensor, deviation: float) -> Tensor:
-    """Laws ``[..., V]`` with their greatest share moved by ``deviation``, and the others in proportion.
-
-    Towards one half; a law of one token stays.
-    """
-    p, best = law.max(-1, keepdim=True)
-    moved = torch.where(p > 0.5, p - deviation, p + deviation)
-    wrong = (law * ((1 - moved) / (1 - p).clamp(min=1e-300))).scatter(-1, best, moved)
-    return torch.where(p < 1, wrong, law)
-
-
-def _transforms(laws: Tensor, tokens: Tensor, v: Tensor) -> Tensor:
-    """u ``[n]`` of drawn tokens ``[n]``, each from its law ``[n, V]``; NaN where that calls it impossible."""
-    p = laws.gather(1, tokens[:, None])
-    earlier = (laws > p) | ((laws == p) & (torch.arange(laws.shape[1]) < tokens[:, None]))
-    u = (laws * earlier).sum(1) + v * p[:, 0]
-    return u.clamp(max=1 - 1e-12).where(p[:, 0] > 0, torch.nan)
-
-
-def _uniform(u: Tensor) -> Fit:
-    """Are these numbers uniform on [0, 1)? A NaN is impossible."""
-    cells = max(2, min(MOST_CELLS, len(u) // DRAWS_A_CELL))
-    counts = (u[~u.isnan()] * cells).long().bincount(minlength=cells)
-    fit = goodness_of_fit(counts, torch.full((cells,), 1 / cells, dtype=torch.float64))
-    return replace(fit, chi_square=math.inf, p_value=0.0) if bool(u.isnan().any()) else fit
-
-
-def _together(fits: Sequence[Fit], many: int) -> float:
-    """The p-value of all tests: ``many`` times the least of theirs and, if there are several, of their sum's."""
-    from scipy.stats import chi2
-
-    values = [fit.p_value for fit in fits]
-    if len(fits) > 1:
-        values.append(float(chi2.sf(sum(fit.chi_square for fit in fits), max(1, sum(fit.degrees for fit in fits)))))
-    return min(1.0, many * min(values))
-
-
-def rows(verdict: Verdict) -> Iterator[Mapping[str, Any]]:
-    """A line a test, for a table or JSON, the least p-value first."""
-    for test in sorted(verdict.tests, key=lambda test: test.fit.p_value):
-        yield {
-            "draws": test.name,
-            "n": test.draws,
-            **test.fit.as_json(),
-            "control_p_value": test.control.p_value if test.control else None,
-            "visible": test.visible,
-        }
+def _put(rows: list[PrefixDraws], chosen: list[int], row: int, where: str, counts: Counter[int]) -> None:
+    if counts.total():
+        rows.append(PrefixDraws(where, list(counts.keys()), list(counts.values())))
+        chosen.append(row)

@@ -80,6 +80,8 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
     found = replay(seen.along(alike(chain([first], responses), sampling)), candidates, by_prompt=True)
     for count, what in ((v, k) for k, v in reader.assumed.items()):
         remarks.assume(f"{count} responses {what}")
+    if found.log_p.warning:
+        remarks.warn(f"{name}: {found.log_p.warning}")
     if found.tokens < _FEW_TOKENS:
         remarks.warn(f"{name}: {found.tokens} tokens are few; replay more before deciding")
     if seen.cut == found.responses:

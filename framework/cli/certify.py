@@ -92,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
         return certify_samples.main(args)
     if args.deviation is not None:
         raise UsageError("--deviation is for draws of somebody else; name their file with --samples")
+    if args.first_tokens:
+        raise UsageError("--first-tokens is for draws of somebody else; name their file with --samples")
     if args.model:
         if args.bounds:
             raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")

@@ -85,8 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deviation",
         type=float,
         metavar="D",
-        help="with --samples: a change of the most probable token's share that the draws must be able to show "
-        "(default: 0.02)",
+        help="with --samples: the total variation that the sampler must be within (default: 0.02)",
+    )
+    group.add_argument(
+        "--first-tokens",
+        action="store_true",
+        help="with --samples: let the first tokens of sequences, which come from the prefill pass, decide, too",
     )
     add_consent(group)
     parser.set_defaults(**OWN)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError
 from .certify_model import OWN
@@ -13,41 +15,51 @@ from .consent import trusted
 from .sampling import sampling_from
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from ..certificate.foreign_samples import Decision, Distributions, Draws
+    from ..certificate.sampler_test import Verdict
+    from ..certificate.token_tree import TokenTree
 
-    from ..certificate.foreign_samples import Draws, Verdict
-
-#: Options that say how the law is made; all others of ``certify`` mean nothing here.
-OPTIONS = ("samples", "deviation", "model", "raw", "temperature", "top_k", "top_p", "seed", "dtype", "device", "json")
-#: Lines of the table; ``--json`` has all.
-SHOWN = 20
+#: Options that say how the distributions are made; all others of ``certify`` mean nothing here.
+OPTIONS = ("samples", "deviation", "first_tokens", "model", "raw", "temperature", "top_k", "top_p", "seed", "dtype")
+OPTIONS += ("device", "json")
+#: The TV in question by default.
+DEVIATION = 0.02
+#: Exit codes. 2 is that of wrong requests.
+EXIT = {"yes": 0, "no": 1, "undecided": 3}
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: the draws fit the target; 1: they do not, or are too few to show the deviation that was asked about.
+    """Return 0 if the draws are the target's within the deviation in question, 1 if not, 3 if they are too few.
 
     Raises:
-        UsageError: an option, a line of the file or a token that cannot be meant.
-        ModelError, NumericalError: a model that cannot be loaded, or says NaN.
+        UsageError: an option, a line of the file or a token that is not valid.
+        ModelError, NumericalError: a model that cannot be loaded, or returns NaN.
     """
-    from ..certificate.foreign_samples import LEVEL, judge, read_draws, rows
-
     _check(args)
-    deviation = 0.02 if args.deviation is None else args.deviation
-    every = read_draws(args.samples)
+    deviation = DEVIATION if args.deviation is None else args.deviation
     from tqdm import tqdm
 
-    total = sum(len(draws.sequences) + draws.counts.total() for draws in every)
-    with tqdm(total=total, unit=" draws", disable=None, leave=False) as bar:
-        laws = _laws(args, every)
-        verdict = judge(every, laws, deviation=deviation, seed=args.seed, progress=bar.update)
+    from ..certificate.foreign_samples import judge, read_draws
+
+    every = read_draws(args.samples)
+    trees = [draws.tree() for draws in every]
+    distributions = _distributions(args, every, trees)
+    total = sum(sum(1 for counts in tree.counts if counts) for tree in trees)
+    with tqdm(total=total, unit=" prefixes", disable=None, leave=False, file=sys.stderr) as bar:
+        decision = judge(
+            every,
+            trees,
+            distributions,
+            deviation=deviation,
+            seed=args.seed,
+            first_tokens=args.first_tokens,
+            progress=bar.update,
+        )
     if args.json:
-        found = {"kept": verdict.kept, "conclusive": verdict.conclusive, "p_value": verdict.p_value, "level": LEVEL}
-        found |= {"control_p_value": verdict.control, "deviation": deviation, "tests": list(rows(verdict))}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(_as_json(decision), indent=2))
     else:
-        _print(verdict, deviation)
-    return 0 if verdict.kept and verdict.conclusive else 1
+        _print(decision, args.temperature)
+    return EXIT[decision.verdict.outcome]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -63,92 +75,138 @@ def _check(args: argparse.Namespace) -> None:
     trusted(args, [args.model])
 
 
-def _laws(args: argparse.Namespace, every: Sequence[Draws]) -> Callable[[Draws, Sequence[int]], Tensor]:
-    """The target's laws after a prefix and what follows it."""
-    import torch
-
-    from ..certificate.first_token_law import laws_after
+def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
+    """Those of the target after every drawn token that another one follows."""
+    from ..certificate.foreign_samples import check_vocabulary, given_distributions
+    from ..certificate.token_tree import distributions
     from ..decoding.build import make_slots
     from ..models.chat import encode
     from ..models.load import load_model
 
     sampling = sampling_from(args)
-    asked = [draws for draws in every if draws.law is None]
-    if not asked:
+    without = [draws for draws in every if draws.law is None]
+    if not without:
         if args.model:
             raise UsageError(f"--model: every line of {args.samples} gives its own law; leave it out")
-        return lambda draws, tokens: torch.tensor([draws.law])
+        return given_distributions(every)
     if not args.model:
-        raise UsageError(f"{asked[0].where}: whose law follows this prefix? Name the target with --model")
+        raise UsageError(f"{without[0].where}: whose law follows this prefix? Name the target with --model")
+    if len(without) < len(every):
+        given = next(draws for draws in every if draws.law is not None)
+        raise UsageError(
+            f"{given.where}: this line gives a law, and {without[0].where} a prefix of {args.model}; test them apart"
+        )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code
     )
-    prefixes: dict[str, list[int]] = {}
-    for draws in asked:
+    prompts: list[list[int]] = []
+    for draws in every:
         tokens = draws.prefix
         if isinstance(tokens, str):
             tokens = encode(loaded.tokenizer, [tokens], chat=False if args.raw else None)
         if not tokens:
             raise UsageError(f"{draws.where}: the prompt has no tokens")
-        prefixes[draws.where] = tokens
-    # What follows the last token of a sequence is not asked for.
-    longest = max(len(prefixes[d.where]) + max(map(len, d.sequences), default=1) for d in asked)
-    if loaded.context_length is not None and longest - 1 > loaded.context_length:
-        raise UsageError(
-            f"{longest - 1} tokens are too long for {loaded.name}, whose context is {loaded.context_length}"
-        )
-    lm = make_slots(loaded, 1, longest)
-    for draws in asked:
-        reach = max(prefixes[draws.where])
-        if reach >= lm.vocab_size:
-            raise UsageError(f"{draws.where}: token {reach} is beyond the vocabulary, which has {lm.vocab_size}")
+        # Nothing is requested of what follows the last token of a sequence.
+        length = len(tokens) + max(map(len, draws.sequences), default=1) - 1
+        if loaded.context_length is not None and length > loaded.context_length:
+            raise UsageError(
+                f"{draws.where}: {length} tokens are too long for {loaded.name}, whose context is "
+                f"{loaded.context_length}"
+            )
+        prompts.append(tokens)
+    size = make_slots(loaded, 1, 1).vocab_size
+    for draws, tokens in zip(every, prompts, strict=True):
+        if max(tokens) >= size:
+            raise UsageError(f"{draws.where}: token {max(tokens)} is beyond the vocabulary, which has {size}")
+        check_vocabulary(draws, size)
 
-    begun = ""
+    def make(rows: int, length: int) -> Any:
+        return make_slots(loaded, rows, length)
 
-    def laws(draws: Draws, tokens: Sequence[int]) -> Tensor:
-        nonlocal begun
-        prefix = prefixes[draws.where]
-        if max(tokens, default=0) >= lm.vocab_size:
-            raise UsageError(f"{draws.where}: token {max(tokens)} is beyond the vocabulary, which has {lm.vocab_size}")
-        if begun != draws.where:
-            lm.begin(0, prefix)
-            begun = draws.where
-        return laws_after(lm, [prefix[-1], *tokens], sampling, f"target '{args.model}'")
-
-    return laws
+    return distributions(make, prompts, trees, sampling, f"target '{args.model}'", loaded.context_length)
 
 
-def _print(verdict: Verdict, deviation: float) -> None:
+# -- output ------------------------------------------------------------------------------------------------------
+
+
+def _as_json(decision: Decision) -> dict[str, Any]:
+    from ..certificate.sampler_test import LEVEL
+
+    found = {"verdict": decision.verdict.outcome, "level": LEVEL, **_fields(decision.verdict)}
+    first = decision.first_tokens
+    return found | {"first_tokens": None if first is None else {"verdict": first.outcome, **_fields(first)}}
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    fields = asdict(verdict)
+    del fields["outcome"]
+    fields["by_prefix"] = [{"prefix": where, "draws": n, "p_value": p} for where, n, p in verdict.by_prefix]
+    return fields
+
+
+def _print(decision: Decision, temperature: float) -> None:
     from tabulate import tabulate
 
-    from ..certificate.foreign_samples import LEVEL, POWER, rows
-
-    lines = list(rows(verdict))
+    verdict, first = decision.verdict, decision.first_tokens
     table = [
         {
-            "draws": line["draws"],
-            "n": f"{line['n']:,}",
-            "chi-square": "impossible token" if line["chi_square"] is None else f"{line['chi_square']:,.1f}",
-            "df": line["degrees_of_freedom"],
-            "p": f"{line['p_value']:.3g}",
-            "control p": "-" if line["control_p_value"] is None else f"{line['control_p_value']:.3g}",
-            "visible": "-" if line["visible"] is None else f"{line['visible']:.4f}",
+            "statistic": one.name,
+            "draws": f"{one.draws:,}",
+            "estimate": one.estimate,
+            "TV at least": "-" if one.tv_at_least is None else f"{one.tv_at_least:.3f}",
+            "TV at most": "-" if one.tv_at_most is None else f"{one.tv_at_most:.3f}",
+            "p": f"{one.p_value:.3g}",
         }
-        for line in lines[:SHOWN]
+        for one in verdict.statistics
     ]
     print(tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True))
-    if len(lines) > SHOWN:
-        print(f"... and {len(lines) - SHOWN} more with greater p")
     print(
-        f"visible: the change of the most probable token's share that such draws show {POWER:.0%} of the time; "
-        f"control: the same draws against a law in which that share is {deviation:g} off."
+        f"{verdict.draws:,} draws after {verdict.prefixes:,} prefixes; mean log P of the drawn tokens "
+        f"{verdict.log_p:.3f}, expected {verdict.expected_log_p:.3f}. TV is averaged over draws, bounds hold at 95 %."
     )
-    if not verdict.kept:
-        print(f"NOT the target's law: p = {verdict.p_value:.3g}, all tests counted.")
-    elif verdict.conclusive:
-        print(f"The target's law, as far as {deviation:g} goes: p = {verdict.p_value:.3g}, all tests counted.")
-    else:
+    if first is not None:
         print(
-            f"Unknown: the draws fit the target's law (p = {verdict.p_value:.3g}), and they would fit one that is "
-            f"{deviation:g} off, too (p = {verdict.control:.3g}, not below {LEVEL:g}); draw more."
+            f"First tokens of sequences ({first.draws:,}) come from the prefill pass and have no part in the verdict "
+            f"(--first-tokens includes them): {_sentence(first)}"
         )
+    elif decision.has_next_tokens:
+        print(
+            "Next tokens of a prefix that is sent as a prompt come from the prefill pass, before anything is drafted; "
+            "record sequences to test what speculation emits."
+        )
+    print(_sentence(verdict))
+    if verdict.outcome == "yes":
+        print(_scope(verdict))
+
+
+def _sentence(verdict: Verdict) -> str:
+    d, n = f"{verdict.deviation:g}", f"{verdict.more_draws:,}"
+    if verdict.outcome == "yes":
+        differs = verdict.p_value < 0.01
+        seen = f"; a difference of at least {verdict.tv_at_least:.3f} is there" if differs else ""
+        return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{seen})."
+    if verdict.outcome == "no":
+        impossible = f"; {verdict.impossible:,} draws have probability 0" if verdict.impossible else ""
+        return f"no: differs (p = {verdict.p_value:.3g}, TV at least {verdict.tv_at_least:.3f}{impossible})."
+    if not verdict.each_prefix:
+        return f"too few draws: {n} more draws needed, after any prefixes, to decide TV {d}."
+    each = -(-verdict.more_draws // verdict.prefixes)
+    prefixes = "this prefix" if verdict.prefixes == 1 else f"these {verdict.prefixes:,} prefixes ({each:,} each)"
+    return f"too few draws: {n} more draws needed at {prefixes} to decide TV {d}."
+
+
+def _scope(verdict: Verdict) -> str:
+    """What a yes covers."""
+    text = (
+        "It covers another temperature, and shifts of probability between more and less probable tokens that prefixes "
+        "have in common (truncation, a mixture with a flatter or sharper distribution, tail against head)"
+    )
+    if verdict.each_prefix:
+        return (
+            f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
+            "the most probable ones by themselves. Exchanges within a group are not covered."
+        )
+    return (
+        f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
+        "probability, are not covered: that takes many draws at each prefix."
+    )

@@ -76,6 +76,8 @@ def main(args: argparse.Namespace) -> int:
             spent = time.perf_counter() - start
             say(f"{len(trials) - 1} usual mistakes are tried, one at a time, about {duration(spent)} each")
     likely, facts = named(found), _facts(drafter, target.loaded)
+    if found[0].warning:
+        facts.append(found[0].warning)
     if args.json:
         print(json.dumps({"facts": facts, "likely": [_json(one) for one in likely], "tried": list(map(_json, found))}))
     else:

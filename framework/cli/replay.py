@@ -13,6 +13,7 @@ from ..contracts.errors import UsageError, quoted
 from ..contracts.files import check_output
 from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
 from .consent import add_consent, texts_in, trusted_beside
+from .decoded import say
 from .sampling import sampling_from
 from .selecting import add_force
 
@@ -134,6 +135,8 @@ def main(args: argparse.Namespace) -> int:
         trust_remote_code=consent,
     )
     found = replay(alike(chain([first], responses), sampling), candidates, out)
+    if found.log_p.warning:
+        say(f"warning: {found.log_p.warning}")
     if args.json:
         print(as_json(found, sampling, reader.assumed))
     elif args.csv:

@@ -143,6 +143,7 @@ def as_json(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, in
             "prompts": len(found.pieces.category),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
+            "warnings": [found.log_p.warning] if found.log_p.warning else [],
             "rows": rows,
         },
         indent=2,

@@ -40,6 +40,7 @@ class Examined:
 
     Attributes:
         tally: of drafts of gamma tokens; None where it cannot draft so, for the ``reason``.
+        warning: about the log-probabilities that were recorded with the responses.
         gain: block efficiency, more than as it is, with an interval over prompts; None as it is, or without either.
     """
 
@@ -48,6 +49,7 @@ class Examined:
     tally: Tally | None = None
     gain: Estimate | None = None
     reason: str = ""
+    warning: str | None = None
 
     @property
     def row(self) -> Row | None:
@@ -67,7 +69,7 @@ def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterato
     first: Tally | None = None
     for number, trial in enumerate(trials):
         try:
-            gamma, tally = _tally(drafter, trial, gamma)
+            gamma, tally, warning = _tally(drafter, trial, gamma)
         except CrossdraftError as error:
             if number == 0 and (isinstance(error, UsageError) or all(one.suspect.change is None for one in trials)):
                 raise
@@ -75,7 +77,7 @@ def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterato
             continue
         gain = difference(tally, gamma, first, gamma) if first is not None else None
         first = tally if number == 0 else first
-        yield Examined(trial.suspect, gamma, tally, gain)
+        yield Examined(trial.suspect, gamma, tally, gain, warning=warning)
 
 
 def named(found: Sequence[Examined]) -> list[Examined]:
@@ -106,7 +108,7 @@ def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Suspect]:
         )
 
 
-def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally]:
+def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, str | None]:
     cls, given = drafter
     sampling = trial.target.sampling
     config = cls.Config(**{**given.model_dump(exclude_unset=True), **trial.suspect.options})
@@ -120,5 +122,5 @@ def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally]:
     one = beside.add(Asked((cls, config), gamma))
     rule = next(iter(rules_for(cls.name, (cls, config), (), (1,), sampling)))
     candidate = Candidate(cls.name, (cls, config), {rule: (1,)}, (gamma,), beside.forced(one))
-    replay(trial.responses, [candidate])
-    return gamma, candidate.tallies[rule, 1]
+    found = replay(trial.responses, [candidate])
+    return gamma, candidate.tallies[rule, 1], found.log_p.warning

@@ -233,13 +233,17 @@ class _Replay:
         every: dict[int, list[Forced]] = {}
         walking = [i for i, law in enumerate(self.laws) if law is None]
         log_p = [self.recorded(text) for text in group]
+        walked: list[np.ndarray | None] = [None] * len(group)
         if walking:
             mine = self.walkers()
             walks = walk_together([mine[i] for i in walking], self.context, group)
+            if self.context.target is not None and self.sampling.temperature:
+                walked = [None if p is None else one.log_p for one, p in zip(walks[0], log_p, strict=True)]
             log_p = [one.log_p if p is None else p for one, p in zip(walks[0], log_p, strict=True)]
             for i, own in zip(walking, walks, strict=True):
                 every[i] = [
-                    Forced(one.log_q, one.lengths, p, log_top=one.log_top) for one, p in zip(own, log_p, strict=True)
+                    Forced(one.log_q, one.lengths, p, log_top=one.log_top, own_log_p=target)
+                    for one, p, target in zip(own, log_p, walked, strict=True)
                 ]
         reading = [i for i in range(len(self.laws)) if i not in walking]
         if reading:

@@ -24,6 +24,7 @@ class Forced:
         log_p: float64 [T], log P(x[t] | prompt, x[:t]) by the target as it samples; 0 at temperature 0.
         log_top: float64 [T, G], the largest log-probability of the law that each token was drawn from, of the model's
             softmax at temperature 0; what policies of lengths ask for (`lengths`). None where nobody wanted to know it.
+        own_log_p: float64 [T], log P by the target where ``log_p`` is the recorded one and the target was run, too.
         sums: what rules for several i.i.d. sequences need, where the drafter draws them: `sequences.sums` of the rows.
     """
 
@@ -32,6 +33,7 @@ class Forced:
     log_p: np.ndarray
     sums: Sums | None = None
     log_top: np.ndarray | None = None
+    own_log_p: np.ndarray | None = None
 
 
 def ahead(values: np.ndarray, depth: int, beyond: float = 0.0) -> np.ndarray:

@@ -25,6 +25,7 @@ from ..contracts.verifier import incompatible
 from ..decoding.build import Configured, configured
 from .forced import Forced
 from .identities import RULES, SEQUENCES, certain, no_identity, survival
+from .recorded_log_p import RecordedLogP
 from .response import Response
 from .rounds import Acceptance, Rounds, expected
 from .tally import Pieces, Tally
@@ -86,13 +87,14 @@ class Candidate:
 
 @dataclass
 class Replayed:
-    """What was replayed: how much of it, and what became of each candidate."""
+    """What was replayed: how much of it, what became of each candidate, and how plausible recorded log P are."""
 
     candidates: list[Candidate]
     pieces: Pieces
     responses: int = 0
     tokens: int = 0
     by_prompt: bool = False
+    log_p: RecordedLogP = field(default_factory=RecordedLogP)
 
 
 def rules_for(
@@ -151,11 +153,17 @@ def replay(
             writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
         while window := list(islice(mine, WINDOW)):
             numbers = [found.pieces.number(one.category, one.id) for one in window]
+            compared: dict[int, Forced] = {}
             for candidate, source in zip(candidates, sources, strict=True):
                 forced = list(islice(source, len(window)))
                 if len(forced) != len(window):
                     raise ContractError(f"drafter '{candidate.title}' gave fewer drafts than there are responses")
                 _add(found, candidate, window, forced, numbers, writer)
+                for i, (one, _) in enumerate(forced):
+                    if i not in compared or one.own_log_p is not None:
+                        compared[i] = one
+            for i, one in compared.items():
+                found.log_p.add(window[i], one)
             found.responses += len(window)
             found.tokens += sum(len(one.tokens) for one in window)
     if not found.responses:

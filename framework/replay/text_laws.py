@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,10 +114,12 @@ def from_text(
                 if values is not None and np.isnan(values).any():
                     at = int(np.argmax(np.isnan(values)))
                     raise NumericalError(f"{who} produced NaN at token {at} of {text.where}; try dtype float32")
+            compared = None if kept is None else target_said
             if kept is None:
                 assert target_said is not None
                 kept = target_said
-            mine.append(_laid(reading, context_length_of(context), read, text, row, own, kept))
+            laid = _laid(reading, context_length_of(context), read, text, row, own, kept)
+            mine.append(laid if compared is None else replace(laid, own_log_p=compared))
         found.append(mine)
     return found
 
