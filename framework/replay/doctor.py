@@ -14,7 +14,7 @@ from ..contracts.errors import CrossdraftError, UsageError
 from ..contracts.sampling import Sampling
 from ..contracts.suspect import Suspect
 from ..decoding.build import Configured
-from ..runs.intervals import LEAST_PIECES, Estimate
+from ..runs.intervals import LEAST_PIECES, Estimate, pieces_needed
 from .force import Asked, deepened
 from .replay import Candidate, replay, rules_for
 from .response import Response
@@ -111,8 +111,8 @@ def undecided(found: Sequence[Examined]) -> list[Examined]:
 def responses_needed(found: Sequence[Examined]) -> int | None:
     """About how many responses would decide all that is `undecided`; None if that cannot be foreseen.
 
-    The width of an interval falls with the square root of their number. A trial is decided when its interval excludes
-    no gain or excludes a clear one, whichever is farther from the gain that was found.
+    A trial is decided when its interval excludes no gain or excludes a clear one, whichever is farther from the gain
+    that was found.
     """
     pieces, clear, needed = _pieces(found), _clear(found), 0.0
     for one in undecided(found):
@@ -121,7 +121,7 @@ def responses_needed(found: Sequence[Examined]) -> int | None:
             return None
         if (far := max(abs(one.gain.value), abs(clear - one.gain.value))) == 0:
             return None
-        needed = max(needed, pieces * ((high - low) / 2 / far) ** 2)
+        needed = max(needed, pieces_needed((high - low) / 2, far, pieces))
     return max(math.ceil(needed), pieces + 1)
 
 

@@ -34,7 +34,7 @@ from crossdraft.framework.replay.doctor import (
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.tally import Pieces, Tally
 from crossdraft.framework.replay.target import Target
-from crossdraft.framework.runs.intervals import Estimate
+from crossdraft.framework.runs.intervals import Estimate, pieces_needed
 
 SIZE = 4.0
 WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -293,8 +293,9 @@ def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
     )
     unknown, nothing = made(Estimate(0.4), prompts=2, efficiency=1.9), made(Estimate(0.0))
     assert named([base, wide]) == [] and undecided([base, wide]) == [wide]
-    # The interval is to be as narrow as the gain: half of it 1.435 now, with 3 responses.
-    assert responses_needed([base, wide]) == math.ceil(3 * (1.435 / 0.19) ** 2)
+    # The interval is to be as narrow as the gain: half of it is 1.435 now, 4.6 (Student's quantile) standard errors.
+    needed = responses_needed([base, wide])
+    assert needed == math.ceil(pieces_needed(1.435, 0.19, 3)) and 20 < needed < 60
     assert named([base, above]) == [above] and undecided([base, above]) == []
     assert named([base, below, small, nothing]) == [] and undecided([base, below, small, nothing]) == []
     two = made(None, "", prompts=2)
