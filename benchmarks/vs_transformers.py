@@ -137,7 +137,7 @@ def main() -> None:
         for run in sides:
             run(prompts[:1])
     order = list(rates)
-    for i, prompt in enumerate(tqdm(prompts, desc="prompts")):
+    for i, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
         turn = i % len(order)
         for name, side in order[turn:] + order[:turn]:
             start = time.perf_counter()

@@ -43,11 +43,11 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 @contextmanager
-def serving(*words: str, most_waiting: int = 1024) -> Iterator[Running]:
+def serving(*words: str, most_waiting: int = 1024, api_key: str | None = None) -> Iterator[Running]:
     """``crossdraft serve`` with these options."""
     served = serve.offered(arguments("--dtype", "float32", *words))
     listening = serve.listening("127.0.0.1", 0)
-    running = server(served, most_waiting=most_waiting)
+    running = server(served, most_waiting=most_waiting, api_key=api_key)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

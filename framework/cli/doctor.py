@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed; 1: or be loaded."""
     from ..decoding.build import configured
-    from ..replay.doctor import examine, named
+    from ..replay.doctor import examine, named, responses_needed, undecided
     from ..replay.target import Target
     from ..runs.recipe import Strategy
 
@@ -79,7 +79,11 @@ def main(args: argparse.Namespace) -> int:
     if found[0].warning:
         facts.append(found[0].warning)
     if args.json:
-        print(json.dumps({"facts": facts, "likely": [_json(one) for one in likely], "tried": list(map(_json, found))}))
+        tried = list(map(_json, found))
+        left = [one.suspect.mistake for one in undecided(found)]
+        needed = responses_needed(found) if left else None
+        more = {"undecided": left, "responses_needed": needed}
+        print(json.dumps({"facts": facts, "likely": [_json(one) for one in likely], "tried": tried, **more}))
     else:
         _print(found, likely, facts)
     return 0
@@ -170,6 +174,7 @@ def _json(one: Examined) -> dict[str, Any]:
 def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequence[str]) -> None:
     from tabulate import tabulate
 
+    from ..replay.doctor import undecided
     from ..report.layout import estimate_text
 
     base, lines = found[0], []
@@ -195,18 +200,35 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
         print(f"As it is, it does not draft: {base.reason}")
     elif base.tally is not None and len(base.tally.categories) > 1:
         parts = ((name, base.tally.row(base.gamma, name)) for name in base.tally.categories)
-        print("By category:", ", ".join(f"{name} {row.marginal[0]:.2f}" for name, row in parts if row.marginal))
+        print(
+            "Share of drafts whose first token is accepted, by category:",
+            ", ".join(f"{name} {row.marginal[0]:.2f}" for name, row in parts if row.marginal),
+        )
     for fact in facts:
         print(f"Noted: {fact}.")
     if not likely and base.reason:
         print(f"None of the {len(found) - 1} usual mistakes is why: mend what it says there first.")
+    elif not likely and undecided(found):
+        print(_too_few(found))
     elif not likely:
         print(
-            f"None of the {len(found) - 1} usual mistakes explains it: no change makes it agree clearly more. What is "
-            "left is the drafter itself: train it longer, on such prompts, or take another."
+            f"None of the {len(found) - 1} usual mistakes explains it: no change makes it agree clearly more, and each "
+            "interval excludes that one does. What is left is the drafter itself: train it longer, on such prompts, or "
+            "take another."
         )
     for number, one in enumerate(likely, 1):
         first = "Most likely" if number == 1 else f"{number}. Possibly"
         row = one.row
         assert row is not None and row.block_efficiency is not None
         print(f"{first}: {one.suspect.mistake} (BE {row.block_efficiency.value:.2f}). Cure: {one.suspect.cure}.")
+
+
+def _too_few(found: Sequence[Examined]) -> str:
+    """What to do where the intervals support no conclusion."""
+    from ..replay.doctor import responses_needed, undecided
+    from ..runs.intervals import LEAST_PIECES
+
+    left, needed = undecided(found), responses_needed(found)
+    more = f"about {needed} would decide it" if needed else f"give more, at least {LEAST_PIECES}"
+    few = f"they are too few to name or to exclude {len(left)} of the {len(found) - 1} usual mistakes"
+    return f"No conclusion from these responses: {few}; {more} (--responses{f' {needed}' if needed else ''})."

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, too: elsewhere each step would be a line
     if processes.rank():  # torchrun's others: what to do is told by the first
         from ..decoding.split_lm import follow
 

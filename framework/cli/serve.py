@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import socket
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
     from ..decoding.loop import Decoder
 
 #: What it is for; said in --help and when it starts.
-PURPOSE = "It is for evaluation, not for production: no authentication, no paged cache, one law after the other"
+PURPOSE = "It is for evaluation, not for production: one process, no paged cache"
+
+#: Parameters of a request that a server has defaults for.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+#: The environment variable that holds the API key.
+API_KEY = "CROSSDRAFT_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of prompt and answer (the context, up to 4096)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="where a request names none; 0 (the default) is greedy"
+    defaults = parser.add_argument_group(
+        "sampling of requests that do not set it (the model's generation_config.json, else OpenAI's)"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 = off")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this much mass")
-    parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    defaults.add_argument("--temperature", type=float, help="0 is greedy (1)")
+    defaults.add_argument("--top-k", type=int, help="keep the k most probable tokens; 0 = off (0)")
+    defaults.add_argument("--top-p", type=float, help="keep the smallest set of tokens with this much mass (1)")
+    defaults.add_argument("--min-p", type=float, help="drop tokens below this share of the likeliest (0)")
     parser.add_argument("--seed", type=int, default=0, help="beside the seed of each request (0)")
     parser.add_argument("--dtype", default="auto", help="of the target's weights (auto)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (127.0.0.1: this machine alone)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"refuse requests without it; better set {API_KEY}, because other users can see a command line",
+    )
     parser.add_argument("--port", type=int, default=8000, help="the port; 0 takes a free one (8000)")
     add_consent(parser)
 
@@ -68,24 +81,53 @@ def main(args: argparse.Namespace) -> int:
     if args.prefill_tokens < 0:
         raise UsageError(f"--prefill-tokens {args.prefill_tokens} must be at least 1, or 0 for each prompt by itself")
     need("crossdraft serve", "serve", "starlette", "uvicorn")
+    from ..serve.access import is_loopback
     from ..serve.app import server
 
+    key = api_key(args)
     served = offered(args)
     taken = listening(args.host, args.port)
     host, port = taken.getsockname()[:2]
     print(f"crossdraft: {served.title}; {args.slots} slots, {served.length} tokens each")
     print(f"crossdraft: {PURPOSE}")
+    loopback = is_loopback(host)
+    if not loopback and key is None:
+        print("crossdraft: warning: other machines can send requests without an API key; set --api-key", flush=True)
     print(f"crossdraft: http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)", flush=True)
     try:
-        server(served, most_waiting=args.waiting).run(sockets=[taken])
+        server(served, most_waiting=args.waiting, loopback=loopback, api_key=key).run(sockets=[taken])
     except KeyboardInterrupt:  # uvicorn has ended in good order, and raises the signal again
         print("crossdraft: the server has ended")
     return 0
 
 
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key that requests must send, of the option or the environment. UsageError if no header can hold it."""
+    key = args.api_key if args.api_key is not None else os.environ.get(API_KEY)
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise UsageError(f"--api-key or {API_KEY} must be printable ASCII without blanks, at least one character")
+    return key
+
+
+def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
+    """The sampling parameters of requests that set none: options, else the model's generation config, else `Sampling`.
+
+    Raises UsageError.
+    """
+    from ..decoding.asked import checked_sampling
+
+    config = getattr(target.model, "generation_config", None)
+    stored = config.to_diff_dict() if config is not None else {}
+    given = {name: stored[name] for name in SAMPLING if stored.get(name) is not None}
+    given |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = checked_sampling(**given)
+    # The other parameters change nothing then: one setting, however it is requested.
+    return type(sampling)(temperature=0) if sampling.temperature == 0 else sampling
+
+
 def offered(args: argparse.Namespace) -> Any:
     """The pair over the target, with its slots."""
-    from ..decoding.build import load_drafting_model
+    from ..decoding.build import configured, load_drafting_model
     from ..decoding.generate import fitting_pair, pair_decoder
     from ..models.load import load_model
     from ..runs.recipe import Strategy
@@ -94,15 +136,17 @@ def offered(args: argparse.Namespace) -> Any:
     def strategy(option: str, text: str) -> dict[str, Any]:
         return Strategy.parse(text, option).model_dump()
 
-    sampling = sampling_from(args)
-    if sampling.temperature == 0:
-        sampling = type(sampling)(temperature=0)  # the others change nothing then: one law, however it is asked for
+    sampling_from(args)  # before anything is loaded
     drafter = strategy("--drafter", args.drafter)
     rule = None if args.verifier is None else strategy("--verifier", args.verifier)
-    pair = fitting_pair(drafter, rule, sampling)
+    for kind, chosen in (("drafters", drafter), ("verifiers", rule)):  # before the target is loaded
+        if chosen is not None:
+            configured(kind, chosen)
     target = load_model(args.target, dtype=args.dtype, trust_remote_code=args.target in trusted(args, (args.target,)))
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; a server answers in text")
+    sampling = default_sampling(args, target)
+    pair = fitting_pair(drafter, rule, sampling)
     most = args.max_length or min(4096, target.context_length or 4096)
     if target.context_length is not None and most > target.context_length:
         raise UsageError(f"--max-length {most} is more than the target's context of {target.context_length} tokens")

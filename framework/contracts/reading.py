@@ -215,11 +215,18 @@ def read_json(
     return found
 
 
-def parse_json(text: str, file: Path | str, *, line: int = 1, error: type[CrossdraftError] = UsageError) -> Any:
-    """The value in ``text``, which begins at a line of a file."""
+def parse_json(
+    text: str, file: Path | str, *, line: int = 1, error: type[CrossdraftError] = UsageError, nan: bool = True
+) -> Any:
+    """The value in ``text``, which begins at a line of a file.
+
+    ``nan``: accept NaN, Infinity and -Infinity, which Python writes although JSON does not have them.
+    """
     try:
         # A hook for every number takes longer than all the rest, so it is there only for a text that needs it.
-        return json.loads(text, parse_int=_integer if _LONG.search(text) else None)
+        return json.loads(
+            text, parse_int=_integer if _LONG.search(text) else None, parse_constant=None if nan else _no_constant
+        )
     except json.JSONDecodeError as reason:
         place = f"{printable(str(file))}:{line + reason.lineno - 1}"
         raise error(f"{place}: not JSON: {reason.msg} at column {reason.colno}") from None
@@ -233,6 +240,10 @@ def _integer(digits: str) -> int:
     if reason := MOST_DIGITS.refusal(digits.lstrip("-")):
         raise ValueError(f"the number {quoted(digits, 20)} has {len(digits)} digits; {reason}")
     return int(digits)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value; send a number")
 
 
 def _json_kind(value: Any) -> str:

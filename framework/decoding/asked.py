@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from pydantic import ValidationError
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import CrossdraftError, UsageError, quoted
 from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
+from .build import configured
 from .processors import Processors
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class UnexpectedArgumentError(UsageError, TypeError):
+    """A keyword argument that a function does not have; a TypeError, as Python's own."""
+
+
+def explain_unexpected(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function raise `UnexpectedArgumentError` for a keyword that it lacks, with the place where it belongs.
+
+    For functions that take a ``drafter`` and a ``verifier``, whose options are often given to the function instead.
+    """
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise UnexpectedArgumentError(_unexpected(function.__name__, name, value, kwargs, list(known)))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _unexpected(function: str, name: str, value: Any, given: Mapping[str, Any], known: Sequence[str]) -> str:
+    for kind in ("drafter", "verifier"):
+        strategy = given.get(kind) or ("prompt-lookup" if kind == "drafter" else None)
+        try:
+            cls, _ = configured(f"{kind}s", strategy) if strategy is not None else (None, None)
+        except CrossdraftError:  # the function itself reports that, once the keyword is gone
+            continue
+        if cls is not None and name in cls.Config.model_fields:
+            place = f'{kind}={{"name": {cls.name!r}, {name!r}: {quoted(value)}}}'.replace("'", '"')
+            return f"{function}() has no argument {name!r}; it is an option of the {kind}: {place}"
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"its arguments are {', '.join(known)}"
+    return f"{function}() has no argument {name!r}; {hint}"
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise UsageError for an empty text as a prompt, with or without a chat template."""
+    if not text:
+        raise UsageError(f"{name} is an empty text; give at least one character")
 
 
 def checked_sampling(**parameters: Any) -> Sampling:
@@ -122,8 +170,9 @@ def separate(inputs: Any) -> list[Any]:
     return found
 
 
-def encoded(target: LoadedModel, text: str, chat: bool | None) -> list[int]:
-    """Token ids of a text; UsageError where the target has not what that needs."""
+def encoded(target: LoadedModel, i: int, text: str, chat: bool | None) -> list[int]:
+    """Token ids of input ``i``, a text; UsageError if it is empty, or where the target has not what that needs."""
+    check_text(f"inputs[{i}]", text)
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; give lists of token ids instead of texts")
     if chat and not getattr(target.tokenizer, "chat_template", None):

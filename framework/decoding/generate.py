@@ -20,7 +20,19 @@ from ..contracts.rng import CounterRng
 from ..contracts.rounds import Chunk, Request, Response, RoundEvent, raise_failed
 from ..contracts.sampling import Sampling
 from ..models.load import load_model
-from .asked import check_streamer, checked_processors, encoded, ids, laws, limits, separate, stop_strings, tell, whole
+from .asked import (
+    check_streamer,
+    checked_processors,
+    encoded,
+    explain_unexpected,
+    ids,
+    laws,
+    limits,
+    separate,
+    stop_strings,
+    tell,
+    whole,
+)
 from .build import (
     Configured,
     StrategyLike,
@@ -88,6 +100,7 @@ def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -
     check_prompt(name, prompt, decoder.target.context_length)
 
 
+@explain_unexpected
 def generate(
     model: str | LoadedModel,
     inputs: str | Sequence[str] | Sequence[Sequence[int]],
@@ -167,6 +180,7 @@ def generate(
     return responses
 
 
+@explain_unexpected
 def stream(
     model: str | LoadedModel,
     inputs: str | Sequence[str] | Sequence[Sequence[int]],
@@ -278,7 +292,9 @@ def _prepare(
     target = load_model(model) if isinstance(model, str) else model
     if stop and target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer, so its answers have no text in which stop could be said")
-    prompts = [encoded(target, text, chat) if isinstance(text, str) else ids(i, text) for i, text in enumerate(texts)]
+    prompts = [
+        encoded(target, i, text, chat) if isinstance(text, str) else ids(i, text) for i, text in enumerate(texts)
+    ]
     eos: tuple[int, ...] | None = () if ignore_eos else None
     requests = [
         Request(prompt, i, i, f"prompt {i}", most, eos)

@@ -86,10 +86,12 @@ class Outputs:
         self._open: dict[int, Output] = {}
         decoder.on_round = self._hear
 
-    def rounds(self, waiting: Iterable[tuple[Request, Output] | None]) -> Generator[list[Chunk], None, None]:
+    def rounds(
+        self, waiting: Iterable[tuple[Request, Output] | None], interleaved: Callable[[], bool] = lambda: False
+    ) -> Generator[list[Chunk], None, None]:
         """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
         try:
-            with closing(self._decoder.rounds(self._opened(waiting), on_error="finish")) as rounds:
+            with closing(self._decoder.rounds(self._opened(waiting), "finish", interleaved)) as rounds:
                 for finished in thread_count(self._decoder.target).applied(rounds):
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._open if i not in responses] if self._live else []

@@ -6,6 +6,7 @@ estimate of the overlap sum_v min(P, Q) there. A mistake is named if the drafter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ..contracts.errors import CrossdraftError, UsageError
 from ..contracts.sampling import Sampling
 from ..contracts.suspect import Suspect
 from ..decoding.build import Configured
-from ..runs.intervals import Estimate
+from ..runs.intervals import LEAST_PIECES, Estimate, pieces_needed
 from .force import Asked, deepened
 from .replay import Candidate, replay, rules_for
 from .response import Response
@@ -81,21 +82,70 @@ def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterato
 
 
 def named(found: Sequence[Examined]) -> list[Examined]:
-    """The trials that explain something, those that gain most first: by `CLEAR`, and surely, where that is known."""
-    base = found[0].row
-    accepted = base.block_efficiency.value - 1 if base is not None and base.block_efficiency is not None else 0.0
+    """The trials that explain something, those that gain most first: by `CLEAR`, and with an interval above 0."""
+    base, clear = found[0].row, _clear(found)
 
-    def gain(one: Examined) -> float:
+    def explains(one: Examined) -> bool:
         if one.row is None or one.row.block_efficiency is None:
-            return 0.0
-        return one.row.block_efficiency.value - 1 - accepted
-
-    def sure(one: Examined) -> bool:
+            return False
         if base is None:  # as it is, it does not draft at all
             return True
-        return one.gain is not None and (one.gain.low is None or one.gain.low > 0)
+        low, _ = _interval(found, one)
+        return one.gain is not None and one.gain.value > clear and low is not None and low > 0
 
-    return sorted((one for one in found[1:] if sure(one) and gain(one) > CLEAR * accepted), key=gain, reverse=True)
+    def gain(one: Examined) -> float:
+        return one.gain.value if one.gain is not None else 0.0
+
+    return sorted((one for one in found[1:] if explains(one)), key=gain, reverse=True)
+
+
+def undecided(found: Sequence[Examined]) -> list[Examined]:
+    """The trials that are neither `named` nor shown to gain less than `CLEAR`."""
+    likely, clear = named(found), _clear(found)
+    open_: list[Examined] = []
+    for one in found[1:]:
+        _, high = _interval(found, one)
+        if one not in likely and one.row is not None and (high is None or high > clear):
+            open_.append(one)
+    return open_
+
+
+def responses_needed(found: Sequence[Examined]) -> int | None:
+    """About how many responses would decide all that is `undecided`; None if that cannot be foreseen.
+
+    A trial is decided when its interval excludes no gain or excludes a clear one, whichever is farther from the gain
+    that was found.
+    """
+    pieces, clear, needed = _pieces(found), _clear(found), 0.0
+    for one in undecided(found):
+        low, high = _interval(found, one)
+        if one.gain is None or low is None or high is None:
+            return None
+        if (far := max(abs(one.gain.value), abs(clear - one.gain.value))) == 0:
+            return None
+        needed = max(needed, pieces_needed((high - low) / 2, far, pieces))
+    return max(math.ceil(needed), pieces + 1)
+
+
+def _clear(found: Sequence[Examined]) -> float:
+    """The gain in block efficiency that explains something."""
+    base = found[0].row
+    return CLEAR * (base.block_efficiency.value - 1) if base is not None and base.block_efficiency is not None else 0.0
+
+
+def _pieces(found: Sequence[Examined]) -> int:
+    return len(found[0].tally.pieces.category) if found[0].tally is not None else 0
+
+
+def _interval(found: Sequence[Examined], one: Examined) -> tuple[float | None, float | None]:
+    """The interval of a gain, below what a draft has room for; a point where enough responses differ by the same."""
+    base = found[0].row
+    if one.gain is None or base is None or base.block_efficiency is None:
+        return None, None
+    room = base.gamma + 1 - base.block_efficiency.value
+    if one.gain.low is None and _pieces(found) >= LEAST_PIECES:
+        return one.gain.value, one.gain.value
+    return one.gain.low, room if one.gain.high is None else min(one.gain.high, room)
 
 
 def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Suspect]:

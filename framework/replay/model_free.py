@@ -72,7 +72,8 @@ def forced(cls: type[Drafter], config: Any, texts: Iterable[Text], depth: int, s
         if cls.remembers(config):
             raise UsageError(
                 f"drafter '{cls.name}' remembers what earlier sequences said and offers no drafts_along, so it cannot "
-                "be replayed; measure it with crossdraft run"
+                "be replayed; measure it with crossdraft run, or, if it remembers nothing with these options, let its "
+                "classmethod remembers(config) return False"
             )
         drafts = _proposed(cls, config, pairs, depth, sampling)
     drafts, texts = iter(drafts), iter(texts)

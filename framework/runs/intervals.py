@@ -72,3 +72,13 @@ def estimate(
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     low, high = (found * float(np.exp(s * half)) if log else found + s * half for s in (-1, 1))
     return Estimate(found, max(low, least), min(high, most))
+
+
+def pieces_needed(half: float, wanted: float, pieces: int) -> float:
+    """About how many pieces give an interval of half width ``wanted``, where so many of like weight gave ``half``.
+
+    A standard error falls with the square root of their number; Student's quantile falls to that of the normal law.
+    """
+    upper = (1 + CONFIDENCE) / 2
+    quantile = float(stats.t.ppf(upper, max(FREEDOM * pieces, 1.0)) / stats.norm.ppf(upper))
+    return pieces * (half / quantile / wanted) ** 2

@@ -6,23 +6,27 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..contracts.errors import CrossdraftError
-from ..contracts.limits import LINE_BYTES
+from ..contracts.errors import CrossdraftError, first_line
+from ..contracts.limits import BODY_BYTES
 from ..contracts.reading import parse_json
 from ..contracts.rounds import Chunk
 from ..contracts.rounds import Response as Answer
 from ..decoding.outputs import Output
+from .access import AccessControl
 from .asked import Asked, Refused, asked
+from .errors import error_object, error_response
 from .laws import Served
 from .told import Telling
 from .worker import Client, Failed, Full, Job, Worker
@@ -31,10 +35,15 @@ from .worker import Client, Failed, Full, Job, Worker
 _GRACE = 3
 
 
-def server(served: Served, *, most_waiting: int = 1024) -> uvicorn.Server:
-    """A server of one pair; ``run(sockets=[..])`` answers until ``should_exit`` is set or a signal comes."""
+def server(
+    served: Served, *, most_waiting: int = 1024, loopback: bool = True, api_key: str | None = None
+) -> uvicorn.Server:
+    """A server of one pair; ``run(sockets=[..])`` answers until ``should_exit`` is set or a signal comes.
+
+    ``loopback``, ``api_key``: see `AccessControl`.
+    """
     worker = Worker(served, most_waiting)
-    app = application(served, worker)
+    app = application(served, worker, loopback=loopback, api_key=api_key)
     config = uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_GRACE
     )
@@ -53,8 +62,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def application(served: Served, worker: Worker) -> Starlette:
+def application(served: Served, worker: Worker, *, loopback: bool = True, api_key: str | None = None) -> Starlette:
     """The endpoint as an ASGI application; its lifespan is the worker's."""
+    # Bodies are parsed and tokenized here, not in the event loop: one at a time, as tokenizers need not be thread-safe.
+    parser = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
     async def health(_: HttpRequest) -> Response:
         return JSONResponse(worker.counts, 200 if worker.alive else 503)
@@ -66,15 +77,16 @@ def application(served: Served, worker: Worker) -> Starlette:
         )
 
     async def chat(http: HttpRequest) -> Response:
-        return await _answer(served, worker, http, chat=True)
+        return await _answer(served, worker, parser, http, chat=True)
 
     async def completions(http: HttpRequest) -> Response:
-        return await _answer(served, worker, http, chat=False)
+        return await _answer(served, worker, parser, http, chat=False)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         worker.start()
         yield
+        parser.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(worker.close)
 
     routes = [
@@ -83,7 +95,9 @@ def application(served: Served, worker: Worker) -> Starlette:
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _elsewhere})
+    access = Middleware(AccessControl, loopback=loopback, api_key=api_key)
+    handlers = {HTTPException: _elsewhere, Exception: _internal}
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[access], exception_handlers=handlers)
 
 
 async def _elsewhere(http: HttpRequest, error: Exception) -> Response:
@@ -91,36 +105,57 @@ async def _elsewhere(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     offered = "/v1/models, /v1/completions, /v1/chat/completions and /health"
     asked_for = f"{http.method} {http.url.path}"
-    return _error(f"{asked_for}: {error.detail.lower()}; this server answers {offered}", error.status_code)
+    return error_response(f"{asked_for}: {error.detail.lower()}; this server answers {offered}", error.status_code)
 
 
-async def _answer(served: Served, worker: Worker, http: HttpRequest, *, chat: bool) -> Response:
-    client = Client(asyncio.get_running_loop())
+async def _internal(_: HttpRequest, error: Exception) -> Response:
+    """A fault of the server's own; the traceback goes to its log."""
+    return error_response(f"internal error: {first_line(error)}", 500)
+
+
+async def _answer(
+    served: Served, worker: Worker, parser: ThreadPoolExecutor, http: HttpRequest, *, chat: bool
+) -> Response:
+    loop = asyncio.get_running_loop()
+    client = Client(loop)
     try:
-        wanted = asked(served, await _body(http), chat=chat)
+        wanted = await loop.run_in_executor(parser, _parsed, served, await _body(http), chat)
         tokenizer = served.target.tokenizer
         outputs = [Output(tokenizer, wanted.stop) for _ in wanted.requests]
         jobs = worker.submit(client, wanted.law, list(zip(wanted.requests, outputs, strict=True)))
     except Refused as error:
-        return _error(str(error), error.status, error.param)
+        return error_response(str(error), error.status, error.param)
     except Full as error:
-        return _error(str(error), 503)
+        return error_response(str(error), 503)
     telling = Telling(wanted, served.target.name, tokenizer)
     if wanted.stream:
         return _Stream(_events(wanted, telling, client), worker, jobs)
     return await _whole(http, telling, client, worker, jobs)
 
 
-async def _body(http: HttpRequest) -> Any:
-    data = bytearray()
+async def _body(http: HttpRequest) -> bytes:
+    """The body of a request, refused by its Content-Length or as soon as it is too large."""
+    data, announced = bytearray(), http.headers.get("content-length", "")
+    if announced.isdecimal():
+        _check_size(int(announced[:20]))
     async for part in http.stream():
         data += part
-        if reason := LINE_BYTES.refusal(len(data)):
-            raise Refused(f"the body of a request has too many bytes: {reason}", status=413)
+        _check_size(len(data))
+    return bytes(data)
+
+
+def _check_size(size: int) -> None:
+    if reason := BODY_BYTES.refusal(size):
+        raise Refused(f"the body of a request has too many bytes: {reason}", status=413)
+
+
+def _parsed(served: Served, data: bytes, chat: bool) -> Asked:
+    """The request in a body. Raises `Refused`."""
     try:
-        return parse_json(data.decode("utf-8"), "the body of the request")
+        body = parse_json(data.decode("utf-8"), "the body of the request", nan=False)
     except (CrossdraftError, UnicodeDecodeError) as error:
         raise Refused(f"the body of a request is JSON in UTF-8: {error}") from None
+    return asked(served, body, chat=chat)
 
 
 async def _events(wanted: Asked, telling: Telling, client: Client) -> AsyncIterator[str]:
@@ -131,7 +166,7 @@ async def _events(wanted: Asked, telling: Telling, client: Client) -> AsyncItera
     while len(responses) < len(wanted.requests):
         for choice, piece in await client.fetch():
             if isinstance(piece, Failed):
-                yield _event(_error_object(str(piece), 500))
+                yield _event(error_object(str(piece), 500))
                 return
             if piece.response is not None:
                 responses.append(piece.response)
@@ -164,7 +199,7 @@ async def _whole(http: HttpRequest, telling: Telling, client: Client, worker: Wo
         if not answers.done():
             return Response(status_code=499)  # nobody is there to read it
         found = answers.result()
-        return _error(str(found), 500) if isinstance(found, Failed) else JSONResponse(telling.whole(found))
+        return error_response(str(found), 500) if isinstance(found, Failed) else JSONResponse(telling.whole(found))
     finally:
         answers.cancel()
         gone.cancel()
@@ -190,13 +225,3 @@ async def _gone(http: HttpRequest) -> None:
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
-
-
-def _error_object(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = "model_not_found" if param == "model" else None
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _error(message: str, status: int, param: str | None = None) -> JSONResponse:
-    return JSONResponse(_error_object(message, status, param), status)

@@ -10,7 +10,7 @@ from typing import Any
 from ..contracts.errors import CrossdraftError, UsageError, quoted
 from ..contracts.rounds import Request
 from ..contracts.sampling import Sampling
-from ..decoding.asked import checked_sampling, stop_strings, whole
+from ..decoding.asked import check_text, checked_sampling, stop_strings, whole
 from ..decoding.generate import check_ids
 from ..models.chat import encode_messages, encode_text
 from .laws import Served
@@ -217,7 +217,8 @@ def _chat(served: Served, messages: Any) -> list[list[int]]:
         if set(said) != {"role", "content"} or not isinstance(said["role"], str):
             raise Refused(f"messages[{i}] must have role and content, and nothing else", "messages")
         found.append({"role": said["role"], "content": _content(i, said["content"])})
-    return [encode_messages(tokenizer, found)]
+    check_text(f"messages[{len(found) - 1}]", found[-1]["content"])
+    return [encode_messages(tokenizer, found, served.length)]
 
 
 def _content(i: int, content: Any) -> str:
@@ -233,7 +234,13 @@ def _prompts(served: Served, prompt: Any) -> list[list[int]]:
     several: Sequence[Any] = prompt if isinstance(prompt, list) and not _ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or _ids(one) for one in several):
         raise Refused("prompt must be a text, a list of texts, or one or more lists of token ids", "prompt")
-    return [encode_text(served.target.tokenizer, one, special=True) if isinstance(one, str) else one for one in several]
+    found = []
+    for i, one in enumerate(several):
+        if isinstance(one, str):
+            check_text("prompt" if len(several) == 1 else f"prompt {i}", one)
+            one = encode_text(served.target.tokenizer, one, special=True, most=served.length)
+        found.append(one)
+    return found
 
 
 def _ids(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from ..contracts.models import LoadedModel
@@ -10,7 +10,7 @@ from ..contracts.sampling import Sampling
 from ..decoding.loop import Decoder
 
 #: Laws beside the server's own whose decoders are kept; each has slots of its own, and a drafter with its memory.
-_MOST_OTHERS = 3
+MOST_OTHERS = 3
 
 
 @dataclass
@@ -37,14 +37,17 @@ class Served:
     def __post_init__(self) -> None:
         self.decoder = self.build(self.sampling)
 
-    def decoder_of(self, law: Sampling) -> Decoder:
-        """The decoder of a law, made now if it is not among those used last; for the decoding thread alone."""
+    def decoder_of(self, law: Sampling, busy: Container[Sampling] = ()) -> Decoder:
+        """The decoder of a law, made now if it is not among those used last; for the decoding thread only.
+
+        ``busy``: laws whose decoders run, fewer than `MOST_OTHERS` beside the server's own; those are not dropped.
+        """
         if law == self.sampling:
             return self.decoder
         found = self._others.pop(law, None)
         if found is None:
-            while len(self._others) >= _MOST_OTHERS:  # before another takes their memory
-                del self._others[next(iter(self._others))]
+            while len(self._others) >= MOST_OTHERS:  # before another takes their memory
+                del self._others[next(other for other in self._others if other not in busy)]
             found = self.build(law)
         self._others[law] = found
         return found

@@ -1,7 +1,8 @@
-"""One thread that decodes: requests wait in a queue, join the running batch as slots free up, and leave pieces behind.
+"""The decoding thread: requests wait in a queue, join running batches as slots free up, and leave chunks behind.
 
-A batch has one law. Where requests of several wait, one law after the other has its turn: all that waited for it when
-the turn began, and then whoever comes while nobody waits for another.
+A batch has one sampling setting, because its drafts and verdicts do. Requests of several settings run side by side, in
+decoders of their own that take turns, one step each. Where more settings are requested than decoders are kept, the
+oldest decoder admits nothing more, finishes what it runs, and makes room.
 
 Nothing that a client does holds the thread up. A piece is appended to what its client has not fetched yet, which is at
 most the client's whole answers; a slot is free when its answer is decoded, whether it was read or not.
@@ -12,15 +13,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from ..contracts.errors import CrossdraftError, first_line
 from ..contracts.rounds import Chunk, Request
 from ..contracts.sampling import Sampling
 from ..decoding.outputs import Output, Outputs
-from .laws import Served
+from .laws import MOST_OTHERS, Served
 
 
 class Failed(CrossdraftError):
@@ -66,6 +67,22 @@ class Job:
     output: Output
 
 
+@dataclass(eq=False)
+class Session:
+    """The running requests of one sampling setting.
+
+    Attributes:
+        running: jobs that have a slot, by the index of their request.
+        admits: whether waiting jobs may join.
+        steps: decodes them, one step for each `next`.
+    """
+
+    law: Sampling
+    running: dict[int, Job] = field(default_factory=dict)
+    admits: bool = True
+    steps: Generator[list[Chunk], None, None] = field(init=False)
+
+
 class Worker:
     """Decodes in a thread of its own.
 
@@ -78,17 +95,17 @@ class Worker:
         self.served, self.most_waiting = served, most_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._running: dict[int, Job] = {}
+        self._sessions: dict[Sampling, Session] = {}
         self._closing = False
         self._next = 0
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots there are, answers in work, and requests that wait."""
+        """Slots of each decoder, running answers of all decoders, and requests that wait for a slot."""
         return {
             "slots": self.served.decoder.target.batch_size,
-            "running": len(self._running),
+            "running": sum(len(session.running) for session in list(self._sessions.values())),
             "waiting": len(self._waiting),
         }
 
@@ -100,7 +117,7 @@ class Worker:
         self._thread.start()
 
     def end(self) -> None:
-        """End after the round under way; what is not answered fails, and nothing is taken any more."""
+        """End after the step under way; what is not answered fails, and nothing is accepted any more."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -134,61 +151,94 @@ class Worker:
                     self._waiting.remove(job)
 
     def _run(self) -> None:
-        while (law := self._turn()) is not None:
-            try:
-                outputs = Outputs(self.served.decoder_of(law))
-            except BaseException as error:  # out of memory, say
-                self._fail(f"a request of this law cannot be decoded: {first_line(error)}", law)
-                continue
-            try:
-                with closing(outputs.rounds(self._requests(law))) as rounds:
-                    for pieces in rounds:
-                        self._hand_out(pieces)
-                        if self._closing:
-                            break
-            except BaseException as error:  # of a strategy or a model; SystemExit, too
-                self._fail(f"decoding failed, and all that was in work with it: {first_line(error)}")
+        while not self._closing:
+            self._open_sessions()
+            for session in list(self._sessions.values()):
+                if not self._closing:
+                    self._step(session)
+        for session in list(self._sessions.values()):
+            with suppress(BaseException):  # a strategy's code may raise while its slots are freed
+                session.steps.close()
         self._fail("the server is ending")
 
-    def _turn(self) -> Sampling | None:
-        """The law of who has waited longest, and all who wait for it to the front; None when the server ends."""
+    def _open_sessions(self) -> None:
+        """Wait for work, then open a session for each waiting setting for which a decoder may be kept."""
         with self._changed:
-            while not (self._waiting or self._closing):
+            while not (self._waiting or self._sessions or self._closing):
                 self._changed.wait()
-            if self._closing:
-                return None
-            law = self._waiting[0].law
-            self._waiting = deque(sorted(self._waiting, key=lambda job: job.law != law))
-            return law
+        while not self._closing and (law := self._openable()) is not None:
+            try:
+                outputs = Outputs(self.served.decoder_of(law, busy=self._sessions))
+            except BaseException as error:  # out of memory, say
+                self._fail(f"requests with these sampling parameters cannot be decoded: {first_line(error)}", law)
+                continue
+            session = Session(law)
+            session.steps = outputs.rounds(self._admitted(session), interleaved=lambda: len(self._sessions) > 1)
+            self._sessions[law] = session
 
-    def _requests(self, law: Sampling) -> Iterator[tuple[Request, Output] | None]:
-        """What waits for ``law``, None while others run, and the end when the next one waits for another law or the
-        server ends; asked by the decoding thread."""
+    def _openable(self) -> Sampling | None:
+        """The first waiting setting that has no session and may get one.
+
+        If there is no room for it, the oldest session that occupies room stops to admit jobs; its own waiting jobs go
+        behind all others.
+        """
+        with self._changed:
+            own = self.served.sampling
+            others = [session for law, session in self._sessions.items() if law != own]
+            for law in dict.fromkeys(job.law for job in self._waiting if job.law not in self._sessions):
+                if law == own or len(others) < MOST_OTHERS:
+                    return law
+                if all(session.admits for session in others):
+                    others[0].admits = False
+                    self._waiting = deque(sorted(self._waiting, key=lambda job: job.law == others[0].law))
+            return None
+
+    def _admitted(self, session: Session) -> Iterator[tuple[Request, Output] | None]:
+        """Waiting jobs of a session's setting; None while there are none and others run; ends when none runs."""
         while True:
             with self._changed:
-                while not (self._waiting or self._running or self._closing):
-                    self._changed.wait()
-                if self._closing or (self._waiting and self._waiting[0].law != law):
-                    return
-                job = self._waiting.popleft() if self._waiting else None
+                found = (job for job in self._waiting if job.law == session.law)
+                job = next(found, None) if session.admits and not self._closing else None
                 if job is not None:
-                    self._running[job.request.index] = job
+                    self._waiting.remove(job)
+                    session.running[job.request.index] = job
+                elif not session.running:
+                    return
             yield None if job is None else (job.request, job.output)
 
-    def _hand_out(self, pieces: Sequence[Chunk]) -> None:
+    def _step(self, session: Session) -> None:
+        """One step of a session, which is over when nothing is left of it, or when its strategies fail."""
+        try:
+            pieces = next(session.steps, None)
+        except BaseException as error:  # of a strategy or a model; SystemExit, too
+            with self._changed:
+                del self._sessions[session.law]
+            failed = Failed(f"decoding failed; all requests that ran beside this one were aborted: {first_line(error)}")
+            for job in session.running.values():
+                job.client.put(job.choice, failed)
+            return
+        if pieces is None:
+            with self._changed:
+                del self._sessions[session.law]
+            return
         for piece in pieces:
-            job, response = self._running[piece.index], piece.response
+            job, response = session.running[piece.index], piece.response
             if response is not None:
-                del self._running[piece.index]
+                del session.running[piece.index]
             failed = response is not None and response.error is not None
             job.client.put(job.choice, Failed(str(response.error)) if failed and response is not None else piece)
 
     def _fail(self, why: str, law: Sampling | None = None) -> None:
-        """What is in work fails; so does what waits for ``law``, or, when the server ends, for any."""
+        """Fail the jobs that wait for ``law``; without one, all jobs."""
         with self._changed:
-            jobs = list(self._running.values())
-            self._running.clear()
-            jobs += [job for job in self._waiting if self._closing or job.law == law]
-            self._waiting = deque(job for job in self._waiting if not self._closing and job.law != law)
+            jobs = (
+                []
+                if law is not None
+                else [job for session in self._sessions.values() for job in session.running.values()]
+            )
+            jobs += [job for job in self._waiting if law is None or job.law == law]
+            self._waiting = deque(job for job in self._waiting if law is not None and job.law != law)
+            if law is None:
+                self._sessions.clear()
         for job in jobs:
             job.client.put(job.choice, Failed(why))

@@ -236,6 +236,20 @@ class DrafterContract:
                 f"at temperature 0 prompt {i} is answered {response.tokens}; the target alone says {alone[i].tokens}"
             )
 
+    def test_whether_it_remembers(self) -> None:
+        """`Drafter.remembers` says of these options what the test class does; replay and the bench rely on it."""
+        declared = self.drafting.remembers(self.config)
+        cure = (
+            "By default it is True for a class that defines reset(): with options that turn the memory off, define the "
+            "classmethod remembers(config), or replay refuses the drafter; if it does remember, set remembers = True"
+        )
+        if not declared:
+            cure = "Define reset() if its memory outlives a sequence, and remembers(config) if that hangs on options"
+        assert declared == self.remembers, (
+            f"remembers(config) is {declared} for {self.config!r}, and the test class has remembers = "
+            f"{self.remembers}. {cure}"
+        )
+
     def test_reset_forgets_what_was_learnt(self) -> None:
         """After reset() a drafter drafts as a new one: results do not depend on what it was warmed up with."""
         temperature = self.each_temperature()[0]

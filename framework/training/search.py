@@ -85,7 +85,10 @@ class Searcher:
         study = self._optuna.create_study(direction="maximize")
         self._resume(study, made_with)
         first, said = self.trainee.first(), -1.0 if not self.settings else self.settings["speed_up"]
-        with until_told() as told, tqdm(total=r.trials, initial=self.step, unit="trial", desc=r.name) as bar:
+        with (
+            until_told() as told,
+            tqdm(total=r.trials, initial=self.step, unit="trial", desc=r.name, disable=None) as bar,
+        ):
             while self.step < r.trials and not (r.minutes and self.seconds > 60 * r.minutes):
                 if told.is_set():
                     raise KeyboardInterrupt

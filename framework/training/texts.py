@@ -116,7 +116,7 @@ def write(
     size = ANSWERS_A_SLOT * writer.batch_size
     start, last = after // size * size, after - 1  # the last index that is a text
     with (
-        tqdm(total=tokens, initial=have, unit="tok", desc="target writes texts") as bar,
+        tqdm(total=tokens, initial=have, unit="tok", desc="target writes texts", disable=None) as bar,
         writing(path),
         path.open("ab") as file,
     ):

@@ -112,7 +112,10 @@ class Trainer:
         batches = [b for epoch in range(r.epochs) for b in self._batches(train, epoch)]
         self._resume(len(batches))
         saved = time.perf_counter()
-        with until_told() as told, tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name) as bar:
+        with (
+            until_told() as told,
+            tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name, disable=None) as bar,
+        ):
             while True:
                 progress = self._progress(len(batches))
                 # What is due follows from the step, never from when a checkpoint was written or a run was told to stop.

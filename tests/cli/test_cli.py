@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and that it answers without loading PyTorch."""
 
+import ast
 import json
 import os
 import re
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_models import save_model
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
@@ -204,3 +207,33 @@ def test_the_public_face_is_lazy_and_complete() -> None:
         assert getattr(crossdraft, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = crossdraft.nonsense
+
+
+def test_bars_are_for_terminals(tmp_path: Path) -> None:
+    """Elsewhere each step of a bar would be a line: those of transformers and of any plug-in, too."""
+    environment = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}
+
+    def errors(terminal: bool, then: str) -> str:
+        code = "import sys; from crossdraft.framework.cli import main; "
+        code += f"sys.stderr.isatty = lambda: {terminal}; main.main(['list', 'recipes']); {then}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=120
+        )
+        return done.stderr
+
+    bar = "from tqdm import tqdm; list(tqdm(range(3)))"
+    model = f"import crossdraft; crossdraft.load_model({save_model(tmp_path / 'target')!r}); "
+    assert "3/3" in errors(True, bar)
+    assert "%" not in errors(False, model + bar)
+
+
+def test_every_bar_of_ours_knows_where_it_is_drawn() -> None:
+    """By itself tqdm draws anywhere; ``disable=None`` is for terminals only."""
+    root, calls = Path(__file__).parents[2], 0
+    for folder in ("framework", "drafters", "verifiers", "plugins", "benchmarks"):
+        for file in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tqdm":
+                    calls += 1
+                    assert "disable" in [one.arg for one in node.keywords], f"{file}:{node.lineno}"
+    assert calls > 5

@@ -150,6 +150,22 @@ class OtherTextLaw(Chain):
         return TextLaw(self.model.lm, Sampling(temperature=2))
 
 
+class Forgets(Chain):
+    """Its memory can be turned off, and is by default."""
+
+    class Config(StrategyConfig):
+        memory: bool = False
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+class SaysThatItForgets(Forgets):
+    @classmethod
+    def remembers(cls, config: Any) -> bool:
+        return config.memory
+
+
 def drafter_contract(cls: type[Drafter]) -> DrafterContract:
     return type("Contract", (DrafterContract,), {"drafter": cls, "temperatures": (1.0,)})()
 
@@ -178,6 +194,7 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         (LawsOffByOne, "test_every_draft_keeps_the_contract", "too few rows .*: a shape is off"),
         (TooDeep, "test_limits", "but sequences.limit allows"),
         (OtherTextLaw, "test_the_law_of_a_text", r"text_law\(\) is not the law of the drafts"),
+        (Forgets, "test_whether_it_remembers", r"define the classmethod remembers\(config\), or replay refuses"),
         (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
     ],
 )
@@ -185,6 +202,15 @@ def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: st
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(drafter_contract(cls), test)()
     getattr(drafter_contract(Chain), test)()  # the honest one passes
+
+
+def test_a_memory_is_what_the_test_class_says() -> None:
+    drafter_contract(SaysThatItForgets).test_whether_it_remembers()
+    for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
+        own = {"drafter": cls, "options": options, "remembers": remembers}
+        type("Contract", (DrafterContract,), own)().test_whether_it_remembers()
+    with pytest.raises(AssertionError, match=r"remembers\(config\) is False .* has remembers = True"):
+        type("Contract", (DrafterContract,), {"drafter": Chain, "remembers": True})().test_whether_it_remembers()
 
 
 class Honest(Verifier):

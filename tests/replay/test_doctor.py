@@ -1,10 +1,12 @@
 """The doctor names the mistake that was made: each is put into a head that was trained without it."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from feature_heads import LAYERS, SHAPE, START, make_head, overfit
@@ -20,9 +22,19 @@ from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.suspect import Suspect
 from crossdraft.framework.models.checkpoint import load_checkpoint
-from crossdraft.framework.replay.doctor import Examined, Trial, examine, greedy_drafts, named
+from crossdraft.framework.replay.doctor import (
+    Examined,
+    Trial,
+    examine,
+    greedy_drafts,
+    named,
+    responses_needed,
+    undecided,
+)
 from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.tally import Pieces, Tally
 from crossdraft.framework.replay.target import Target
+from crossdraft.framework.runs.intervals import Estimate, pieces_needed
 
 SIZE = 4.0
 WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -258,3 +270,37 @@ def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
     drafter = configured("small-lm-tree", model=target.name, branching=(2, 1))
     with pytest.raises(UsageError, match="drafts no single chains here"):
         list(examine(drafter, [Trial(Suspect("", ""), target, responses)], 3))
+
+
+def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> Examined:
+    """A trial as it comes out: so many prompts, each with two rounds."""
+    pieces = Pieces()
+    for i in range(prompts):
+        pieces.number("", str(i))
+    tally = Tally(pieces, [4])
+    tally._sums = np.array([[[2 * efficiency, 2.0, 2 * efficiency, 2.0]]] * prompts)
+    tally._accepted[""] = np.full((1, 4), prompts * (efficiency - 1) / 2)
+    tally._drafted[""] = np.full(1, 8.0 * prompts)
+    return Examined(Suspect(mistake, ""), 4, tally, gain)
+
+
+def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
+    """A clear gain is one of 0.1 tokens here: a fifth of the 0.5 that are accepted a round."""
+    base = made(None, "")
+    wide, above, below, small = (
+        made(Estimate(*interval), efficiency=1.5 + interval[0])
+        for interval in ((0.19, -1.25, 1.62), (0.3, 0.05, 0.55), (-0.1, -0.15, 0.05), (0.05, 0.01, 0.09))
+    )
+    unknown, nothing = made(Estimate(0.4), prompts=2, efficiency=1.9), made(Estimate(0.0))
+    assert named([base, wide]) == [] and undecided([base, wide]) == [wide]
+    # The interval is to be as narrow as the gain: half of it is 1.435 now, 4.6 (Student's quantile) standard errors.
+    needed = responses_needed([base, wide])
+    assert needed == math.ceil(pieces_needed(1.435, 0.19, 3)) and 20 < needed < 60
+    assert named([base, above]) == [above] and undecided([base, above]) == []
+    assert named([base, below, small, nothing]) == [] and undecided([base, below, small, nothing]) == []
+    two = made(None, "", prompts=2)
+    assert named([two, unknown]) == [] and undecided([two, unknown]) == [unknown]
+    assert responses_needed([two, unknown]) is None
+    # Where nearly all is accepted, nothing can add a clear gain: 0.02 tokens are left, and 0.796 would be one.
+    best = made(None, "", efficiency=4.98)
+    assert undecided([best, made(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []

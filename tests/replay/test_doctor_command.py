@@ -146,7 +146,8 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}"]) == 0
     out, err = capsys.readouterr()
     assert "None of the 1 usual mistakes explains it" in out and "as it is" in out and "were decoded before" in err
-    assert "By category: a 1.00, b 1.00, c 1.00" in out
+    assert "excludes that one does" in out
+    assert "Share of drafts whose first token is accepted, by category: a 1.00, b 1.00, c 1.00" in out
     # Responses are decoded in the precision that is asked for, and both are tried along them.
     options[-1] = "bfloat16"
     assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}", "--json"]) == 0
@@ -168,3 +169,18 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
 def test_what_cannot_be_is_refused(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
     assert cli.main(["doctor", "--target", models["target"], "--drafter", "none", *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_too_few_responses_support_no_conclusion(doctor: Callable, target: str, tmp_path: Path, capsys: Any) -> None:
+    """Heads that learnt nothing, two responses: no interval, so nothing is named, and nothing is excluded."""
+    config = LlamaForCausalLM.from_pretrained(target).config
+    heads = MedusaHeads(config.hidden_size, HEADS, vocab_size=config.vocab_size)
+    save_heads(tmp_path / "heads", heads, {})
+    drafter = f"{{name: medusa, model: {tmp_path / 'heads'}}}"
+    found = doctor(target, drafter, *GREEDY, "--responses", "2")
+    assert found["likely"] == [] and found["undecided"] and found["responses_needed"] is None
+    given = ["--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "prompts.jsonl"), "--device", "cpu"]
+    assert cli.main(["doctor", *given, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "No conclusion from these responses" in out and "give more, at least 3 (--responses)" in out
+    assert "train it longer" not in out

@@ -170,6 +170,13 @@ def test_who_needs_no_model() -> None:
 def test_who_cannot_be_replayed_is_told_so() -> None:
     with pytest.raises(UsageError, match="'learner' remembers what earlier sequences said"):
         next(forced(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
+
+    class Off(Learner):
+        @classmethod
+        def remembers(cls, config: Any) -> bool:
+            return False
+
+    assert next(forced(Off, Off.Config(), [text([1])], 2, SAMPLING)).lengths.shape == (1,), "its memory is off"
     with pytest.raises(ContractError, match=r"'liar'.*must give int64 \[2, 3\] for each text"):
         next(forced(Liar, Liar.Config(), [text([1, 2])], 3, SAMPLING))
     with pytest.raises(ContractError, match=r"'broken'.*propose\(\) raised ValueError: no idea"):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossdraft.framework.runs.intervals import Estimate, estimate
+from crossdraft.framework.runs.intervals import Estimate, estimate, pieces_needed
 from crossdraft.framework.runs.pace import Piece, speed_up
 
 Sums = np.ndarray
@@ -154,3 +154,20 @@ def test_an_interval_ends_where_the_number_does() -> None:
     found = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
     assert free.low is not None and free.low < 1 and (found.value, found.low, found.high) == (1.2, 1.0, free.high)
     assert estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0, most=1.3).high == 1.3
+
+
+def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> None:
+    """On average: half widths of 6 pieces, and of as many as `pieces_needed` says for a quarter of that."""
+    rng = np.random.default_rng(0)
+
+    def half(pieces: int) -> float:
+        widths = []
+        for _ in range(200):
+            sums = np.stack([np.ones(pieces), rng.normal(size=pieces)], -1)
+            found = estimate(lambda s: s[..., 1] / s[..., 0], sums, log=False)
+            assert found.low is not None and found.high is not None
+            widths.append((found.high - found.low) / 2)
+        return float(np.sqrt(np.mean(np.square(widths))))
+
+    few = half(6)
+    assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)

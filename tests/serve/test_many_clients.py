@@ -27,14 +27,15 @@ def raw(running: Running, name: str, **options: Any) -> socket.socket:
     """A connection that has asked, and reads when it likes."""
     body = json.dumps({"model": name, "prompt": PROMPT, "ignore_eos": True, "max_tokens": 80, **options}).encode()
     found = socket.create_connection(("127.0.0.1", running.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     found.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
     return found
 
 
 def test_a_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
-    with serving("--target", name, "--slots", "4", "--max-new-tokens", "80") as running:
+    with serving("--target", name, "--temperature", "0", "--slots", "4", "--max-new-tokens", "80") as running:
         ask = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120)
         plain = ask.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text
 

