@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .framework.advise.engine import Engine, Schedule, Settings
     from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
-    from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict
+    from .framework.contracts.draft import DenseScores, Draft, Drawn, Scores, Sequences, Verdict
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, Learner, StrategyConfig, TextLaw
     from .framework.contracts.errors import (
         ContractError,
@@ -180,6 +180,7 @@ _HOME = {
     "Sampling": ".framework.contracts.sampling",
     "Schedule": ".framework.advise.engine",
     "Scores": ".framework.contracts.draft",
+    "DenseScores": ".framework.contracts.draft",
     "Search": ".framework.contracts.training",
     "SearchConfig": ".framework.contracts.training",
     "Sequences": ".framework.contracts.draft",
