@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .framework.advise.engine import Engine, Schedule, Settings
     from .framework.advise.source import Source
     from .framework.bench.matrix import load_recipe
-    from .framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict
+    from .framework.contracts.draft import DenseScores, Draft, Drawn, Scores, Sequences, Verdict
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, Learner, StrategyConfig, TextLaw
     from .framework.contracts.errors import (
         ContractError,
@@ -62,6 +62,7 @@ __all__ = [
     "Chunk",
     "ContractError",
     "CrossdraftError",
+    "DenseScores",
     "Draft",
     "DraftContext",
     "DraftModel",
@@ -153,6 +154,7 @@ _HOME = {
     "Chunk": ".framework.contracts.rounds",
     "ContractError": ".framework.contracts.errors",
     "CrossdraftError": ".framework.contracts.errors",
+    "DenseScores": ".framework.contracts.draft",
     "Draft": ".framework.contracts.draft",
     "DraftContext": ".framework.contracts.drafter",
     "DraftModel": ".drafters.autoregressive.draft_model",

@@ -1,4 +1,4 @@
-"""The house: imports point downwards, rooms are few, files are short, the public face is whole."""
+"""Structure of the code: imports point downwards, few packages, a complete public interface."""
 
 import ast
 import importlib
@@ -72,12 +72,6 @@ def test_rooms_are_few() -> None:
         ROOT / f"{name}.py" for name in ("__init__", "__main__", "testing")
     ]
     assert len([*inside, *outside]) <= 23, sorted(path.name for path in inside)
-
-
-def test_files_are_short() -> None:
-    files = [file for part in (*PARTS, "tests") for file in (ROOT / part).rglob("*.py")]
-    long = {str(file.relative_to(ROOT)): n for file in files if (n := len(file.read_text().splitlines())) > 400}
-    assert not long, f"split them: {long}"
 
 
 def test_the_public_face_is_whole() -> None:

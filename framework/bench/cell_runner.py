@@ -25,7 +25,6 @@ from ..decoding.build import (
     load_drafting_model,
     slot_length,
 )
-from ..decoding.fused import Fused
 from ..decoding.graphs import Ahead, recording
 from ..decoding.loop import Decoder
 from ..models.chat import encode
@@ -288,9 +287,9 @@ class Cell:
         what is measured, and is told to forget it anyway.
         """
         decoder, random = self.decoder, Random(self.config.seed)
-        fused = decoder.verifier if isinstance(decoder.verifier, Fused) else None
+        compiled = decoder.compiled_verifier
         ends, decoder.eos = decoder.eos, frozenset()
-        if fused is None:  # the first draft is a whole one; what is to be compiled comes up in whole sequences only
+        if compiled is None:  # the first draft is a whole one; what is to be compiled comes up in whole sequences only
             decoder.max_new_tokens = min(WARM_UP + self.depth, self.config.max_new_tokens)
         prompts = []
         for _ in range(self.config.batch_size):
@@ -304,11 +303,11 @@ class Cell:
             for requests in (whole, last):
                 with closing(decoder.rounds(requests)) as rounds:
                     for made, _ in enumerate(rounds, 1):
-                        if fused is None and made == WARM_UP:
+                        if compiled is None and made == WARM_UP:
                             break
         decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
-        if fused is not None:
-            fused.compiling = False
+        if compiled is not None:
+            compiled.compiling = False
         decoder.drafter.reset()
         decoder.batch_rounds = decoder.target_rows = 0
 

@@ -6,8 +6,8 @@ node, V = the target's vocabulary. Every tensor of one round lives on one device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .fixed_tree import TreeShape, tree_constant
-from .scores import Scores as Scores  # the tensors of a round are imported from one place
+from .scores import DenseScores as DenseScores  # the tensors of a round are imported from one place
+from .scores import Scores as Scores
 from .tensors import counting, descent, eager_on_cpu, on_device, take_rows
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
@@ -188,24 +189,27 @@ class Draft:
         """Is every node the child of the one before it?"""
         return self.drawn == "chain" and not self.probes
 
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Draft:
+        """A copy with ``function`` applied to every tensor ``[B, ..]``, to select or reorder rows.
+
+        A fork to resume from (``begun``) belongs to the whole batch and is left out.
+        """
+        tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
+        return replace(self, **{name: function(value) for name, value in tensors.items()}, begun=None)
+
+    def first_nodes(self, n: int) -> Draft:
+        """A copy with the first ``n`` nodes of every row; q keeps all its rows, and probes count from the end."""
+        nodes = {name: getattr(self, name)[:, :n] for name in ("tokens", "parents", "valid")}
+        return replace(self, **nodes, law=None if self.law is None else self.law[:, :n])
+
     @property
     def candidates(self) -> Draft:
-        """The draft without its probes: what a verifier judges."""
-        if not self.probes:
-            return self
-        n = self.width - self.probes
-        nodes = {"tokens": self.tokens[:, :n], "parents": self.parents[:, :n], "valid": self.valid[:, :n]}
-        law = None if self.law is None else self.law[:, :n]
-        return replace(self, **nodes, law=law, children=None, probes=0)
+        """The draft without its probes: the nodes that a verifier judges."""
+        return replace(self.first_nodes(self.width - self.probes), children=None, probes=0) if self.probes else self
 
     def trimmed(self, most: int) -> Draft:
         """A chain without its columns beyond ``most``, which no row has room for; other drafts as they are."""
-        if not self.is_chain or self.width <= most:
-            return self
-        law = None if self.law is None else self.law[:, :most]
-        return replace(
-            self, tokens=self.tokens[:, :most], parents=self.parents[:, :most], valid=self.valid[:, :most], law=law
-        )
+        return self.first_nodes(most) if self.is_chain and self.width > most else self
 
     @property
     def point_mass(self) -> bool:

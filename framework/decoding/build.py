@@ -31,7 +31,6 @@ from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
 from .cpu import speed_up_small_batches
 from .fitted import fitted
-from .fused import Fused
 from .graphs import runner_for
 from .learner import learner_of
 from .loop import Decoder
@@ -319,7 +318,7 @@ def build_decoder(
     Args:
         drafter: its class (or an instance) and config, or what makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
-        compile_verifier: run the verify step as compiled code, see `Fused`, if the rule can be compiled.
+        compile_verifier: run the verify step as compiled code, see `CompiledVerifier`, if the rule can be compiled.
         eos, max_new_tokens, rng, stopwatch, on_round, processors, validate, prefill_tokens: see `Decoder`.
 
     Raises:
@@ -334,13 +333,14 @@ def build_decoder(
     return Decoder(
         context.target,
         drafter(context) if callable(drafter) else _drafting(drafter, context),
-        Fused(rule) if compile_verifier and Fused.takes(rule) else rule,
+        rule,
         sampling=context.sampling,
         eos=eos,
         max_new_tokens=max_new_tokens,
         rng=rng if rng is not None else CounterRng(0),
         stopwatch=stopwatch,
         on_round=on_round,
+        compile_verifier=compile_verifier,
         processors=processors,
         validate=validate,
         prefill_tokens=prefill_tokens,

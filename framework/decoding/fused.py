@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..contracts.draft import Draft, Verdict
 from ..contracts.rng import CounterRound, RoundRng, UniformRound
-from ..contracts.verifier import Verifier, VerifierTraits
+from ..contracts.verifier import Verifier
 from ..models.meanwhile import Meanwhile
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MOST_SHAPES = 8
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
+#: The verify step of a verifier: draft without probes, p and random numbers to a verdict.
+VerifyFunction = Callable[[Draft, Tensor, RoundRng], Verdict]
 
 
 @dataclass
@@ -52,32 +54,26 @@ class _Compiled:
     survival: bool
 
 
-class Fused(Verifier):
-    """A rule that is compiled for a shape of its inputs when that comes for the second time.
+class CompiledVerifier:
+    """The verify step of a verifier, compiled for a shape of its inputs when that occurs for the second time.
 
-    Where it cannot be compiled (no C++ compiler, say), there is one warning, and the rule runs as usual.
+    If it cannot be compiled (no C++ compiler, say), there is one warning, and the verifier runs as usual.
 
     Attributes:
-        rule: the rule itself.
-        compiling: whether new shapes are compiled; no longer, once a warm-up is over.
+        rule: the verifier.
+        compiling: compile new shapes; set to False after the warm-up.
 
     Raises:
-        ValueError: a rule with state that it does not hand over as tensors, see `Verifier.judge`.
+        ValueError: the verifier keeps state that it does not hand over as tensors, see `Verifier.judge`.
     """
 
     def __init__(self, rule: Verifier):
         if not self.takes(rule):
             raise ValueError(f"'{rule.name}' keeps state on the host, which compiled code cannot read")
-        super().__init__(rule.config)
         self.rule = rule
-        self.name = rule.name  # type: ignore[misc]
         self.compiling = True
-        #: What was seen, and its code where there is one.
+        #: Shapes seen so far, and their code if compiled.
         self._known: dict[Hashable, _Compiled | None] = {}
-
-    @classmethod
-    def traits(cls, config: Any) -> VerifierTraits:
-        raise NotImplementedError("the traits are those of the rule that is compiled")
 
     @staticmethod
     def takes(rule: Verifier) -> bool:
@@ -89,7 +85,7 @@ class Fused(Verifier):
         """Shapes there is compiled code for."""
         return sum(code is not None for code in self._known.values())
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def __call__(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
         if not isinstance(rng, CounterRound) or not draft.width:
             return self.rule.verify(draft, p, rng)
         fields = {"tokens": draft.tokens, "parents": draft.parents, "valid": draft.valid}
@@ -114,7 +110,7 @@ class Fused(Verifier):
             length, token, *others = compiled.function([*inputs, _numbers(rng, compiled.numbers)])
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("crossdraft: verifier '%s' runs uncompiled: %s", self.name, reason)
+            logger.warning("crossdraft: verifier '%s' runs uncompiled: %s", self.rule.name, reason)
             self.compiling, self._known = False, {}
             return self.rule.verify(draft, p, rng)
         path = others.pop(0) if compiled.path else None
@@ -142,21 +138,6 @@ class Fused(Verifier):
         numbers = count.table(1).shape[2]
         function = compile_step(step, [*inputs, _numbers(rng, numbers)])
         return _Compiled(function, numbers, path is not None, survival is not None)
-
-    def begin(self, row: int) -> None:
-        self.rule.begin(row)
-
-    def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        self.rule.observe(accepted, drafted)
-
-    def retire(self, row: int) -> None:
-        self.rule.retire(row)
-
-    def snapshot(self, row: int) -> Hashable:
-        return self.rule.snapshot(row)
-
-    def restore(self, row: int, snapshot: Hashable) -> None:
-        self.rule.restore(row, snapshot)
 
 
 def _numbers(rng: UniformRound, n: int) -> Tensor:

@@ -1,81 +1,82 @@
-"""From logits to a verdict: all rows at once, or, where the target's laws are large, some rows after others.
+"""The verification step: logits to target distributions to a verdict, for all rows at once or in chunks of rows.
 
-Rows are independent, and their random numbers are known by the row, so only launches and memory differ: at B = 32,
-V = 152 000 and 60 nodes p alone is 1.2 GB, and some rules make as much again.
+Rows are independent and their random numbers are keyed by row, so chunks change memory and the number of launches, not
+the tokens: at B = 32, V = 152 000 and 60 nodes p alone is 1.2 GB, and some verifiers allocate as much again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contracts import tensors
-from ..contracts.draft import Draft, Scores, Verdict
+from ..contracts.draft import Draft, Verdict
 from ..contracts.rng import CounterRound, RoundRng
 from ..contracts.sampling import Sampling
-from ..contracts.verifier import Verifier
+from ..contracts.scores import ChunkedScores, DenseScores, Scores
 from .forms import check_verdict
+from .fused import VerifyFunction
 
 
-def scored(
-    logits: Tensor,
-    hidden: Tensor | None,
-    taken_up: Tensor | None,
-    draft: Draft,
-    sampling: Sampling,
-    stateful: bool,
-    rng: RoundRng,
-) -> Scores:
-    """What ``logits [B, N + 1, V]`` say of a draft.
+def make_scores(
+    logits: Tensor, hidden: Tensor | None, taken_up: Tensor | None, sampling: Sampling, *, chunked: bool
+) -> tuple[Scores, Tensor | None]:
+    """Scores from ``logits [B, N + 1, V]``, and ``[B, N + 1]`` bool, whether each row of logits is finite.
 
-    Large laws are left for `judge` to make, which then finds out what is finite. Not so for a ``stateful`` rule, which
-    keeps its state for the whole batch, and for a source that enumerates outcomes, which knows one batch.
+    ``chunked`` scores leave that to `verify`, which reads every row once (``None``).
     """
-    if logits.numel() > tensors.LARGE and len(logits) > 1 and not stateful and isinstance(rng, CounterRound):
-        return Scores(sampling.law, torch.ones_like(draft.count, dtype=torch.bool), logits, hidden, taken_up)  # type: ignore[arg-type]
+    if chunked:
+        return ChunkedScores(sampling.law, logits, hidden, taken_up), None
     p, finite = sampling.checked_law(logits)
-    return Scores(p, _fine(finite, draft.valid), logits, hidden, taken_up)
+    return DenseScores(p, logits, hidden, taken_up), finite
 
 
-def judge(verifier: Verifier, name: str, draft: Draft, scores: Scores, rng: RoundRng, sampling: Sampling) -> Verdict:
-    """What ``verifier``, called ``name`` in messages, says of a draft without its probes."""
-    judged = draft.candidates
-    if scores.made:
-        return verifier.verify(judged, scores.p[:, : judged.width + 1], rng)
+def needs_chunks(logits: Tensor, rng: RoundRng, *, stateful: bool) -> bool:
+    """True if the distributions of ``logits`` are large and their rows can be verified in chunks.
+
+    A ``stateful`` verifier keeps its state for the whole batch, and a source that enumerates outcomes knows one batch.
+    """
+    return logits.numel() > tensors.LARGE and len(logits) > 1 and not stateful and isinstance(rng, CounterRound)
+
+
+def verify(
+    function: VerifyFunction, name: str, draft: Draft, scores: Scores, finite: Tensor | None, rng: RoundRng,
+    sampling: Sampling,
+) -> tuple[Verdict, Tensor]:  # fmt: skip
+    """The verdict on ``draft`` without its probes, and ``[B]`` bool, False for rows with NaN or infinite logits.
+
+    Args:
+        function: the verify step of a verifier, called ``name`` in messages.
+        finite: of `make_scores`.
+
+    Raises:
+        ContractError: a verdict of a chunk breaks the contract.
+    """
+    candidates = draft.candidates
+    if finite is not None:
+        return function(candidates, scores.p[:, : candidates.width + 1], rng), _rows_finite(finite, draft.valid)
     assert isinstance(rng, CounterRound)
 
-    def judge_some(rows: slice) -> Verdict:
+    def verify_chunk(rows: slice) -> tuple[Verdict, Tensor]:
         p, finite = sampling.checked_law(scores.logits[rows])
-        scores.finite[rows] = _fine(finite, draft.valid[rows])
-        part = _rows_of(judged, rows)
-        verdict = verifier.verify(part, p[:, : judged.width + 1], rng.of_rows(rows))
+        part = candidates.map_rows(lambda tensor: tensor[rows])
+        verdict = function(part, p[:, : candidates.width + 1], rng.of_rows(rows))
         check_verdict(part, verdict, verifier=name)
-        return verdict
+        return verdict, _rows_finite(finite, draft.valid[rows])
 
-    b, laws, v = scores.logits.shape
-    step = max(tensors.PIECE // (laws * v), 1)
-    verdicts = [judge_some(slice(first, first + step)) for first in range(0, b, step)]
+    b, positions, v = scores.logits.shape
+    step = max(tensors.PIECE // (positions * v), 1)
+    verdicts, finite_rows = zip(*(verify_chunk(slice(i, i + step)) for i in range(0, b, step)), strict=True)
 
-    def together(name: str) -> Any:
-        parts = [getattr(verdict, name) for verdict in verdicts]
+    def joined(field: str) -> Any:
+        parts = [getattr(verdict, field) for verdict in verdicts]
         return None if parts[0] is None else torch.cat(parts)
 
-    return Verdict(together("length"), together("token"), together("path"), together("survival"))
+    return Verdict(joined("length"), joined("token"), joined("path"), joined("survival")), torch.cat(finite_rows)
 
 
-def _fine(finite: Tensor, valid: Tensor) -> Tensor:
-    """``[B]``: were the root's logits and those of valid nodes finite?
-
-    Rows that are padded past their own draft compute something there that nobody reads.
-    """
+def _rows_finite(finite: Tensor, valid: Tensor) -> Tensor:
+    """``[B]``: True if the logits of the root and of all valid nodes are finite; padding is not read by anyone."""
     return finite[:, 0] & (valid <= finite[:, 1:]).all(1)
-
-
-def _rows_of(draft: Draft, rows: slice) -> Draft:
-    """Some rows of a draft, as views."""
-    names = ("tokens", "parents", "valid", "q", "law", "sequences", "finite")
-    fields = {name: getattr(draft, name) for name in names}
-    return replace(draft, **{name: None if of is None else of[rows] for name, of in fields.items()}, begun=None)

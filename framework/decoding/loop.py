@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
@@ -24,19 +26,49 @@ from ..contracts.rounds import Request, Response, Round, RoundEvent
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier
 from .forms import Watch, check_draft, check_prompt, check_verdict
-from .fused import Fused
-from .judging import judge, scored
+from .fused import CompiledVerifier
+from .judging import make_scores, needs_chunks, verify
 from .prefill import Prefill
 from .processors import Processors
-from .slots import Slot
+from .slots import SequenceState
 from .stopwatch import Stopwatch
-from .transfer import check_rows, failures, kept_path, to_host
+from .transfer import Row, check_rows, failures, kept_path, to_host
 from .validation import validate_draft, validate_verdict
 
 #: ``validate="sampled"``: these first rounds of a decoder, and every so many-th one, are validated.
 FIRST, EVERY = 8, 64
 #: When drafts and verdicts are validated, and what happens to the others where a row's numbers cannot be right.
 VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
+
+
+@dataclass
+class Step:
+    """State of one step; each phase of `Decoder.round` sets the fields below it.
+
+    Attributes:
+        rng: random numbers of the step.
+        validated: all values of the draft and of the verdict are checked, not only their structure.
+        proposed: what the drafter returned.
+        draft: the nodes to score: ``proposed`` without the columns of a chain that no row has room for.
+        candidates: the nodes to verify: ``draft`` without probes.
+        scores, verdict: of the target and the verifier.
+        finite: whether the target's logits are finite, see `make_scores` and `verify`.
+        rows: the outcome of each row, on the host.
+        active: rows with a sequence that did not fail.
+        committed: new tokens of each row.
+    """
+
+    rng: RoundRng
+    validated: bool
+    proposed: Draft = field(init=False)
+    draft: Draft = field(init=False)
+    candidates: Draft = field(init=False)
+    scores: Scores = field(init=False)
+    finite: Tensor | None = field(init=False)
+    verdict: Verdict = field(init=False)
+    rows: list[Row] = field(init=False)
+    active: list[int] = field(init=False)
+    committed: list[list[int]] = field(init=False)
 
 
 class Decoder:
@@ -52,6 +84,7 @@ class Decoder:
         rng: the source of randomness; equal seeds give equal random numbers whatever B is.
         stopwatch: phase timer, or None for a fresh one.
         on_round: called after every round with a `RoundEvent`; what it raises ends the run.
+        compile_verifier: compile the verify step, see `CompiledVerifier`, if the verifier can be compiled.
         processors: what the target's logits go through before they become p, see `Processors`.
         validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
             device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
@@ -77,6 +110,7 @@ class Decoder:
         rng: RngSource | None = None,
         stopwatch: Stopwatch | None = None,
         on_round: Callable[[RoundEvent], None] | None = None,
+        compile_verifier: bool = False,
         processors: Processors | None = None,
         validate: str = "sampled",
         prefill_tokens: int = PREFILL_TOKENS,
@@ -89,11 +123,13 @@ class Decoder:
         self.stopwatch = stopwatch or Stopwatch(target.device)
         self.on_round, self.processors, self.validate = on_round, processors, validate
         self.traits = drafter.traits(drafter.config, sampling)
-        rule = verifier.rule if isinstance(verifier, Fused) else verifier  # of compiled code, what was compiled
-        promised = rule.traits(rule.config)
+        promised = verifier.traits(verifier.config)
         self._lossless, self._stateful = promised.lossless, promised.stateful
-        self._claimed, self._claim = (drafter, rule), object()
-        drafter.claim = rule.claim = self._claim
+        self.compiled_verifier = (
+            CompiledVerifier(verifier) if compile_verifier and CompiledVerifier.takes(verifier) else None
+        )
+        self._claimed, self._claim = (drafter, verifier), object()
+        drafter.claim = verifier.claim = self._claim
         #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
         self.hidden_layers = self.traits.hidden_layers
         b, length = target.batch_size, drafter.context.max_length
@@ -103,9 +139,9 @@ class Decoder:
             limit=[0] * b,
             stream=[0] * b,
         )
-        self._slots: list[Slot | None] = [None] * b
+        self._slots: list[SequenceState | None] = [None] * b
         self._prefill = Prefill(target, drafter, self.stopwatch, prefill_tokens)
-        self._made, self._on_error = 0, "raise"  # rounds that were started
+        self._started, self._on_error = 0, "raise"
         #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_rounds = 0
         self.target_rows = 0
@@ -207,109 +243,51 @@ class Decoder:
         self.sequences.append(row, prompt)
         self.sequences.stream[row] = stream
         self.verifier.begin(row)
-        logprobs = [] if self.sampling.temperature else None
-        wanted, eos = self.max_new_tokens if most is None else most, self.eos if eos is None else eos
-        slot = Slot(index, name, len(prompt), wanted, eos, self.target.context_length, logprobs)
-        self._slots[row], self.sequences.limit[row] = slot, slot.limit(len(prompt))
+        sequence = self._slots[row] = SequenceState(
+            index,
+            name,
+            len(prompt),
+            max_new_tokens=self.max_new_tokens if most is None else most,
+            eos=self.eos if eos is None else eos,
+            context=self.target.context_length,
+            logprobs=[] if self.sampling.temperature else None,
+        )
+        self.sequences.limit[row] = sequence.max_draft_len
         self.stopwatch.mark("prefill")
         self.drafter.begin(row, prompt, hidden)
         self.stopwatch.mark("draft_prefill")
 
+    # -- one step -----------------------------------------------------------------------------------------
+
     @torch.inference_mode()
     def round(self) -> list[Response]:
         """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
-        clock, seqs = self.stopwatch, self.sequences
+        step = self._start_step()
+        self._propose(step)
+        with self._draft_faults_first(step):
+            self._score(step)
+            self._verify(step)
+        self._sync(step)
+        self._commit(step)
+        self._notify(step)
+        return self._retire_finished()
+
+    def _start_step(self) -> Step:
         self._check_claim()
-        clock.start()
-        sampled = self.validate == "sampled" and (self._made < FIRST or not self._made % EVERY)
-        full, self._made = sampled or self.validate == "always", self._made + 1
-        rng = self.rng.round(seqs.stream, [len(h) for h in seqs.history], self.target.device)
-        clock.mark("rest")
-        drafted = self._propose(rng, full)
-        draft = drafted.trimmed(max(seqs.limit))
-        judged = draft.candidates
-        with self._explained(drafted):
-            scores = self._score(draft, full, rng)
-            clock.mark("target")
-            verdict = judge(self.verifier, self._verifier, draft, scores, rng, self.sampling)
-        clock.mark("verify")
+        self.stopwatch.start()
+        sampled = self.validate == "sampled" and (self._started < FIRST or not self._started % EVERY)
+        self._started += 1
+        lengths = [len(history) for history in self.sequences.history]
+        rng = self.rng.round(self.sequences.stream, lengths, self.target.device)
+        self.stopwatch.mark("rest")
+        return Step(rng, validated=sampled or self.validate == "always")
 
-        check_verdict(judged, verdict, verifier=self._verifier)
-        # At temperature 0 every log p of what is said is 0.
-        rows = to_host(drafted.candidates, judged, scores, verdict, logprobs=self.sampling.temperature > 0)
-        where = {
-            row: f"{slot.name} at position {len(seqs.history[row])}" for row, slot in enumerate(self._slots) if slot
-        }
-        failed = failures(rows, where, self._drafter)
-        if failed and self._on_error == "raise":
-            raise NumericalError(next(iter(failed.values())))
-        where = {row: place for row, place in where.items() if row not in failed}
-        check_rows(rows, where, seqs.limit, self.target.vocab_size, self._drafter, self._verifier)
-        if full:
-            self._validate_verdict(judged, scores, verdict, where)
-        for row in failed:
-            rows[row] = rows[row]._replace(tau=0, nodes=0)
-        busy = [slot is not None and row not in failed for row, slot in enumerate(self._slots)]
-        accepted, nodes = [row.tau for row in rows], [row.nodes for row in rows]
-        kept = [tau + 1 if on else 0 for tau, on in zip(accepted, busy, strict=True)]
-        self.target.keep(kept, kept_path(judged, verdict))
-        self.batch_rounds += 1
-        self.target_rows += self.occupied * (draft.width + 1)
-        finished, committed = [], [[] for _ in self._slots]
-        for row, slot in enumerate(self._slots):
-            if slot is None:
-                continue
-            if not busy[row]:  # its slot looks free from here on, and is, once the round is over
-                tokens = seqs.history[row][slot.prompt_length :]
-                more = {"error": failed[row], "logprobs": slot.logprobs}
-                finished.append(Response(slot.index, tokens, "error", slot.rounds, **more))
-                seqs.history[row], seqs.limit[row] = [], 0
-                continue
-            new = committed[row] = slot.until_eos(rows[row].tokens[: accepted[row] + 1])
-            seqs.append(row, new)
-            slot.wanted -= len(new)
-            if slot.logprobs is not None:
-                slot.logprobs += rows[row].logprobs[: len(new)]
-            tau, limit = min(accepted[row], len(new)), seqs.limit[row]
-            survival = rows[row].survival if verdict.survival is not None else None
-            slot.rounds.append(Round(tau, len(new), nodes[row], draft.width, limit, survival))
-            seqs.limit[row] = slot.limit(len(seqs.history[row]))
-        watch = Watch(seqs, full)
-        clock.mark("rest")
-        self.drafter.observe(seqs, draft, verdict, accepted, scores)
-        watch.check(self._drafter)
-        clock.mark("draft")
-        self.verifier.observe(accepted, nodes)
-        if self.on_round is not None:
-            prompts = [slot.index if slot and on else None for slot, on in zip(self._slots, busy, strict=True)]
-            logprobs = [row.logprobs[: len(new)] for row, new in zip(rows, committed, strict=True)]
-            self.on_round(RoundEvent(draft, scores, verdict, prompts, accepted, committed, logprobs))
-        for row, slot in enumerate(self._slots):
-            finish = "error" if row in failed else slot and slot.finish(seqs.history[row])
-            if slot is None or not finish:
-                continue
-            if row not in failed:
-                tokens = seqs.history[row][slot.prompt_length :]
-                finished.append(Response(slot.index, tokens, finish, slot.rounds, logprobs=slot.logprobs))
-            self._free(row)
-            self._retired(row, finish)
-        clock.mark("rest")
-        return finished
-
-    def end(self, index: int, finish: str) -> None:
-        """The sequence of prompt ``index`` ends with the round that `on_round` is told about; ``finish`` says how."""
-        for slot in self._slots:
-            if slot is not None and slot.index == index:
-                slot.ended = finish
-
-    # -- pieces of a round --------------------------------------------------------------------------------
-
-    def _propose(self, rng: RoundRng, full: bool) -> Draft:
-        """The drafter's draft, checked: its form, and in a validated round all that it holds."""
-        seqs = self.sequences
-        watch = Watch(seqs, full)
+    def _propose(self, step: Step) -> None:
+        """Request a draft and check it: its structure, and in a validated step its values."""
+        sequences = self.sequences
+        watch = Watch(sequences, step.validated)
         try:
-            draft = self.drafter.propose(seqs, rng)
+            step.proposed = self.drafter.propose(sequences, step.rng)
         except ModelError as error:  # slots have room for traits.nodes behind the longest sequence
             raise ContractError(
                 f"{self._drafter} could not draft: {error}; it must not go deeper than sequences.limit, nor feed more "
@@ -317,22 +295,162 @@ class Decoder:
             ) from error
         self.stopwatch.mark("draft")
         watch.check(self._drafter)
-        if full:
-            self._validate_draft(draft, finite=False)
+        if step.validated:
+            self._validate_draft(step.proposed, finite=False)
             self.stopwatch.mark("rest")
         else:
-            check_draft(draft, self.traits, seqs, self.target.vocab_size, drafter=self._drafter)
-        return draft
+            check_draft(step.proposed, self.traits, sequences, self.target.vocab_size, drafter=self._drafter)
+        step.draft = step.proposed.trimmed(max(sequences.limit))
+        step.candidates = step.draft.candidates
+
+    def _score(self, step: Step) -> None:
+        """One forward pass of the target over the root and all nodes."""
+        draft, histories = step.draft, self.sequences.history
+        root = on_device([[history[-1] if history else 0] for history in histories], self.target.device)
+        tokens = torch.cat([root, draft.tokens], 1)
+        # Node 0 of the scored tree is the root.
+        parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
+        resumed: dict[str, Any] = {}
+        taken_up = None
+        if draft.begun is not None and (fed := draft.begun.fed) is not None:
+            width = min(fed.shape[1], tokens.shape[1])
+            resumed = {"begun": draft.begun}
+            same = fed[:, :width] == tokens[:, :width]
+            taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
+        logits, hidden = self.target.grow(tokens, parents, **resumed)
+        if self.processors is not None:
+            indices = [sequence and sequence.index for sequence in self._slots]
+            logits = self.processors(logits, draft, histories, indices, step.validated)
+        chunked = needs_chunks(logits, step.rng, stateful=self._stateful)
+        step.scores, step.finite = make_scores(logits, hidden, taken_up, self.sampling, chunked=chunked)
+        self.stopwatch.mark("target")
+
+    def _verify(self, step: Step) -> None:
+        verify_function = self.compiled_verifier or self.verifier.verify
+        step.verdict, step.finite = verify(
+            verify_function, self._verifier, step.draft, step.scores, step.finite, step.rng, self.sampling
+        )
+        self.stopwatch.mark("verify")
+        check_verdict(step.candidates, step.verdict, verifier=self._verifier)
+
+    def _sync(self, step: Step) -> None:
+        """The one device-to-host copy of a step, and the checks on it; failed rows accept nothing."""
+        sequences, finite = self.sequences, step.finite
+        assert finite is not None
+        # At temperature 0 the log probability of every emitted token is 0.
+        logprobs = self.sampling.temperature > 0
+        proposed = step.proposed.candidates
+        step.rows = to_host(proposed, step.candidates, step.scores, finite, step.verdict, logprobs=logprobs)
+        where = {
+            row: f"{sequence.name} at position {len(sequences.history[row])}"
+            for row, sequence in enumerate(self._slots)
+            if sequence
+        }
+        failed = failures(step.rows, where, self._drafter)
+        if failed and self._on_error == "raise":
+            raise NumericalError(next(iter(failed.values())))
+        where = {row: place for row, place in where.items() if row not in failed}
+        vocab_size = self.target.vocab_size
+        check_rows(step.rows, where, sequences.limit, vocab_size, self._drafter, self._verifier)
+        if step.validated:
+            validate_verdict(
+                step.candidates,
+                step.verdict,
+                vocab_size,
+                verifier=self._verifier,
+                prompts=self._prompts,
+                rows=where,
+                prob_of=step.scores.prob_of if self._lossless else None,
+            )
+        for row, error in failed.items():
+            sequence = self._slots[row]
+            assert sequence is not None
+            sequence.error = error
+            step.rows[row] = step.rows[row]._replace(tau=0, nodes=0)
+        step.active = list(where)
+
+    def _commit(self, step: Step) -> None:
+        """Keep the accepted nodes in the target's cache and append their tokens; free the slots of failed rows."""
+        sequences, rows = self.sequences, step.rows
+        keep = [0] * len(rows)
+        for row in step.active:
+            keep[row] = rows[row].tau + 1
+        self.target.keep(keep, kept_path(step.candidates, step.verdict))
+        self.batch_rounds += 1
+        self.target_rows += self.occupied * (step.draft.width + 1)
+        step.committed = [[] for _ in rows]
+        for row, sequence in enumerate(self._slots):
+            if sequence is None:
+                continue
+            if row not in step.active:
+                sequences.history[row], sequences.limit[row] = [], 0
+                continue
+            found = rows[row]
+            new = step.committed[row] = sequence.until_eos(found.tokens[: found.tau + 1])
+            sequences.append(row, new)
+            sequence.tokens += new
+            if sequence.logprobs is not None:
+                sequence.logprobs += found.logprobs[: len(new)]
+            survival = found.survival if step.verdict.survival is not None else None
+            tau, limit = min(found.tau, len(new)), sequences.limit[row]
+            sequence.rounds.append(Round(tau, len(new), found.nodes, step.draft.width, limit, survival))
+            sequences.limit[row] = sequence.max_draft_len
+
+    def _notify(self, step: Step) -> None:
+        """Report the outcome to the drafter, the verifier and `on_round`."""
+        accepted = [row.tau for row in step.rows]
+        watch = Watch(self.sequences, step.validated)
+        self.stopwatch.mark("rest")
+        self.drafter.observe(self.sequences, step.draft, step.verdict, accepted, step.scores)
+        watch.check(self._drafter)
+        self.stopwatch.mark("draft")
+        self.verifier.observe(accepted, [row.nodes for row in step.rows])
+        if self.on_round is not None:
+            prompts = [
+                sequence.index if sequence and row in step.active else None for row, sequence in enumerate(self._slots)
+            ]
+            logprobs = [row.logprobs[: len(new)] for row, new in zip(step.rows, step.committed, strict=True)]
+            self.on_round(
+                RoundEvent(step.draft, step.scores, step.verdict, prompts, accepted, step.committed, logprobs)
+            )
+
+    def _retire_finished(self) -> list[Response]:
+        responses = []
+        for row, sequence in enumerate(self._slots):
+            if sequence is not None and (finish := sequence.finish):
+                responses.append(sequence.response(finish))
+                self._free(row)
+                self._retired(row, finish)
+        self.stopwatch.mark("rest")
+        return responses
+
+    def end(self, index: int, finish: str) -> None:
+        """End the sequence of prompt ``index`` with the step that `on_round` reports; ``finish`` is the reason."""
+        for sequence in self._slots:
+            if sequence is not None and sequence.index == index:
+                sequence.ended = finish
+
+    def _free(self, row: int) -> None:
+        self.sequences.history[row] = []
+        self.sequences.limit[row] = 0
+        self._slots[row] = None
+
+    def _retired(self, row: int, finish: str | None = None) -> None:
+        self.target.retire(row)
+        self.drafter.retire(row, finish)
+        self.verifier.retire(row)
+
+    # -- checks -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _explained(self, draft: Draft) -> Iterator[None]:
-        """What is raised while a draft is scored and judged may have its reason in the draft: then that is raised."""
+    def _draft_faults_first(self, step: Step) -> Iterator[None]:
+        """Validate the draft if scoring or verifying raises: an invalid draft is then the error that is raised."""
         try:
             yield
         except ContractError:
             raise
         except Exception:
-            self._validate_draft(draft, finite=True)
+            self._validate_draft(step.proposed, finite=True)
             raise
 
     def _validate_draft(self, draft: Draft, finite: bool) -> None:
@@ -346,47 +464,6 @@ class Decoder:
             final_law=self.drafter.context.final_law,
             finite=finite,
         )
-
-    def _validate_verdict(self, draft: Draft, scores: Scores, verdict: Verdict, rows: Collection[int]) -> None:
-        validate_verdict(
-            draft,
-            verdict,
-            self.target.vocab_size,
-            verifier=self._verifier,
-            prompts=self._prompts,
-            rows=rows,
-            said=scores.said if self._lossless else None,
-        )
-
-    def _score(self, draft: Draft, full: bool, rng: RoundRng) -> Scores:
-        seqs = self.sequences
-        root = on_device([[h[-1] if h else 0] for h in seqs.history], self.target.device)
-        tokens = torch.cat([root, draft.tokens], 1)
-        # Node 0 of the grown tree is the root.
-        parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
-        begun: dict[str, Any] = {}
-        taken_up = None
-        if draft.begun is not None and (fed := draft.begun.fed) is not None:
-            width = min(fed.shape[1], tokens.shape[1])
-            begun = {"begun": draft.begun}
-            same = fed[:, :width] == tokens[:, :width]
-            taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
-        logits, hidden = self.target.grow(tokens, parents, **begun)
-        if self.processors is not None:
-            logits = self.processors(logits, draft, seqs.history, [slot and slot.index for slot in self._slots], full)
-        return scored(logits, hidden, taken_up, draft, self.sampling, self._stateful, rng)
-
-    def _free(self, row: int) -> None:
-        self.sequences.history[row] = []
-        self.sequences.limit[row] = 0
-        self._slots[row] = None
-
-    def _retired(self, row: int, finish: str | None = None) -> None:
-        self.target.retire(row)
-        self.drafter.retire(row, finish)
-        self.verifier.retire(row)
-
-    # -- checks -------------------------------------------------------------------------------------------
 
     @property
     def _drafter(self) -> str:

@@ -45,12 +45,15 @@ class Row(NamedTuple):
     logprobs: list[float]
 
 
-def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, logprobs: bool = False) -> list[Row]:
+def to_host(
+    drafted: Draft, draft: Draft, scores: Scores, finite: Tensor, verdict: Verdict, *, logprobs: bool = False
+) -> list[Row]:
     """The round's one synchronisation.
 
     Args:
         drafted: what the drafter proposed, without probes.
         draft: what of it was judged: a chain is trimmed.
+        finite: ``[B]`` bool, False for rows in which the target produced NaN or infinite logits.
         logprobs: of emitted tokens, too. A gather, and no pass over p.
     """
     if verdict.path is None:
@@ -60,7 +63,7 @@ def to_host(drafted: Draft, draft: Draft, scores: Scores, verdict: Verdict, *, l
     emitted = torch.cat([along, verdict.token[:, None]], 1)
     # A length beyond the path is found on the host; until then nothing may be written beyond the table.
     emitted.scatter_(1, verdict.length.clamp(0, along.shape[1])[:, None], verdict.token[:, None])
-    told = {"tau": verdict.length, "nodes": drafted.count, "target_finite": scores.finite}
+    told = {"tau": verdict.length, "nodes": drafted.count, "target_finite": finite}
     if not drafted.is_chain and draft.width:
         if draft.sequences is None:
             told["depth"] = (draft.depth * draft.valid).amax(1)
@@ -109,7 +112,7 @@ def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
     else:
         after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, laws - 1)
     # A verdict that names no token is found on the host.
-    return scores.said(after, emitted.clamp(0, vocab - 1)).double().log_()
+    return scores.prob_of(after, emitted.clamp(0, vocab - 1)).double().log_()
 
 
 def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:

@@ -262,7 +262,7 @@ def validate_verdict(
     verifier: str = "the verifier",
     prompts: Sequence[str | None] = (),
     rows: Collection[int] | None = None,
-    said: Callable[[Tensor, Tensor], Tensor] | None = None,
+    prob_of: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Check all that the docstring of `Verdict` promises; waits for the device once.
 
@@ -270,7 +270,7 @@ def validate_verdict(
         draft: what was judged, without probes.
         verifier, prompts: what to call the verifier, and the prompt of each slot.
         rows: the slots that count, all by default.
-        said: of a lossless rule, `Scores.said`: no token that it lets through may have probability 0.
+        prob_of: of a lossless verifier, `Scores.prob_of`: no token that it accepts may have probability 0.
 
     Raises:
         ContractError: a form, a length or a path that is none, a token that is no id or that the target never says.
@@ -324,12 +324,12 @@ def validate_verdict(
                 )
             )
         last = torch.where(length > 0, node.gather(1, (length - 1).clamp(0, path.shape[1] - 1)[:, None])[:, 0] + 1, 0)
-        if said is not None:
+        if prob_of is not None:
             above = draft.parents.gather(1, node).clamp(-1, n - 1) + 1
-            p = said(above, draft.tokens.gather(1, node).clamp(0, vocab_size - 1))
+            p = prob_of(above, draft.tokens.gather(1, node).clamp(0, vocab_size - 1))
             faults.append(_never_said((on & (p == 0)).any(1), "accepted a drafted token"))
-    if said is not None:
-        p = said(last[:, None], token.clamp(0, vocab_size - 1)[:, None])
+    if prob_of is not None:
+        p = prob_of(last[:, None], token.clamp(0, vocab_size - 1)[:, None])
         faults.append(_never_said((p == 0).any(1), "emitted a token"))
     if verdict.survival is not None:
         alive = verdict.survival

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device, take_rows
+from ..contracts.draft import DenseScores, Draft, Sequences, Verdict, on_device, take_rows
 from ..contracts.drafter import DraftContext, Drafter, DraftTraits
 from ..contracts.errors import NumericalError, UsageError
 from ..contracts.rng import RngSource, RoundRng
@@ -159,7 +159,7 @@ def walk_together(
         target.hidden_layers = layers
     nothing = torch.zeros(b, dtype=torch.long, device=device)
     said = torch.zeros(longest, b, dtype=torch.float64, device=device)
-    silent = Scores(torch.zeros(b, 1, 0, device=device), nothing == 0, torch.zeros(b, 1, 0, device=device))
+    silent = DenseScores(torch.zeros(b, 1, 0, device=device), torch.zeros(b, 1, 0, device=device))
     try:
         for row, text in enumerate(texts):
             if len(text.tokens):
@@ -173,10 +173,10 @@ def walk_together(
             if target is not None:
                 root = on_device([[history[-1] if history else 0] for history in seqs.history], device)
                 logits, hidden = target.grow(root)
-                p, finite = context.sampling.checked_law(logits)
+                p, _ = context.sampling.checked_law(logits)
                 said[t] = p[:, 0].gather(1, x[:, t : t + 1])[:, 0].double().log()
                 target.keep([int(bool(history)) for history in seqs.history])
-                scores = Scores(p, finite.all(1), logits, hidden)
+                scores = DenseScores(p, logits, hidden)
             for row, text in enumerate(texts):
                 if t < len(text.tokens):
                     seqs.append(row, [int(text.tokens[t])])

@@ -166,7 +166,7 @@ class CellConfig(Options):
     max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
     batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
     seed: int = Field(default=0, ge=0, le=MOST_SEED)
-    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    compile_verifier: bool = Field(default=False, description="compile the verify step")
     prefill_tokens: int = Field(
         default=PREFILL_TOKENS,
         ge=0,
@@ -225,7 +225,7 @@ class Recipe(Options):
         default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for targets larger than one"
     )
     attn_implementation: Name | None = Field(default=None, description="of the target; transformers' choice by default")
-    compile_verifier: bool = Field(default=False, description="run verify steps as compiled code, see `Fused`")
+    compile_verifier: bool = Field(default=False, description="compile the verify step")
     prefill_tokens: int = Field(
         default=PREFILL_TOKENS,
         ge=0,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
 from ..certificate.toys import built_in_toys
-from ..contracts.draft import Draft, Scores, Verdict
+from ..contracts.draft import DenseScores, Draft, Verdict
 from ..contracts.rng import CounterRng, RoundRng
 from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
@@ -126,9 +126,9 @@ class VerifierContract:
         """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
         for label, draft, p, numbers, streams, position in self.recorded():
             verdict = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
-            said = Scores(p, draft.count >= 0, p).said if self.traits.lossless else None
+            prob_of = DenseScores(p, p).prob_of if self.traits.lossless else None
             name = f"on '{label}' drafts, verifier '{self.rule.name}'"
-            validate_verdict(draft, verdict, p.shape[2], verifier=name, said=said)
+            validate_verdict(draft, verdict, p.shape[2], verifier=name, prob_of=prob_of)
 
     def test_rows_do_not_share_state(self) -> None:
         """A row is judged alone as in a batch: with the same numbers to the same verdict."""
@@ -136,7 +136,9 @@ class VerifierContract:
             whole = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
                 rng = numbers.round([streams[row]], [position], p.device)
-                alone = self.judge(self.make(), _rows(draft, slice(row, row + 1)), p[row : row + 1], rng)
+                alone = self.judge(
+                    self.make(), draft.map_rows(lambda t, row=row: t[row : row + 1]), p[row : row + 1], rng
+                )
                 same = int(alone.length[0]) == int(whole.length[row]) and int(alone.token[0]) == int(whole.token[row])
                 assert same, (
                     f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts is judged "
@@ -169,8 +171,7 @@ class VerifierContract:
     def test_nothing_waits_for_the_device(self) -> None:
         """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
         for label, draft, p, _, streams, position in self.recorded(2):
-            tensors = {name: t.to("meta") for name in FIELDS if (t := getattr(draft, name)) is not None}
-            away = Draft(**tensors, drawn=draft.drawn, levels=draft.levels, children=draft.children)
+            away = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).round(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
@@ -222,9 +223,3 @@ class NoMask(TorchDispatchMode):
         ):
             raise RuntimeError("a mask on the meta device has no entries")
         return func(*args, **(kwargs or {}))
-
-
-def _rows(draft: Draft, rows: slice) -> Draft:
-    """Some rows of a draft, as wide as all of them."""
-    tensors = {name: t[rows] for name in FIELDS if (t := getattr(draft, name)) is not None}
-    return Draft(**tensors, drawn=draft.drawn, levels=draft.levels, children=draft.children)

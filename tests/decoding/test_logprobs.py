@@ -9,7 +9,7 @@ from given_context import GivenContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.draft import Draft, Scores, Verdict
+from crossdraft.framework.contracts.draft import DenseScores, Draft, Verdict
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.loop import Decoder
 from crossdraft.framework.decoding.transfer import to_host
@@ -74,16 +74,16 @@ def test_a_round_makes_few_operations_more_and_waits_as_often(chain: bool, monke
     p = torch.rand(b, n + 1, v).softmax(-1)
     draft = Draft.chain(torch.randint(v, (b, n)), torch.full((b,), n))
     path = None if chain else torch.tensor([[0, 1, -1], [2, -1, -1]])
-    verdict, scores = Verdict(torch.tensor([2, 1]), torch.tensor([3, 6]), path), Scores(p, torch.ones(b).bool(), p)
-    transfers: list[int] = []
+    verdict, scores = Verdict(torch.tensor([2, 1]), torch.tensor([3, 6]), path), DenseScores(p, p)
+    finite, transfers = torch.ones(b).bool(), []
     own = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(1) or own(tensor))
-    to_host(draft, draft, scores, verdict)  # what a draft computes once
+    to_host(draft, draft, scores, finite, verdict)  # what a draft computes once
     transfers.clear()
     counts, found = [], []
     for wanted in (False, True):
         with Counted() as counted:
-            found.append(to_host(draft, draft, scores, verdict, logprobs=wanted))
+            found.append(to_host(draft, draft, scores, finite, verdict, logprobs=wanted))
         counts.append(counted)
     assert counts[1].operations - counts[0].operations <= 12
     assert counts[0].waits == counts[1].waits == 0 and len(transfers) == 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from crossdraft.drafters.retrieval.token_recycling import PUBLISHED, TokenRecycling, best
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.drafter import DraftContext
 from crossdraft.framework.contracts.sampling import Sampling
 
@@ -72,7 +72,7 @@ class Rounds:
         for row, token in enumerate(committed):
             self.sequences.append(row, [token])
         verdict = Verdict(torch.zeros(len(said), dtype=torch.long), torch.tensor(committed))
-        scores = Scores(logits.softmax(-1), torch.ones(len(said), dtype=torch.bool), logits)
+        scores = DenseScores(logits.softmax(-1), logits)
         self.drafter.observe(self.sequences, draft, verdict, [0] * len(said), scores)
 
     def after(self, token: int) -> list[int]:

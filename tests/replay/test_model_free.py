@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.drafters.retrieval.recorded import drafts_along
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.errors import ContractError, UsageError
 from crossdraft.framework.contracts.rng import CounterRng
@@ -37,7 +37,7 @@ def by_rounds(config: Any, prompt: list[int], response: list[int], depth: int) -
         n = int(draft.count[0])
         found[t, :n] = draft.tokens[0, :n]
         sequences.append(0, [token])
-        nothing = Scores(torch.zeros(1, 1, 4), torch.ones(1, dtype=torch.bool), torch.zeros(1, 1, 4))
+        nothing = DenseScores(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
         drafter.observe(sequences, draft, Verdict(torch.zeros(1), torch.tensor([token])), [0], nothing)
     return found
 

@@ -13,22 +13,22 @@ from random_trees import ONE_SHAPE, PAIRS, RULES, random_draft, shipped_rng, tok
 
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.decoding import fused
-from crossdraft.framework.decoding.fused import MOST_SHAPES, Fused
+from crossdraft.framework.decoding.fused import MOST_SHAPES, CompiledVerifier
 
 
 def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
     """Check a fused rule against the rule itself, every draft in two rounds; returns how many shapes were compiled."""
-    quick, rule = Fused(RULES[name]()), RULES[name]()
+    compiled, rule = CompiledVerifier(RULES[name]()), RULES[name]()
     for row in range(3):
-        quick.begin(row)
+        compiled.rule.begin(row)
         rule.begin(row)
     for seed, position in product(seeds, range(2)):
         draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
-        verdicts = [either.verify(draft, p, shipped_rng(seed, range(3), position)) for either in (rule, quick)]
+        verdicts = [step(draft, p, shipped_rng(seed, range(3), position)) for step in (rule.verify, compiled)]
         assert tokens_of(draft, verdicts[1]) == tokens_of(draft, verdicts[0])
-        for either, verdict in zip((rule, quick), verdicts, strict=True):
+        for either, verdict in zip((rule, compiled.rule), verdicts, strict=True):
             either.observe(verdict.length.tolist(), draft.count.tolist())
-    return quick.compiled
+    return compiled.compiled
 
 
 @pytest.mark.parametrize("name, shape", ONE_SHAPE)
@@ -73,12 +73,12 @@ def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) ->
 
 def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
     monkeypatch.setattr(fused, "compile_step", lambda step, inputs: lambda tensors: step(*tensors))
-    rule = Fused(RULES["token"]())
-    rule.compiling = False
+    compiled = CompiledVerifier(RULES["token"]())
+    compiled.compiling = False
     draft, p = random_draft("chain", 1, 3, 3, 9)
     for _ in range(3):
-        rule.verify(draft, p, shipped_rng(1, range(3)))
-    assert rule.compiled == 0
+        compiled(draft, p, shipped_rng(1, range(3)))
+    assert compiled.compiled == 0
 
 
 def test_a_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
@@ -89,6 +89,6 @@ def test_a_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
         def traits(cls, config: Any) -> VerifierTraits:
             return dataclasses.replace(super().traits(config), stateful=True)
 
-    assert not Fused.takes(Private())
+    assert not CompiledVerifier.takes(Private())
     with pytest.raises(ValueError, match="'private' keeps state on the host"):
-        Fused(Private())
+        CompiledVerifier(Private())

@@ -21,6 +21,7 @@ from torch import Tensor
 from crossdraft import (
     MOST_NODES,
     CrossdraftError,
+    DenseScores,
     Draft,
     DraftContext,
     Drafter,
@@ -218,7 +219,7 @@ class _Part:
             replace(own, valid=own.valid & mine[:, None]),
             seen,
             [tau if is_mine else 0 for tau, is_mine in zip(accepted, self.mine, strict=True)],
-            replace(scores, p=scores.p[:, :n], logits=scores.logits[:, :n]),
+            DenseScores(scores.p[:, :n], scores.logits[:, :n], scores.hidden),
         )
 
     def own_nodes(
@@ -243,7 +244,7 @@ class _Part:
         path = None if own.is_chain else torch.tensor(padded, dtype=torch.long, device=device).view(len(paths), depth)
         kept = index[:, 1:] > 0
         seen = Verdict(torch.tensor(lengths, device=device), torch.tensor(token, device=device), path)
-        mine = replace(scores, p=take_rows(scores.p, index), logits=take_rows(scores.logits, index))
+        mine = DenseScores(take_rows(scores.p, index), take_rows(scores.logits, index), scores.hidden)
         return replace(own, valid=own.valid & kept), seen, lengths, mine
 
 
