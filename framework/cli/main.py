@@ -8,6 +8,7 @@ one that failed. So does whatever else is raised, a plug-in's `sys.exit` include
 
 import argparse
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
