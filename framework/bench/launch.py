@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from .. import plugins
 from ..contracts.errors import CrossdraftError, UsageError, printable
 from ..contracts.launcher import Launcher, Work, Worker
+from ..contracts.options import fault
 from ..models.placement import SPREAD
 from ..models.processes import SPLIT
 from ..runs.interrupts import asked
@@ -109,7 +110,7 @@ def _made(name: str, options: Mapping[str, Any], device: str, timed: bool) -> La
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the options"
         known = ", ".join(sorted(kind.Config.model_fields)) or "none"
-        raise UsageError(f"--launcher-option {printable(key)} of {name}: {first['msg']}; it has: {known}") from None
+        raise UsageError(f"--launcher-option {printable(key)} of {name}: {fault(first)}; it has: {known}") from None
     with plugins.guarded("launchers", name):
         return kind(config, device, timed)
 

@@ -6,10 +6,46 @@ which Python takes for 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+#: What is wrong with a value, by pydantic's type of the error: its types are its interface, its sentences are not.
+_FAULTS = {
+    "bool_parsing": "should be true or false",
+    "bool_type": "should be true or false",
+    "dict_type": "should be a mapping of keys to values",
+    "finite_number": "should be a finite number",
+    "float_parsing": "should be a valid number",
+    "float_type": "should be a valid number",
+    "greater_than": "should be greater than {gt}",
+    "greater_than_equal": "should be greater than or equal to {ge}",
+    "int_from_float": "should be a valid integer, without a fraction",
+    "int_parsing": "should be a valid integer",
+    "int_parsing_size": "should be a valid integer, of fewer digits",
+    "int_type": "should be a valid integer",
+    "less_than": "should be less than {lt}",
+    "less_than_equal": "should be less than or equal to {le}",
+    "list_type": "should be a valid list",
+    "literal_error": "should be {expected}",
+    "missing": "is missing",
+    "extra_forbidden": "is unknown",
+    "string_pattern_mismatch": "should match the pattern {pattern}",
+    "string_too_short": "should have at least {min_length} character(s)",
+    "string_type": "should be a valid string",
+    "tuple_type": "should be a valid list",
+}
+
+
+def fault(problem: Mapping[str, Any]) -> str:
+    """What is wrong with the value of one of a ValidationError's ``errors()``: "should be a valid integer"."""
+    if (sentence := _FAULTS.get(problem["type"])) is None:  # of a validator: its own sentence
+        return problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    context = problem.get("ctx", {})
+    whole = {key: int(value) for key, value in context.items() if isinstance(value, float) and value.is_integer()}
+    return sentence.format(**{**context, **whole})
 
 
 class _Truth:

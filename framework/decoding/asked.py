@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ..contracts.errors import CrossdraftError, UsageError, quoted
 from ..contracts.models import LoadedModel
+from ..contracts.options import fault
 from ..contracts.sampling import Sampling
 from ..models.chat import encode
 from .build import configured
@@ -70,8 +71,7 @@ def checked_sampling(**parameters: Any) -> Sampling:
         return Sampling(**parameters)
     except ValidationError as error:
         first = error.errors()[0]
-        name, message = first["loc"][0], first["msg"]
-        raise UsageError(f"{name}={first['input']!r} cannot be: {message[0].lower()}{message[1:]}") from None
+        raise UsageError(f"{first['loc'][0]}={first['input']!r} cannot be: {fault(first)}") from None
 
 
 def laws(inputs: int, **parameters: Any) -> list[Sampling]:

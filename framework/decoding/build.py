@@ -18,6 +18,7 @@ from ..contracts.errors import CrossdraftError, ModelError, UsageError
 from ..contracts.limits import PREFILL_TOKENS
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
+from ..contracts.options import fault
 from ..contracts.rng import CounterRng, RngSource
 from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
@@ -96,7 +97,7 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{one} '{cls.name}', key '{key}': {first['msg']}; "
+            f"{one} '{cls.name}', key '{key}': {fault(first)}; "
             f"its keys are {', '.join(cls.Config.model_fields) or 'none'}"
         ) from None
 

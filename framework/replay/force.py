@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from ..contracts.drafter import DraftContext, Drafter, DraftTraits, TextLaw
 from ..contracts.errors import ModelError, UsageError
 from ..contracts.models import LoadedModel
+from ..contracts.options import fault
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..decoding.build import Configured, TargetContext, make_slots
@@ -291,7 +292,7 @@ def deepened(cls: type[Drafter], config: Any, depth: int) -> Any:
     try:
         return cls.Config(**{**config.model_dump(exclude_unset=True), "gamma": gamma})
     except ValidationError as error:
-        raise UsageError(f"drafter '{cls.name}' cannot draft {depth} tokens: {error.errors()[0]['msg']}") from None
+        raise UsageError(f"drafter '{cls.name}' cannot draft {depth} tokens: {fault(error.errors()[0])}") from None
 
 
 def check(texts: Sequence[Response], vocab_size: int, context_length: int | None) -> None:

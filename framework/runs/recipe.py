@@ -45,7 +45,7 @@ from ..contracts.limits import (
     MOST_TOKENS,
     PREFILL_TOKENS,
 )
-from ..contracts.options import Options
+from ..contracts.options import Options, fault
 from ..contracts.reading import UNPRINTABLE, flaw, kind_of, path_of
 from ..contracts.sampling import Sampling
 from .durations import Duration
@@ -143,7 +143,7 @@ class Strategy(Options):
             return cls.model_validate({**given, **(options or {})})
         except ValidationError as error:
             problem = error.errors()[0]
-            raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {problem['msg']}") from None
+            raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {fault(problem)}") from None
 
     @property
     def title(self) -> str:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..contracts.errors import CrossdraftError, UsageError, printable, quoted
 from ..contracts.limits import MOST_NESTING, RECIPE_BYTES, Limit
+from ..contracts.options import fault
 from ..contracts.reading import read_text
 from .yaml_values import KeyPath, checked_value, yaml_value
 
@@ -210,8 +211,7 @@ def _sentence(
         return f"unknown key {quoted(key)}{inside}{hints.get(key, known) if not parent else known}"
     if kind == "missing":
         return f"{owner} needs the key {key!r}"
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    message = message.replace("a valid dictionary", "a mapping of keys to values")
+    message = fault(problem)
     if kind == "model_type":
         message = "should be a name, or a mapping of keys to values"
     elif kind == "too_short":

@@ -26,6 +26,7 @@ from ..replay.force import forced
 from ..replay.response import Response as Recorded
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
+from .one_thread import OneThread
 from .settings import Setting, Toys
 
 #: Rules that look at q in different ways; those that accept a drafter's drafts are used.
@@ -39,7 +40,7 @@ NEW_TOKENS = 12
 ROWS = 128
 
 
-class DrafterContract:
+class DrafterContract(OneThread):
     """Subclass it, name the drafter, and let pytest run what it inherits.
 
     Attributes:

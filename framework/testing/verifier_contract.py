@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..decoding.build import build_decoder
 from ..decoding.validation import validate_verdict
 from ..plugins import get
+from .one_thread import OneThread
 from .settings import Toys
 
 #: Length of the drafts that a rule is tried with.
@@ -33,7 +33,7 @@ ROWS = 4
 FIELDS = ("tokens", "parents", "valid", "q", "law", "sequences")
 
 
-class VerifierContract:
+class VerifierContract(OneThread):
     """Subclass it, name the verifier, and let pytest run what it inherits.
 
     Attributes:
@@ -200,16 +200,6 @@ class VerifierContract:
                 again.begin(row)
                 again.restore(row, snapshot)
                 assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
-
-    # -- pieces -----------------------------------------------------------------------------------------------
-
-    @pytest.fixture(autouse=True)
-    def _one_thread(self) -> Iterator[None]:
-        """Tables are tiny: threads cost more than they gain."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(before)
 
 
 class NoMask(TorchDispatchMode):

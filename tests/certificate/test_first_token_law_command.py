@@ -111,7 +111,7 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
         ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be at least 1, got 0"),
         ("--model m --drafter d --prompt x --batch -2", UsageError, "--batch must be at least 1, got -2"),
         ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
-        ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: Input should be less than"),
+        ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: should be less than"),
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
         ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),

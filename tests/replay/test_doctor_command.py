@@ -162,7 +162,7 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     [
         (["--responses", "0"], "--responses 0: it must be at least 1"),
         (["--gamma", "0"], "--gamma 0: it must be at least 1"),
-        (["--temperature", "-1"], "--temperature: Input should be"),
+        (["--temperature", "-1"], "--temperature: should be"),
         (["--drafter", "nobody"], "there is no drafter named 'nobody'"),
     ],
 )

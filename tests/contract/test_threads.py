@@ -1,0 +1,35 @@
+"""Contract tests compute tiny tensors: in the process of whoever inherits them, they use one of PyTorch's threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from crossdraft.testing import DrafterContract, VerifierContract
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """As in a process that nobody set up for tests; put back by the contracts after each of theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == 2
+
+
+class TestDrafter(DrafterContract):
+    drafter = "prompt-lookup"
+
+    def test_one_thread(self) -> None:
+        assert torch.get_num_threads() == 1
+
+
+class TestVerifier(VerifierContract):
+    verifier = "token"
+
+    def test_one_thread(self) -> None:
+        assert torch.get_num_threads() == 1
