@@ -55,6 +55,11 @@ class Budget:
         """Seconds left; negative once it is exceeded."""
         return self._began + self.seconds - self._clock()
 
+    def most(self, pace: float, cells: int) -> float:
+        """Seconds that the run still takes at most: what is left, or what the first block takes longer."""
+        first = 0.0 if self.done else pace * cells * self._turns([0])
+        return self.left() + max(first - self.seconds, 0.0)
+
     def table_due(self, terminal: bool) -> bool:
         """Whether to print a table now: the first one at once, then at intervals. Counts it as printed."""
         now, every = self._clock(), self.seconds * SHARE
@@ -111,7 +116,7 @@ class Budget:
         if every <= self.seconds:
             return ""
         whole = f"all {_prompts(len(self._prompts))} take about {duration(every)}"
-        longer = f"--time {max(ceil(every / 60), 2)}m"
+        longer = f"--time {ceil(every / 60) + 1}m" if every < 7200 else f"--time {ceil(every / 3600)}h"
         if first > self.seconds:
             block = len(self._blocks[0])
             table = f"the first table ({_prompts(block)} in each of {cells} cells) takes about {duration(first)}"

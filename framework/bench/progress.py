@@ -40,7 +40,7 @@ class Meter:
         beat: told the share that is done, from 0 to 1, whenever it grows.
         clock: seconds, for tests.
         turns: turns of all these prompts; by default one each.
-        most: seconds that the run may still take, if it has a time budget.
+        most: seconds that the run may still take, given the seconds of a turn, if it has a time budget.
         judge: a sentence about the time budget, given the seconds of a turn; empty if everything fits.
     """
 
@@ -52,7 +52,7 @@ class Meter:
         beat: Callable[[float], None] = lambda share: None,
         clock: Callable[[], float] = time.monotonic,
         turns: int | None = None,
-        most: Callable[[], float] = lambda: math.inf,
+        most: Callable[[float], float] = lambda pace: math.inf,
         judge: Callable[[float], str] = lambda pace: "",
     ):
         self._total, self._say, self._beat, self._clock = total, say, beat, clock
@@ -171,7 +171,7 @@ class Meter:
         if pace is None:
             return None
         rest = max(self._total - self._done, 0) * self._each * pace
-        most = self._most()
+        most = self._most(pace)
         return min(rest, most) if most > 0 else rest
 
     @property

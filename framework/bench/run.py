@@ -212,7 +212,8 @@ class _Session:
         if recipe.time is None:
             return None, Meter(*given)
         budget = Budget(recipe.time, self.prompts, self.blocks, recipe.max_new_tokens, self.clock)
-        return budget, Meter(*given, most=budget.left, judge=lambda pace: budget.verdict(pace, cells))
+        judging = {"most": lambda pace: budget.most(pace, cells), "judge": lambda pace: budget.verdict(pace, cells)}
+        return budget, Meter(*given, **judging)
 
     def _settle(self, group: Sequence[CellConfig], meter: Meter, state: Reporter) -> None:
         """Note that a group is over."""

@@ -218,6 +218,22 @@ def test_tables_come_at_intervals() -> None:
     assert printed[False] == [0, 100, 200] and printed[True] == list(range(0, 300, 20))
 
 
+def test_what_is_left_is_not_less_than_the_first_block() -> None:
+    """Two cells on prompts of one turn: 40 s a block at 20 s a turn, with a budget of 30."""
+    now = [0.0]
+    prompts = [Prompt(i, "a", ("hi",), index=i) for i in range(4)]
+    one = budget.Budget("30s", prompts, [[i] for i in range(4)], 64, lambda: now[0])
+    now[0] = 25.0
+    assert one.most(20.0, 2) == 15.0 and one.most(10.0, 2) == 5.0
+    one.done = 1
+    assert one.most(20.0, 2) == 5.0
+    slow, fast, fits = (one.verdict(pace, 2) for pace in (20.0, 10.0, 3.0))
+    assert slow.startswith("the first table (1 prompt in each of 2 cells) takes about 40 s, more than")
+    assert "--set max_new_tokens=48" in slow and slow.endswith("all 4 prompts take about 3 min (--time 4m)")
+    assert fast.startswith("all 4 prompts take about 80 s, about 1 within the time budget of 30s")
+    assert "--limit 1, --set max_new_tokens=24" in fast and fits == ""
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("2h", 7200), ("1.5m", 90), ("0.5s", 0.5)])
 def test_durations(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds

@@ -103,7 +103,7 @@ def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
         judged.append(pace)
         return "too long"
 
-    with Meter(8, said.append, False, clock=clock, turns=16, most=lambda: most[0], judge=judge) as meter:
+    with Meter(8, said.append, False, clock=clock, turns=16, most=lambda pace: most[0], judge=judge) as meter:
         meter.warming()
         for _ in range(5):  # of 16 tokens a turn
             clock.now += 4.0
