@@ -56,7 +56,8 @@ class RecordedLogP:
         if self.compared >= FEWEST and self.apart / self.compared > DIFFERENT:
             return (
                 "the recorded log-probabilities are not those of the target: "
-                f"{self.compared_total / self.compared:.2f} a token, where the target has {self.own / self.compared:.2f} (mean absolute difference "
+                f"{self.compared_total / self.compared:.2f} a token, where the target has "
+                f"{self.own / self.compared:.2f} (mean absolute difference "
                 f"{self.apart / self.compared:.2f}); check the model, the sampling parameters and the engine that "
                 "recorded them, and do not rely on these numbers"
             )
