@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import brentq
 
 from crossdraft.framework.certificate.foreign_samples import Decision, Draws, judge
-from crossdraft.framework.certificate.sampler_test import Evidence, PrefixDraws, Verdict
+from crossdraft.framework.certificate.sampler_verdict import Evidence, PrefixDraws, Verdict
 
 ROWS = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.7, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1], [0.4, 0.3, 0.2, 0.1]])
 
@@ -106,7 +106,7 @@ class Shape:
         return f"{self.prefixes} prefixes x {self.draws} draws, TV {self.deviation:g}"
 
 
-SHAPES = (Shape(9, 256, 0.1), Shape(9, 1024, 0.05), Shape(2000, 1, 0.05), Shape(300, 12, 0.05))
+SHAPES = (Shape(60, 1, 0.15), Shape(9, 256, 0.1), Shape(9, 1024, 0.05), Shape(1000, 1, 0.08), Shape(200, 12, 0.05))
 DEVIATIONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "colder by TV d": colder,
     "hotter by TV d": hotter,
@@ -116,7 +116,7 @@ DEVIATIONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
 }
 
 
-def error_rates(shape: Shape, simulations: int, size: int = 500) -> Iterator[tuple[str, dict[str, float]]]:
+def error_rates(shape: Shape, simulations: int, size: int = 128) -> Iterator[tuple[str, dict[str, float]]]:
     """How often each outcome comes of an exact sampler, and of those that are off."""
     probs = power_laws(shape.prefixes, size, 0)
     samplers = {"exact": probs} | {name: make(probs, shape.deviation) for name, make in DEVIATIONS.items()}

@@ -4,7 +4,7 @@ A speculative engine is lossless if what it emits is distributed as the target's
 code; this needs only what came out of it: counts of next tokens, and sequences. Each token of a sequence is a draw
 after the tokens before it. The first one comes from an engine's prefill pass, before anything is drafted, so it is
 tested by itself and has no part in the verdict, unless that is requested or no other token is there.
-The statistics and the decision: `sampler_test`.
+The statistics and the decision: `sampler_verdict`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..contracts.errors import UsageError, quoted
 from ..contracts.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
 from ..contracts.reading import BROKEN, flaw, parse_json, read_lines
 from .equivalence import AT_ONCE
-from .sampler_test import Evidence, PrefixDraws, Verdict
+from .sampler_verdict import Evidence, PrefixDraws, Verdict
 from .token_tree import TokenTree
 
 #: Distributions ``[n, V]``, and (index of the prefix, node of its tree) of each.
@@ -183,15 +183,15 @@ def _samples(where: str, samples: Any, draws: Draws) -> None:
 
 def given_distributions(every: Sequence[Draws]) -> Distributions:
     """Those of a file whose lines all give their own; equally long ones together."""
-    by_size: dict[int, list[int]] = defaultdict(list)
+    by_size: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
     for i, draws in enumerate(every):
         assert draws.law is not None
-        by_size[len(draws.law)].append(i)
-    for size, indices in by_size.items():
+        by_size[len(draws.law)].append((i, draws.law))
+    for size, laws in by_size.items():
         step = max(1, AT_ONCE // size)
-        for start in range(0, len(indices), step):
-            part = indices[start : start + step]
-            yield torch.from_numpy(np.stack([every[i].law for i in part])), [(i, 0) for i in part]
+        for start in range(0, len(laws), step):
+            part = laws[start : start + step]
+            yield torch.from_numpy(np.stack([law for _, law in part])), [(i, 0) for i, _ in part]
 
 
 def judge(

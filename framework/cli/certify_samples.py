@@ -16,7 +16,7 @@ from .sampling import sampling_from
 
 if TYPE_CHECKING:
     from ..certificate.foreign_samples import Decision, Distributions, Draws
-    from ..certificate.sampler_test import Verdict
+    from ..certificate.sampler_verdict import Verdict
     from ..certificate.token_tree import TokenTree
 
 #: Options that say how the distributions are made; all others of ``certify`` mean nothing here.
@@ -130,7 +130,7 @@ def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequ
 
 
 def _as_json(decision: Decision) -> dict[str, Any]:
-    from ..certificate.sampler_test import LEVEL
+    from ..certificate.sampler_verdict import LEVEL
 
     found = {"verdict": decision.verdict.outcome, "level": LEVEL, **_fields(decision.verdict)}
     first = decision.first_tokens

@@ -57,8 +57,9 @@ class RecordedLogP:
             return (
                 "the recorded log-probabilities are not those of the target: "
                 f"{self.compared_total / self.compared:.2f} a token, where the target has "
-                f"{self.own / self.compared:.2f} (mean absolute difference {self.apart / self.compared:.2f}); check "
-                "the model, the sampling parameters and the engine that recorded them, and do not rely on these numbers"
+                f"{self.own / self.compared:.2f} (mean absolute difference "
+                f"{self.apart / self.compared:.2f}); check the model, the sampling parameters and the engine that "
+                "recorded them, and do not rely on these numbers"
             )
         mean, floor = self.total / max(1, self.tokens), FLOOR_HOT if self.hot else FLOOR
         if self.tokens >= FEWEST and mean < floor:

@@ -12,7 +12,7 @@ from simulated_samplers import ROWS, markov_decision, markov_sequences, power_la
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
-from crossdraft.framework.certificate.sampler_test import Evidence, PrefixDraws, _cell_ends
+from crossdraft.framework.certificate.sampler_verdict import Evidence, PrefixDraws, _cell_ends
 from crossdraft.framework.certificate.token_tree import TokenTree, subtrees
 from crossdraft.framework.cli.main import main
 
@@ -184,10 +184,10 @@ def test_error_rates(capsys: Any) -> None:
 
     lines = []
     for shape in SHAPES:
-        for name, rates in error_rates(shape, 400):
+        for name, rates in error_rates(shape, 300):
             lines.append(f"{shape.name:34} {name:24} " + "  ".join(f"{k} {v:6.1%}" for k, v in rates.items()))
-            # Three standard errors of 400 simulations at 5 %.
-            assert rates["no" if name == "exact" else "yes"] <= 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5, lines[-1]
+            # Three standard errors of 300 simulations at 5 %.
+            assert rates["no" if name == "exact" else "yes"] <= 0.05 + 3 * (0.05 * 0.95 / 300) ** 0.5, lines[-1]
     with capsys.disabled():
         print("", *lines, sep="\n")
 

@@ -174,7 +174,7 @@ class Evidence:
     ) -> None:
         rows, counts, rank = flat
         starts = np.searchsorted(rows, np.arange(len(draws) + 1))
-        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & several):
+        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & several).tolist():
             ends = _cell_ends(reached[r], max(1 / CELLS, DRAWS_PER_CELL / drawn[r]))
             if len(ends) < 2:
                 continue
