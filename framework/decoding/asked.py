@@ -20,7 +20,8 @@ from ..models.chat import encode
 from .build import configured
 from .processors import Processors
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UnexpectedArgumentError(UsageError, TypeError):

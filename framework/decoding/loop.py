@@ -175,15 +175,12 @@ class Decoder:
                 yield from finished
 
     def rounds(
-        self,
-        waiting: Iterable[Request | None],
-        on_error: str = "raise",
-        interleaved: Callable[[], bool] = lambda: False,
+        self, waiting: Iterable[Request | None], on_error: str = "raise", interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Response], None, None]:
         """Round after round, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
 
         ``None`` in it: none at the moment, ask again after the next round (at once where no slot is occupied).
-        ``interleaved``: whether other decoders wait for their turn; then a prefill pass without a round is a step, too.
+        ``interleaved``: do other decoders wait for a turn (by default none)? Then a prefill pass is a step, too.
         """
         if on_error not in ON_ERROR:
             raise UsageError(f"on_error is one of {', '.join(ON_ERROR)}, not {on_error!r}")
@@ -202,10 +199,8 @@ class Decoder:
                     self._check_claim()
                     self.target.hidden_layers = self.hidden_layers
                     self._prefill.begin(self.begin, waited_for=self.occupied > 0 or interleaved())
-                if self.occupied:
-                    yield self.round()
-                elif self._prefill.rows:
-                    yield []
+                if self.occupied or self._prefill.rows:
+                    yield self.round() if self.occupied else []
                 elif request is last:
                     return
         finally:  # a caller that stops early, or an error inside a round, leaves the slots clean

@@ -87,7 +87,7 @@ class Outputs:
         decoder.on_round = self._hear
 
     def rounds(
-        self, waiting: Iterable[tuple[Request, Output] | None], interleaved: Callable[[], bool] = lambda: False
+        self, waiting: Iterable[tuple[Request, Output] | None], interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Chunk], None, None]:
         """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
         try:

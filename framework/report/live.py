@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -24,6 +26,8 @@ from ..contracts.errors import CrossdraftError
 from .finished import FinishedRun, read_runs
 from .html import html_page
 
+#: What browsers call this machine; another Host is a page whose own name resolves to it (DNS rebinding).
+_HOSTS = ("localhost", "127.0.0.1")
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");
 let seen = "";
@@ -111,7 +115,8 @@ class Live:
         async def version(_: Request) -> Response:
             return PlainTextResponse(await run_in_threadpool(self.version), headers={"Cache-Control": "no-store"})
 
-        return Starlette(routes=[Route("/", frame), Route("/page", page), Route("/version", version)])
+        routes = [Route("/", frame), Route("/page", page), Route("/version", version)]
+        return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)])
 
     def server(self) -> uvicorn.Server:
         """``run(sockets=[..])`` answers until a signal comes."""

@@ -239,16 +239,10 @@ class DrafterContract(OneThread):
 
     def test_whether_it_remembers(self) -> None:
         """`Drafter.remembers` says of these options what the test class does; replay and the bench rely on it."""
-        declared = self.drafting.remembers(self.config)
-        cure = (
-            "By default it is True for a class that defines reset(): with options that turn the memory off, define the "
-            "classmethod remembers(config), or replay refuses the drafter; if it does remember, set remembers = True"
-        )
-        if not declared:
-            cure = "Define reset() if its memory outlives a sequence, and remembers(config) if that hangs on options"
-        assert declared == self.remembers, (
-            f"remembers(config) is {declared} for {self.config!r}, and the test class has remembers = "
-            f"{self.remembers}. {cure}"
+        assert (said := self.drafting.remembers(self.config)) == self.remembers, (
+            f"remembers(config) is {said} for {self.config!r}, and the test class has remembers = {self.remembers}. "
+            "By default it is True for a class that defines reset(): if options turn the memory off, define the "
+            "classmethod remembers(config), or replay refuses the drafter; if it remembers, set remembers = True"
         )
 
     def test_reset_forgets_what_was_learnt(self) -> None:

@@ -25,7 +25,8 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     directory.path.mkdir()
     running = directory.locked()
     running.__enter__()
-    client = TestClient(Live([directory.path]).application())
+    client = TestClient(Live([directory.path]).application(), base_url="http://localhost")
+    assert client.get("/page", headers={"Host": "evil.example"}).status_code == 400, "DNS rebinding"
     frame = client.get("/").text
     assert "default-src 'none'" in frame and "http" not in frame.replace("http-equiv", "")
     assert client.get("/version").text == "" and "has no recipe.json" in client.get("/page").text
