@@ -19,7 +19,7 @@ from ..contracts.rounds import Response
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..decoding.build import build_decoder
-from ..decoding.loop import Decoder
+from ..decoding.loop import Decoder, Step
 from ..decoding.validation import validate_draft
 from ..plugins import get
 from ..replay.force import forced
@@ -362,15 +362,16 @@ class DrafterContract(OneThread):
         """The verdict, taus and scores of a round in which nothing is accepted."""
         seqs = decoder.sequences
         with torch.inference_mode():
-            nobody = decoder.rng.round([], [], decoder.target.device)
-            scores = decoder._score(draft, True, nobody)
+            step = Step(decoder.rng.round([], [], decoder.target.device), validated=True)
+            step.draft = draft
+            decoder._score(step)
             decoder.target.keep([1] * seqs.batch_size)
         nothing = torch.zeros(seqs.batch_size, dtype=torch.long)
         path = None if draft.is_chain else torch.full((seqs.batch_size, max(draft.width, 1)), -1)
         verdict = Verdict(nothing, nothing.clone(), path)
         for row in range(seqs.batch_size):
             seqs.append(row, [0])
-        return verdict, [0] * seqs.batch_size, scores
+        return verdict, [0] * seqs.batch_size, step.scores
 
     def _without_drafter(self) -> dict[int, Response]:
         sampling, rule = Sampling(temperature=0), get("verifiers", "greedy")
