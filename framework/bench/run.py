@@ -53,7 +53,7 @@ def run(
     say: Callable[[str], None] | None = say,
     progress: bool = False,
     debug: bool = False,
-    certify: Callable[[Sequence[CellConfig]], None] | None = None,
+    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None = None,
 ) -> Outcome:
     """Run every cell of a recipe, and write its records to ``out/<recipe>-<hash>/``.
 
@@ -72,7 +72,7 @@ def run(
         say: where progress is told, a line at a time; None to be silent.
         progress: show a bar on standard error, if it is a terminal.
         debug: tell the traceback of a cell that fails, too.
-        certify: called with the cells to measure before anything is loaded for them; raises what refuses them.
+        certify: called with the cells to measure and the limit, before models are loaded; raises what refuses them.
 
     Raises:
         UsageError: the recipe or its prompts are wrong, or something it names cannot work: told before anything is
@@ -120,7 +120,7 @@ class _Session:
     debug: bool
     out: Path
     timed: bool
-    certify: Callable[[Sequence[CellConfig]], None] | None
+    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Session:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
         if self.certify is not None:
-            self.certify(new)
+            self.certify(new, self.limit)
         for note in preflight(self.recipe, new, self.prompts, self.models):
             self.outcome.notes.append(note)
             self.tell(f"note: {note}")
