@@ -74,10 +74,10 @@ _ROWS: dict[Any, list[Any]] = {}
 _certify_quickly = outcomes.certify_quickly
 
 
-def _certified_once(verifier: Any, options: Any) -> list[Any]:
+def _certified_once(verifier: Any, options: Any, begin: Any) -> list[Any]:
     key = (verifier, verifier.verify, verifier.traits(options), str(options))
     if key not in _ROWS:
-        _ROWS[key] = _certify_quickly(verifier, options)
+        _ROWS[key] = _certify_quickly(verifier, options, begin)
     return _ROWS[key]
 
 

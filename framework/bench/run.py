@@ -58,7 +58,7 @@ def run(
     say: Callable[[str], None] | None = say,
     progress: bool = False,
     debug: bool = False,
-    certify: Callable[[Sequence[CellConfig]], None] | None = None,
+    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None = None,
     so_far: Callable[[Outcome], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
@@ -79,7 +79,7 @@ def run(
         say: where progress is told, a line at a time; None to be silent.
         progress: show a bar on standard error, if it is a terminal.
         debug: tell the traceback of a cell that fails, too.
-        certify: called with the cells to measure before anything is loaded for them; raises what refuses them.
+        certify: called with the cells to measure and the limit, before models are loaded; raises what refuses them.
         so_far: called with what there is, now and then while a run with a time budget goes on.
         clock: seconds, for the time budget and estimates.
 
@@ -130,7 +130,7 @@ class _Session:
     debug: bool
     out: Path
     timed: bool
-    certify: Callable[[Sequence[CellConfig]], None] | None
+    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None
     so_far: Callable[[Outcome], None] | None
     clock: Callable[[], float]
 
@@ -165,7 +165,7 @@ class _Session:
             known[group[0].group] = (None, "") if fresh else self._stored(group, retry_failed)
         new = [cell for group in groups if known[group[0].group][0] is None for cell in group]
         if self.certify is not None:
-            self.certify(new)
+            self.certify(new, self.limit)
         for note in preflight(self.recipe, new, self.prompts, self.models):
             self.outcome.notes.append(note)
             self.tell(f"note: {note}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..runs.ledger import Certificate
@@ -39,16 +39,22 @@ def place(row: Row) -> str:
     return f"on toy '{row.toy}' with draft '{row.draft}'"
 
 
-def certify_quickly(verifier: type[Verifier], options: Any) -> list[Row]:
-    """The rows of a verifier with these options on the toys `QUICK`, with all drafts that it accepts."""
+def certify_quickly(verifier: type[Verifier], options: Any, begin: Callable[[], None]) -> list[Row]:
+    """The rows of a verifier with these options on the toys `QUICK`, up to the first one that raised.
+
+    ``begin`` is called before each.
+    """
     toys = {toy.name: toy for toy in built_in_toys()}
     rows = []
     for toy in (toys[name] for name in QUICK):
         for label, kind in DRAFTS.items():
+            begin()
             try:
                 rows.append(certify_row(toy, label, kind, verifier, options=options))
             except CannotRun:
                 continue
+            if rows[-1].error is not None:
+                return rows
     return rows
 
 

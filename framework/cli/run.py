@@ -164,7 +164,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         say=None if args.quiet else say,
         progress=not args.quiet,
         debug=args.debug,
-        certify=lambda cells: certify_missing(cells, _quiet if args.quiet else say),
+        certify=lambda cells, limit: certify_missing(cells, _quiet if args.quiet else say, limit),
         so_far=None if args.quiet else _print_so_far,
     )
 
@@ -176,9 +176,11 @@ def _quiet(_: str) -> None:
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ..bench.launch import launch
     from ..bench.matrix import plan
+    from ..bench.round_limit import RoundLimit
     from ..bench.run import say
 
-    certify_missing(plan(recipe).cells, _quiet if args.quiet else say)  # once, not in every process
+    limit = RoundLimit(args.round_limit)
+    certify_missing(plan(recipe).cells, _quiet if args.quiet else say, limit)  # once, not in every process
 
     options = {}
     for given in args.launcher_options:

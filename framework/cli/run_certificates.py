@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import ContractError, CrossdraftError
+from ..contracts.errors import ContractError
 
 if TYPE_CHECKING:
+    from ..bench.round_limit import RoundLimit
     from ..runs.ledger import Certificate
     from ..runs.recipe import CellConfig
 
 
-def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None]) -> None:
+def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], limit: RoundLimit) -> None:
     """Certify the verifiers of cells that claim to be lossless, and the drafters that plug-ins provide.
 
     Certificates are kept with the digest of the code, so that a second run has nothing to enumerate. A verifier that
     cannot be certified (it raises, or its code has no file) runs and is marked "not certified".
+
+    Args:
+        limit: ends the enumeration of a pair that takes longer than a round may.
 
     Raises:
         ContractError: one that claims to be lossless changes the target's distribution.
@@ -29,9 +33,9 @@ def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None]) ->
     pairs = _pairs(cells)
     refused = ""
     with one_thread():
-        for kind, strategy, config, certify in (*_verifiers(pairs), *_drafters(pairs)):
+        for kind, strategy, config, certify in (*_verifiers(pairs, limit), *_drafters(pairs)):
             found = ledger.certificate(strategy, config)
-            if found is None and (found := certify()) is not None:
+            if found is None and (found := _guarded(certify, limit)) is not None:
                 new.append((strategy, config, found))
                 done.append(strategy.name)
             if found is not None and not found.lossless:
@@ -46,6 +50,21 @@ def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None]) ->
     if done:
         names = ", ".join(dict.fromkeys(done))
         tell(f"certified lossless on the smallest toys, in {monotonic() - start:.1f} s: {names}")
+
+
+def _guarded(certify: Callable[[], Certificate | None], limit: RoundLimit) -> Certificate | None:
+    """The certificate; None if the strategy raised instead, whatever that was: its cells report it."""
+    from ..runs.interrupts import asked
+
+    try:
+        limit.restart()
+        return certify()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and asked():
+            raise
+        return None
+    finally:
+        limit.stop()
 
 
 def _sentence(kind: str, name: str, found: Certificate) -> str:
@@ -86,7 +105,7 @@ def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any
     return list(found.values())
 
 
-def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[Task]:
+def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: RoundLimit) -> Iterable[Task]:
     from ..certificate.outcomes import certify_quickly, outcome
 
     tasks: dict[str, Task] = {}
@@ -96,7 +115,7 @@ def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable
             "verifier",
             rule,
             options,
-            lambda rule=rule, options=options: outcome(certify_quickly(rule, options)),
+            lambda rule=rule, options=options: outcome(certify_quickly(rule, options, limit.restart)),
         )
     return tasks.values()
 
@@ -113,10 +132,7 @@ def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[
         def certify(
             drafter: Any = drafter, config: Any = config, rule: Any = rule, options: Any = options
         ) -> Certificate | None:
-            try:
-                row = certify_drafter(drafter, config, rule, options)
-            except CrossdraftError:
-                return None
+            row = certify_drafter(drafter, config, rule, options)
             return None if row is None else outcome([row])
 
         tasks.setdefault(f"{drafter.name} {config!r}", ("drafter", drafter, config, certify))

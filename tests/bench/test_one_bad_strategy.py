@@ -119,7 +119,7 @@ class Quitting(Token):
 def test_a_verifier_that_quits(bench: Any, install: Any) -> None:
     install("verifiers", ("quitting", Quitting))
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[quitting, token]", "drafters=[prompt-lookup]", "limit=2")
-    assert code == 1 and "failed: prompt-lookup × quitting: SystemExit: enough" in err
+    assert code == 1 and "failed: prompt-lookup × quitting (not certified): SystemExit: enough" in err
     assert "prompt-lookup  token" in out
 
 

@@ -183,7 +183,7 @@ def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dic
     from crossdraft.framework.runs.titles import verifier_title
 
     titles = [verifier_title(cell) for cell in cells if not cell.is_baseline]
-    assert titles == ["wrapped rule=token", "wrapped rule=lenient (lossy)", "token"]
+    assert titles == ["wrapped rule=token (not certified)", "wrapped rule=lenient (lossy)", "token"]
 
 
 def test_a_drafter_for_temperature_zero_is_left_out_elsewhere(tmp_path: Path, models: dict[str, str]) -> None:
