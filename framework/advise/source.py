@@ -17,7 +17,7 @@ from ..contracts.reading import parse_json, path_of, read_text
 
 #: The first line of a JSON value over several lines; a log's time stamp in brackets is none.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
-#: What stands in no URL as it is.
+#: Characters that no URL may hold as they are.
 UNFIT = re.compile(r"[\x00-\x20\x7f]")
 #: Seconds in which a server has to send its whole answer.
 PATIENCE = 10.0
@@ -129,7 +129,7 @@ def read_source(source: str) -> Source:
 
 
 def _fetched(url: str) -> bytes:
-    """What a URL answers with, `METRICS_BYTES` and one more at most. Raises UsageError.
+    """Return the answer of a URL, at most `METRICS_BYTES` and one more. Raises UsageError.
 
     A thread reads it: time limits of sockets are for a single read, and a server that sends a byte now and then would
     hold the command for ever. The thread ends with the process.
