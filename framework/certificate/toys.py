@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from ..contracts.errors import UsageError
+from ..contracts.limits import Limit
+from ..contracts.reading import read_bytes
 from .tablelm import Toy
 
 #: A toy file is read whole: most bytes, and most probabilities in one of its tables.
-LARGEST_FILE = 16_000_000
+LARGEST_FILE = Limit(16_000_000, "toys are small")
 LARGEST_TABLE = 250_000
 #: A probability as text, with few enough digits that it costs nothing to compute.
 _NUMBER = re.compile(
@@ -33,15 +35,7 @@ def read_toys(path: Path) -> list[Toy]:
     Raises:
         UsageError: no such file, not JSON, or a model that is no pair of probability tables; says where.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read toy file {path}: {error.strerror}") from None
-    except ValueError:
-        raise UsageError(f"cannot read toy file {str(path)!r}: this is no name of a file") from None
-    if len(content) > LARGEST_FILE:
-        raise UsageError(f"toy file {path} has more than {LARGEST_FILE:,} bytes; toys are small")
+    content = read_bytes(path, LARGEST_FILE, what="toy file")
     try:
         entries = json.loads(content)
     except RecursionError:

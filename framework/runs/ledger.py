@@ -12,13 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..contracts.errors import UsageError
 from ..contracts.files import replace_text
+from ..contracts.limits import Limit
+from ..contracts.reading import read_json
 from .sources import source_of
 
 #: In the cache directory.
 FILE = "certified.json"
 #: Larger files are none of ours.
-_LARGEST = 2**20
+_LARGEST = Limit(2**20, "it is read whole")
 
 
 def certified(rule: type[Any], directory: Path) -> bool:
@@ -57,11 +60,9 @@ def _entry(rule: type[Any]) -> dict[str, str]:
 def _read(path: Path) -> list[dict[str, str]]:
     """What was noted; nothing where the file is missing, damaged or not ours."""
     try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(_LARGEST))
-    except (OSError, ValueError, RecursionError):
+        entries = read_json(path, _LARGEST).get("certified")
+    except UsageError:
         return []
-    entries = found.get("certified") if isinstance(found, dict) else None
     keys = {"name", "distribution", "version", "sha256", "crossdraft"}
     return [
         entry

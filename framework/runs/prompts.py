@@ -28,8 +28,19 @@ from urllib.parse import parse_qsl
 from .. import plugins
 from ..contracts.errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..contracts.hookspecs import Register, hookimpl
-from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES
-from ..contracts.reading import BROKEN, UNPRINTABLE, flaw, kind_of, parse_json, path_of, read_lines, read_text
+from ..contracts.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES, TABLE_BYTES
+from ..contracts.reading import (
+    BROKEN,
+    UNPRINTABLE,
+    flaw,
+    kind_of,
+    open_file,
+    parse_json,
+    path_of,
+    read_lines,
+    read_text,
+    refuse_special_files,
+)
 from .conversations import FORMS, turns_of
 
 logger = logging.getLogger(__name__)
@@ -180,9 +191,9 @@ def _file_rows(path: Path) -> Iterator[Located]:
 
 def _begins_list(path: Path) -> bool:
     try:
-        with path.open("rb") as opened:
+        with open_file(path, PROMPT_FILE_BYTES) as opened:
             return opened.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    except OSError:
+    except (OSError, UsageError):
         return False  # whoever reads it will say why
 
 
@@ -192,7 +203,7 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as opened:
+        with open_file(path, TABLE_BYTES) as file, parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
@@ -220,6 +231,8 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
         raise UsageError(f"{source}: unknown option {min(unknown)!r}; it may have split and column")
     split, column = split or options.get("split"), column or options.get("column")
     path, _, config = address.removeprefix("hf:").partition(":") if hub else (address, "", "")
+    if not hub:
+        refuse_special_files(path_of(path), below=True)
     try:
         if not hub and any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
             data: Any = datasets.load_from_disk(path)

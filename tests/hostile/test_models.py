@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -225,14 +226,14 @@ def test_a_directory_that_loops(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
-    read = Path.read_bytes
+    opened = os.open
 
-    def denied(self: Path) -> bytes:
-        if self.name == "config.json":
-            raise PermissionError(13, "Permission denied", str(self))
-        return read(self)
+    def denied(path: Any, *flags: Any, **options: Any) -> int:
+        if str(path).endswith("config.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *flags, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(os, "open", denied)
     refusal(directory, "config.json: Permission denied")
 
 

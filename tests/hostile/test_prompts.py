@@ -117,9 +117,9 @@ def test_a_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
 
 def test_what_is_no_file(refused: Any, recipe: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
-    refused(["run", recipe], "p.jsonl: it is a device or a pipe")
-    refused(["run", recipe, "--set", "prompts=/dev/zero"], "/dev/zero: it is a device or a pipe")
-    refused(["run", recipe, "--set", "prompts=/dev/null"], "/dev/null: it is a device or a pipe")
+    refused(["run", recipe], "p.jsonl: it is a device, a pipe or a socket")
+    refused(["run", recipe, "--set", "prompts=/dev/zero"], "/dev/zero: it is a device, a pipe or a socket")
+    refused(["run", recipe, "--set", "prompts=/dev/null"], "/dev/null: it is a device, a pipe or a socket")
     (tmp_path / "here" / "empty").mkdir(parents=True)
     refused(["run", recipe, "--set", "prompts=./empty"], "the data set ./empty cannot be read")
     (tmp_path / "here" / "loop.jsonl").symlink_to(tmp_path / "here" / "loop.jsonl")
@@ -142,11 +142,11 @@ def test_a_file_that_may_not_be_read(refused: Any, recipe: str, tmp_path: Path) 
 def test_a_file_that_the_disk_refuses(refused: Any, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "p.jsonl").write_bytes(FINE)
 
-    def denied(self: Path, *_: Any, **__: Any) -> Any:
-        raise PermissionError(13, "Permission denied", str(self))
+    def denied(path: Any, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    opened = Path.open
-    monkeypatch.setattr(Path, "open", lambda s, *a, **k: (denied if s.suffix == ".jsonl" else opened)(s, *a, **k))
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda p, *a, **k: (denied if str(p).endswith(".jsonl") else opened)(p, *a, **k))
     refused(["run", recipe], "cannot read", "p.jsonl: Permission denied")
 
 
@@ -213,7 +213,7 @@ SOURCES: dict[str, tuple[Any, int, list[str]]] = {
     "gives the same rows": (lambda: itertools.repeat({"prompt": "a", "question_id": "same"}), 2, ["row 2", "already used"]),
     "gives a file that is not there": (lambda: Path("/no/where.jsonl"), 2, ["cannot read /no/where.jsonl: No such file"]),
     "gives a directory": (lambda: Path("/tmp"), 2, ["cannot read /tmp: it is a directory"]),
-    "is a device": (Path("/dev/zero"), 2, ["it is a device or a pipe"]),
+    "is a device": (Path("/dev/zero"), 2, ["it is a device, a pipe or a socket"]),
     "is a number": (3, 1, ["'int' object is not iterable"]),
     "is of a module that is not there": ("no_such_module:x", 1, ["ModuleNotFoundError"]),
 }  # fmt: skip
