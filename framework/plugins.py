@@ -9,7 +9,7 @@ somebody else's mistake never stops a run that does not need it. Whatever else o
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Any
 import pluggy
 
 from .contracts import hookspecs
-from .contracts.errors import ContractError, CrossdraftError, UnknownNameError, first_line, quoted
+from .contracts.errors import ContractError, CrossdraftError, UnknownNameError, UsageError, first_line, quoted
 from .contracts.limits import MOST_NAME
 from .contracts.reading import UNPRINTABLE, flaw
 
@@ -220,6 +220,21 @@ def unusable(kind: str, name: str, why: str) -> ContractError:
     entry = entries(kind).get(name)
     provider = f" of {entry.provider}" if entry is not None else ""
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
+
+
+def recorded_config(kind: str, cls: Any, options: Mapping[str, Any]) -> Any:
+    """The config of a drafter or verifier, a class, that a run recorded.
+
+    Raises UsageError if the options do not fit the installed version.
+    """
+    try:
+        with guarded(kind, cls.name, "its Config", passing=(ValueError, TypeError)):
+            return cls.Config(**options)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"the run has options of {kind[:-1]} '{cls.name}' that do not fit the installed version: "
+            f"{first_line(error)}; run its recipe again"
+        ) from None
 
 
 def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:

@@ -238,9 +238,11 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _traits(config: CellConfig) -> Any:
     drafter = plugins.get("drafters", config.drafter.name)
-    return plugins.traits_of("drafters", drafter, drafter.Config(**config.drafter.config), config.sampling)
+    return plugins.traits_of(
+        "drafters", drafter, plugins.recorded_config("drafters", drafter, config.drafter.config), config.sampling
+    )
 
 
 def _judge(config: CellConfig) -> Any:
     rule = plugins.get("verifiers", config.verifier.name)
-    return plugins.traits_of("verifiers", rule, rule.Config(**config.verifier.config))
+    return plugins.traits_of("verifiers", rule, plugins.recorded_config("verifiers", rule, config.verifier.config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class FirstFailure(CrossdraftError):
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a reader that has left, or a full disk, does not end the run
+        print(line, file=sys.stderr, flush=True)
 
 
 def run(
@@ -197,7 +199,11 @@ class _Session:
             if not whole and group.finished:
                 title = group_title(configs[0], self.plan.cells)
                 self.outcome.notes.append(f"{title}: cut short after piece {group.finished} of {group.pieces}")
-            self.outcome.results += [r for r in group.results if r.metrics is not None or r.error is not None]
+            found = [r for r in group.results if r.metrics is not None or r.error is not None]
+            self.outcome.results += found
+            if not whole:
+                with suppress(OSError):  # the disk may be what ends the run
+                    self.directory.save_partial(found)
         if whole:
             for result in group.results:
                 self._save(result)

@@ -13,15 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ..contracts.errors import UsageError, printable, quoted
 from ..contracts.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 from ..contracts.reading import kind_of, parse_json, path_of, read_lines
 from ..models.chat import encode, encode_text
 from ..runs.prompts import Prompt, rows
-from ..runs.recipe import CellConfig
-from ..runs.run_directory import RunDirectory
+from ..runs.run_directory import RunDirectory, read_config
 from .lines import response_of
 from .response import Reading, Response, described, log_probabilities, token_ids
 
@@ -64,7 +61,7 @@ class Reader(Reading):
         kind = "" if source.startswith("hf:") else kind_of(source)
         if kind == "directory":
             path = path_of(source)
-            if (path / "cells").is_dir():
+            if (path / "cells").is_dir() or (path / "recipe.json").is_file():
                 yield from self._cell(self._chosen(path))
                 return
             if (path / "config.json").is_file() and (path / "responses.jsonl").is_file():
@@ -84,10 +81,10 @@ class Reader(Reading):
     def _chosen(self, run: Path) -> Path:
         """The cell whose responses stand for a run: plain decoding, at the sampling asked for."""
         cells = {}
-        for file in sorted(run.glob("cells/*/config.json")):
-            config = _config(file.parent)
-            if config.is_baseline and (file.parent / "responses.jsonl").is_file():
-                cells[file.parent] = config
+        for path in RunDirectory(run).found_cells():
+            config, _ = read_config(path)
+            if config.is_baseline and (path / "responses.jsonl").exists():
+                cells[path] = config
         fitting = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
         if not fitting:
             had = ", ".join(sorted({described(c.sampling) for c in cells.values()})) or "none"
@@ -99,12 +96,14 @@ class Reader(Reading):
                 f"the run {run} decoded in several ways, {had}; choose one with --temperature, or name the directory "
                 "of a cell"
             )
+        if any(path.parent.parent != run for path in fitting):
+            self.assumed["the run is not finished: its cells have answered a part of the prompts"] += 1
         if len(different) > 1:
             self.assumed["of several groups of the run, the first one's responses are taken"] += 1
         return min(fitting, key=lambda path: (fitting[path].batch_size, path.name))
 
     def _cell(self, path: Path) -> Iterator[Response]:
-        config, file = _config(path), path / "responses.jsonl"
+        config, file = read_config(path)[0], path / "responses.jsonl"
         if self.sampling is not None and config.sampling != self.sampling:
             raise UsageError(f"the cell {path} was decoded at {described(config.sampling)}, not as --temperature says")
         if self.target and config.target != self.target:
@@ -161,13 +160,3 @@ class Reader(Reading):
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
             yield Response(str(i), str(category), ids[:start], said, None, False, None, self.sampling, where)
-
-
-def _config(path: Path) -> CellConfig:
-    head = RunDirectory(path).read_json("config.json")
-    try:
-        return CellConfig.model_validate(head["config"])
-    except (KeyError, TypeError, ValidationError):
-        raise UsageError(
-            f"{path / 'config.json'} is damaged, or another version wrote it; run its recipe again"
-        ) from None

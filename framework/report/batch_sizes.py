@@ -47,7 +47,8 @@ class Series:
 def drafts_chains(config: CellConfig) -> bool:
     """Does the drafter of a cell draft chains?"""
     drafter = plugins.get("drafters", config.drafter.name)
-    return drafter.traits(drafter.Config(**config.drafter.config), config.sampling).drawn == "chain"
+    options = plugins.recorded_config("drafters", drafter, config.drafter.config)
+    return plugins.traits_of("drafters", drafter, options, config.sampling).drawn == "chain"
 
 
 def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
 from .. import plugins
 from ..contracts.errors import UsageError
+from ..contracts.limits import INDEX_BYTES
+from ..contracts.reading import read_text
 from ..cost.curve import CostCurve
-from ..runs.recipe import CellConfig, PromptSpec, read_recipe
+from ..runs.recipe import PromptSpec, read_recipe
+from ..runs.record_schema import CurvesFile, Environment, ShardFile, read_checked
 from ..runs.records import CellResult
-from ..runs.run_directory import FORMAT, RunDirectory
+from ..runs.run_directory import RunDirectory, read_cell, read_config
 from ..runs.shards import FILE, FOLDER, joined
+from ..runs.state import FILE as STATE
+from ..runs.state import state_of
 from .remarks import remarks_of
 from .summary import Summary
 
@@ -31,12 +37,14 @@ class FinishedRun:
         environment: versions and machine, as `crossdraft env` tells them.
         remarks: lines of its summary about what has no numbers: pairs skipped, cells failed, notes.
         cells: of a shard, the hashes of all cells of the recipe, those of other shards included.
+        partial: how far a run that is not finished has come, a sentence; empty for one that is.
     """
 
     summary: Summary
     environment: dict[str, Any]
     remarks: list[str]
     cells: tuple[str, ...] = ()
+    partial: str = ""
 
     @property
     def name(self) -> str:
@@ -90,7 +98,8 @@ def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
     distinct = list({json.dumps(curve.to_json(), sort_keys=True): curve for curve in curves}.values())
     run = first.summary.directory.parent.parent if len(shards) > 1 else first.summary.directory
     summary = Summary(first.summary.recipe, run, results, curves=distinct)
-    return FinishedRun(summary, environment, remarks, first.cells)
+    partial = "; ".join(dict.fromkeys(shard.partial for shard in shards if shard.partial))
+    return FinishedRun(summary, environment, remarks, first.cells, partial)
 
 
 def read_run(directory: Path, timed: bool = True, running: bool = False) -> FinishedRun:
@@ -98,77 +107,115 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
 
     Args:
         timed: refuse records that hold no times.
-        running: it may still go on, or have been cut off: what cells there are count, not its summary.
+        running: count the cells that are there, not those of its summary; so it is of a run that was interrupted.
 
     Raises:
-        UsageError: there are none, they are incomplete, or another version wrote them.
+        UsageError: there are none, a file is missing or damaged (names it, and the key), or another version wrote it.
     """
     if not (directory / "recipe.json").is_file():
         what = "has no recipe.json" if directory.is_dir() else "is no directory"
         raise UsageError(f"{directory} {what}; give the directory of a finished run, which crossdraft run named last")
+    run = RunDirectory(directory)
     try:
         recipe = read_recipe(directory / "recipe.json")
     except UsageError:  # keys come and go
-        heads = (RunDirectory(file.parent).read_json(file.name) for file in directory.glob("cells/*/config.json"))
-        if any(head.get("format") != FORMAT for head in heads):
-            raise UsageError(f"the run {directory} was written by another version; run its recipe again") from None
+        for path in run.found_cells():
+            read_config(path)  # refuses another version's
         raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
-    run, results = RunDirectory(directory), []
-    try:
-        rows, remarks = _so_far(directory) if running else _summed_up(directory)
-    except (UnicodeDecodeError, csv.Error):
-        raise UsageError(f"the summary of the run {directory} is damaged; run its recipe again") from None
-    except OSError as error:
-        missing = Path(str(error.filename)).name
-        raise UsageError(f"the run {directory} was cut off before it wrote {missing}; run its recipe again") from None
-    if not all(row.get("cell") and "error" in row for row in rows):
-        raise UsageError(f"summary.csv of the run {directory} is damaged; run its recipe again")
-    for cell in [row["cell"] for row in rows if not row["error"]]:
-        path = run.cell_path(cell)
-        head = RunDirectory(path).read_json("config.json") if path else {}
-        if head and head.get("format") != FORMAT:
-            raise UsageError(f"the run {directory} was written by another version; run its recipe again")
-        try:
-            result = run.load(CellConfig.model_validate(head["config"])) if head else None
-        except (KeyError, TypeError, ValidationError):
-            result = None
-        if result is None:
-            raise UsageError(f"cell {cell} of the run {directory} is missing or damaged; run its recipe again")
-        results.append(result)
+    partial = _unfinished(directory)
+    paths, remarks = _so_far(run, partial) if running or partial else _summed_up(run)
+    results = [result for result in map(read_cell, paths) if result.error is None]
     if not results:
         raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
     if timed and not all(result.metrics is None or result.metrics.timed for result in results):
         raise UsageError(f"the run {directory} was not timed (--untimed); run its recipe on a device of its own")
     try:
-        curves = [CostCurve.from_json(curve) for curve in run.read_json("cost_curves.json").get("curves", [])]
-    except (ValueError, KeyError, TypeError):
+        curves = [
+            CostCurve.from_json(curve)
+            for curve in _optional(directory / "cost_curves.json", CurvesFile).get("curves", [])
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
-    summary, shard = Summary(recipe, directory, results, curves=curves), run.read_json(FILE)
+    summary, shard = Summary(recipe, directory, results, curves=curves), _optional(directory / FILE, ShardFile)
     told = {f"- {line}" for lines in remarks_of(summary) for line in lines}  # from the cells, again
     kept = [line for line in remarks if line.startswith(_REMARKS) and line not in told]
-    return FinishedRun(summary, run.read_json("environment.json"), kept, tuple(map(str, shard.get("cells", ()))))
+    environment = _optional(directory / "environment.json", Environment)
+    return FinishedRun(summary, environment, kept, tuple(shard.get("cells", ())), partial)
 
 
-def _summed_up(directory: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Cells, each with its error, and lines of remarks, as the run's end wrote them."""
-    rows = list(csv.DictReader((directory / "summary.csv").read_text(encoding="utf-8").splitlines()))
-    return rows, (directory / "summary.md").read_text(encoding="utf-8").splitlines()
+def _optional(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
+    """A file of a run, which may be missing. Raises UsageError, naming file and key, if it is damaged."""
+    return read_checked(file, schema) if os.path.lexists(file) else {}
 
 
-def _so_far(directory: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """The same of a run that goes on, in the order in which cells were measured, plain decoding first."""
-    files = sorted(directory.glob("cells/[!.]*/config.json"), key=lambda file: not file.parent.name.startswith("none_"))
-    heads = [RunDirectory(file.parent).read_json(file.name) for file in files]
-    heads = sorted((head for head in heads if head), key=lambda head: str(head.get("measured")))
-    rows = [{"cell": str(head.get("hash")), "error": str(head.get("error") or "")} for head in heads]
-    state = RunDirectory(directory).read_json("state.json")
-    remarks = [f"- failed: {row['cell']}: {row['error']}" for row in rows if row["error"]]
-    if state.get("state") != "finished":
-        remarks.append(
-            f"- note: {state.get('state', 'not begun')}: {len(rows)} of {state.get('cells', '?')} cells so far"
-        )
-    return rows, remarks
+def _unfinished(directory: Path) -> str:
+    """How far a run that is not finished has come, a sentence; empty for one that is."""
+    if (directory / STATE).exists() or not (directory / "summary.csv").exists():
+        now = state_of(directory)
+        if now.state != "finished":
+            run = RunDirectory(directory)
+            whole = sum(path.parent.parent == directory for path in run.found_cells())
+            part = len(run.found_cells()) - whole
+            count = f"{whole} of {now.cells if now.cells is not None else 'an unknown number of'} cells so far"
+            more = f", and {part} from a part of their prompts" if part else ""
+            why = f" ({now.note})" if now.note else ""
+            return f"{now.state}: {count}{more}{why}"
+    return ""
+
+
+def _rows(run: RunDirectory) -> list[dict[str, str]]:
+    """The lines of ``summary.csv``. Raises UsageError if it is damaged."""
+    try:
+        rows = list(csv.DictReader(read_text(run.path / "summary.csv", INDEX_BYTES, surrogates=True).splitlines()))
+    except csv.Error:
+        rows = [{}]
+    if not all(row.get("cell") and "error" in row for row in rows):
+        raise UsageError(f"summary.csv of the run {run.path} is damaged; run its recipe again")
+    return rows
+
+
+def _remarks(run: RunDirectory) -> list[str]:
+    return read_text(run.path / "summary.md", INDEX_BYTES, surrogates=True).splitlines()
+
+
+def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
+    """The directories of the cells of a finished run, in the order of its summary, and the remarks there."""
+    paths = []
+    for cell in [row["cell"] for row in _rows(run) if not row["error"]]:
+        path = run.cell_path(cell)
+        if path is None:
+            raise UsageError(f"cell {cell} of the run {run.path} is missing or damaged; run its recipe again")
+        paths.append(path)
+    return paths, _remarks(run)
+
+
+def _so_far(run: RunDirectory, partial: str) -> tuple[list[Path], list[str]]:
+    """The same of a run that is not finished: in the order of its summary, or as cells were measured, plain ones first.
+
+    Of a cell that was measured whole, what an earlier interruption left is passed over.
+    """
+    summed_up = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
+    order = {row["cell"]: i for i, row in enumerate(_rows(run))} if summed_up else {}
+    heads = {}
+    for path in reversed(run.found_cells()):  # those of groups that were cut short stand last
+        head = read_config(path)[1]
+        heads[head["hash"]] = head, path
+    found = sorted(
+        heads.values(),
+        key=lambda one: (
+            order.get(one[0]["hash"], len(order)),
+            one[0]["measured"],
+            not one[1].name.startswith("none_"),
+            one[1].name,
+        ),
+    )
+    remarks = [f"- failed: {head['hash']}: {head['error']}" for head, _ in found if head["error"]]
+    if partial:
+        remarks.append(f"- note: {partial}")
+        if summed_up:
+            remarks += [line for line in _remarks(run) if line.startswith(("- skipped: ", "- note: "))]
+    return [path for head, path in found if not head["error"]], remarks
 
 
 #: What a run says in its summary beyond the numbers, and its cells do not know.

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _INTRODUCTION = "Every number on this page was written by `crossdraft report` from the records of runs; none was typed."
 
+#: `contracts.files.check_output` recognises a page by it.
+MARK = _INTRODUCTION.encode()
+
 
 def page(runs: Sequence[FinishedRun]) -> str:
     """The page: contents if there are several runs, then a section for each."""
@@ -57,7 +60,11 @@ def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
 
 def _section(title: str, run: FinishedRun) -> list[str]:
     summary = summary_markdown(run.summary).partition("\n")[2]
-    parts = [f"## {title}", re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip()]
+    parts = [
+        f"## {title}",
+        *([f"**Partial results.** {run.partial}"] if run.partial else []),
+        re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip(),
+    ]
     if run.remarks:
         parts.append("\n".join(run.remarks))
     if table := side_by_side(run.summary.results):

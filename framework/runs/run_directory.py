@@ -15,10 +15,11 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,12 +28,16 @@ from typing import Any
 import pyarrow as pa
 from filelock import FileLock, Timeout
 from pyarrow import parquet
+from pydantic import ValidationError
 
-from ..contracts.errors import UsageError
+from ..contracts.errors import UsageError, first_line, printable, quoted
 from ..contracts.files import replace_text
-from .metrics import Metrics, RoundRecord
+from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
+from ..contracts.reading import open_file, read_json, refuse_special_files
+from .metrics import RoundRecord
 from .pace import Piece
 from .recipe import CellConfig
+from .record_schema import Head, Provenance, check, read_numbers, read_responses
 from .records import CellResult
 
 logger = logging.getLogger(__name__)
@@ -65,8 +70,8 @@ _ROUNDS = pa.schema(
         ("survival", pa.float64()),
     ]
 )
-#: What reading somebody's file may raise: not there, not text, not JSON, of another shape.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
+#: Raised for data of another shape.
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass
@@ -138,11 +143,9 @@ class RunDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of the run, empty if it is not there or damaged."""
-        try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8", errors="surrogatepass"))
-        except _UNREADABLE:
-            return {}
-        return found if isinstance(found, dict) else {}
+        with suppress(UsageError):
+            return read_json(self.path / name, INDEX_BYTES, surrogates=True)
+        return {}
 
     # -- a group while it is measured ----------------------------------------------------------------------
 
@@ -171,6 +174,17 @@ class RunDirectory:
         except _UNREADABLE:
             return None
 
+    def save_partial(self, results: Sequence[CellResult]) -> None:
+        """Keep what the finished pieces of a group that was cut short come to, until the group goes on to its end."""
+        for result in results:
+            RunDirectory(self.path / "groups" / result.config.group).save(result)
+
+    def found_cells(self) -> list[Path]:
+        """The directories of all cells, those of groups that were cut short included."""
+        return sorted(file.parent for file in self.path.glob("cells/[!.]*/config.json")) + sorted(
+            file.parent for file in self.path.glob("groups/*/cells/[!.]*/config.json")
+        )
+
     def drop_group(self, group: str) -> None:
         shutil.rmtree(self.path / "groups" / group, ignore_errors=True)
 
@@ -196,9 +210,7 @@ class RunDirectory:
     def save(self, result: CellResult) -> None:
         """Write a cell that is finished or has failed, in place of an earlier one."""
         name, cells = cell_name(result.config), self.path / "cells"
-        aside = cells / f".{name}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside = _aside(cells)
         inside = RunDirectory(aside)
         try:
             head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
@@ -227,27 +239,9 @@ class RunDirectory:
         path = self.cell_path(config.hash)
         if path is None or not (path / "config.json").is_file():
             return None
-        inside = RunDirectory(path)
         try:
-            head = inside.read_json("config.json")
-            if head.get("format") != FORMAT:
-                raise ValueError(f"it has format {head.get('format', 1)}, this version reads {FORMAT}")
-            result = CellResult(config, provenance=dict(head["provenance"]), reused=True)
-            result.measured, _ = str(head["measured"]), dict(result.provenance["models"])
-            if head["error"] is not None:
-                result.error = str(head["error"])
-                return result
-            numbers = inside.read_json("metrics.json")
-            rows = parquet.read_table(path / "rounds.parquet").drop_columns(["cell"]).to_pylist()
-            lines = (path / "responses.jsonl").read_text(encoding="utf-8", errors="surrogatepass").split("\n")
-            result.metrics = Metrics.from_json(numbers["metrics"])
-            result.records = [RoundRecord(**row) for row in rows]
-            result.responses = [json.loads(line) for line in lines if line]
-            result.pieces = [Piece(**piece) for piece in numbers["pieces"]]
-            if len(result.records) != result.metrics.rounds or len(result.responses) != result.metrics.sequences:
-                raise ValueError("rounds or responses are missing")
-            return result
-        except _UNREADABLE as error:  # another version's, or damaged
+            return read_cell(path, config)
+        except UsageError as error:  # another version's, or damaged
             logger.warning("crossdraft: %s cannot be read and is measured again: %s", path, error)
             return None
 
@@ -256,10 +250,80 @@ class RunDirectory:
         for config in configs:
             found = other.cell_path(config.hash)
             assert found is not None  # it was loaded from there
-            aside = self.path / "cells" / f".{config.hash}.{os.getpid()}"
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(found, aside)
-            self._replace(config.hash, aside, cell_name(config))
+            refuse_special_files(found)
+            aside = _aside(self.path / "cells")
+            try:
+                shutil.copytree(found, aside, dirs_exist_ok=True)
+                self._replace(config.hash, aside, cell_name(config))
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
+    """The config of the cell in a directory, and its ``config.json``.
+
+    Raises:
+        UsageError: it is not there, is damaged (names the key), or another version wrote it.
+    """
+    file = path / "config.json"
+    head = read_json(file, CONFIG_BYTES, surrogates=True)
+    if head.get("format") != FORMAT:
+        found = quoted(head.get("format", 1), 20)
+        raise UsageError(
+            f"{printable(str(file))}: it was written by another version: it has format {found}, this version reads "
+            f"{FORMAT}; run its recipe again"
+        )
+    check(head, Head, file)
+    try:
+        return CellConfig.model_validate(head["config"]), head
+    except ValidationError as error:
+        key = ".".join(map(str, ("config", *error.errors()[0]["loc"])))
+        what = "it is damaged, or another version wrote it: run its recipe again"
+        raise UsageError(f"{printable(str(file))}: {printable(key)}: {what}") from None
+
+
+def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
+    """The cell in a directory.
+
+    Args:
+        config: of the cell, if it is known.
+
+    Raises:
+        UsageError: a file is missing or damaged (names it, and the key), or another version wrote it.
+    """
+    own, head = read_config(path)
+    result = CellResult(config or own, provenance=head["provenance"], measured=head["measured"], reused=True)
+    if head["error"] is not None:
+        result.error = head["error"]
+        if not isinstance(result.provenance.get("models"), dict):
+            raise UsageError(f"{printable(str(path / 'config.json'))}: provenance.models is missing")
+        return result
+    check(result.provenance, Provenance, path / "config.json", "provenance")
+    numbers = read_numbers(path / "metrics.json")
+    result.metrics, result.pieces = numbers.metrics, numbers.pieces
+    result.records = _read_rounds(path / "rounds.parquet")
+    result.responses = read_responses(path / "responses.jsonl")
+    if len(result.records) != numbers.metrics.rounds or len(result.responses) != numbers.metrics.sequences:
+        raise UsageError(f"{printable(str(path))}: rounds or responses are missing; run its recipe again")
+    return result
+
+
+def _read_rounds(file: Path) -> list[RoundRecord]:
+    """The rounds of a cell. Raises UsageError."""
+    about = printable(str(file))
+    with open_file(file, TABLE_BYTES) as opened:
+        try:
+            table = parquet.read_table(opened)
+            if not table.schema.equals(_ROUNDS) or any(
+                table[name].null_count for name in _ROUNDS.names if name != "survival"
+            ):
+                raise UsageError(f"{about}: it has other columns, or empty places; run its recipe again")
+            rows = table.drop_columns(["cell"]).to_pylist()
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise UsageError(f"{about}: it is damaged: {first_line(error)}; run its recipe again") from None
+    if any(row["emitted"] < 1 or min(row["tau"], row["nodes"], row["width"]) < 0 for row in rows):
+        raise UsageError(f"{about}: a round has a count that no round has; run its recipe again")
+    return [RoundRecord(**row) for row in rows]
 
 
 def cell_name(config: CellConfig) -> str:
@@ -268,6 +332,14 @@ def cell_name(config: CellConfig) -> str:
     named = [re.sub(r"[^A-Za-z0-9.=+]+", "-", part)[:_NAMED].strip("-.") or "unnamed" for part in pair]
     setting = [f"T{config.sampling.temperature:g}", f"B{config.batch_size}"]
     return "_".join([*named, *setting, config.hash])
+
+
+def _aside(folder: Path) -> Path:
+    """A new directory of an unpredictable name, for what is to be renamed once it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f".{secrets.token_hex(8)}"
+    made.mkdir()
+    return made
 
 
 def _json(value: Any) -> str:

@@ -23,6 +23,8 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)
     directory.path.mkdir()
+    running = directory.locked()
+    running.__enter__()
     client = TestClient(Live([directory.path]).application())
     frame = client.get("/").text
     assert "default-src 'none'" in frame and "http" not in frame.replace("http-equiv", "")
@@ -44,6 +46,8 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     directory.save(block)
     assert client.get("/version").text != first
     assert "running: 3 of 3 cells so far" in client.get("/page").text
+    running.__exit__(None, None, None)
+    assert "interrupted: 3 of 3 cells so far" in Live([directory.path]).page()
 
 
 def test_a_cell_that_failed_is_told(tmp_path: Path) -> None:
