@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError
+from ..contracts.files import check_output, writing_output
 from .consent import add_consent, trusted
 from .sampling import sampling_from
+from .selecting import output_folder
 
 if TYPE_CHECKING:
     from ..certificate.first_token_law import PromptLaws, Result
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 SHOWN = 30
 #: Most tokens of a draft, samples, and samples at once; beyond, a test would not end or not fit.
 LONGEST, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
+#: In the files that are written: `contracts.files.check_output` recognises them by it.
+_MARK = "crossdraft certify"
 #: Options of this test that mean nothing without ``--model``, and what they are if nobody gives them.
 OWN = {
     "prompt": None,
@@ -40,6 +44,7 @@ OWN = {
     "dtype": "auto",
     "device": "auto",
     "out": None,
+    "force": False,
     "trust_remote_code": [],
 }
 
@@ -68,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dtype", help="of the models (default: auto)")
     option("--device", help="of the models and the rules (default: auto)")
     option("--out", type=Path, metavar="DIR", help="write histograms (PNG) and JSON here")
+    option("--force", action="store_true", help="replace files there that this command did not write, too")
     option("--json", action="store_true", help="print JSON")
     group.add_argument(
         "--samples",
@@ -141,6 +147,7 @@ def main(args: argparse.Namespace) -> int:
             found.append([judge(case, of_case, prompt) for case, of_case in zip(cases, counts, strict=True)])
 
     records = {
+        "written_by": _MARK,
         "model": args.model,
         "drafter": drafter,
         "gamma": args.gamma or 1,
@@ -154,7 +161,8 @@ def main(args: argparse.Namespace) -> int:
         ],
     }
     if args.out:
-        (args.out / "model_law.json").write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+        with writing_output(args.out / "model_law.json", "--out") as file:
+            file.write((json.dumps(records, indent=2) + "\n").encode("utf-8"))
         for number, (prompt, results) in enumerate(zip(prompts, found, strict=True), 1):
             _draw(args.out / f"prompt-{number}.png", prompt, results, decode, args.model, drafter)
     if args.json:
@@ -189,10 +197,11 @@ def _checked(args: argparse.Namespace) -> Sampling:
             f"--temperature must be above 0 and finite for a law that can be tested, got {args.temperature:g}"
         )
     if args.out:
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--out {args.out} cannot be made a directory: {error.strerror}") from None
+        folder = output_folder(args.out)
+        names = ["model_law.json", *(f"prompt-{number}.png" for number in range(1, len(args.prompt) + 1))]
+        for name in names:
+            read = [args.model, args.drafter or ""]
+            check_output(folder / name, "--out", inputs=read, mark=_MARK.encode(), force=args.force)
     return sampling_from(args)
 
 
@@ -322,4 +331,5 @@ def _draw(
     figure.suptitle(textwrap.shorten(prompt.text, 100), parse_math=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a token in a script that the font lacks
-        figure.savefig(file, dpi=120)
+        with writing_output(file, "--out") as opened:
+            figure.savefig(opened, format="png", dpi=120, metadata={"Software": _MARK})

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..contracts.errors import UsageError, printable
 from ..report.comparison import compare_runs, comparison_text
 from ..report.finished import FinishedRun, read_runs
+from .selecting import note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, or runs that cannot be compared."""
-    comparison = compare_runs(_one(args.a), _one(args.b))
+    runs = _one(args.a), _one(args.b)
+    note_partial(runs)
+    comparison = compare_runs(*runs)
     if args.json:
         print(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
     else:

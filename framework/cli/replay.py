@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, quoted
+from ..contracts.files import check_output
 from ..contracts.limits import MOST_REPLAYED, MOST_SEQUENCES
-from .consent import add_consent, trusted_beside
+from .consent import add_consent, texts_in, trusted_beside
 from .sampling import sampling_from
+from .selecting import add_force
 
 if TYPE_CHECKING:
     from ..contracts.sampling import Sampling
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of models that are run (auto)")
     parser.add_argument("--device", default="auto", help="that models are run on (auto)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers of every position, as Parquet")
+    add_force(parser)
     add_consent(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, by category too")
@@ -84,8 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a source, a drafter or a rule that cannot be replayed."""
-    from ..replay.replay import replay
+    from ..replay.replay import MARK, replay
     from ..replay.responses import Reader
+    from ..runs.recipe import Strategy
     from .replay_candidates import candidates_of
     from .replay_tables import as_csv, as_json, tables
 
@@ -94,6 +98,11 @@ def main(args: argparse.Namespace) -> int:
     for name in ("limit", "prompt_tokens", "tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    out = None
+    if args.out is not None:
+        drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
+        read = [*args.sources, args.target, *texts_in(drafters)]
+        out = check_output(args.out, "--out", inputs=read, mark=MARK, force=args.force)
     sampling = _sampling(args)
     consent = trusted_beside(args, args.target)
     reader = Reader(
@@ -124,7 +133,7 @@ def main(args: argparse.Namespace) -> int:
         device=args.device,
         trust_remote_code=consent,
     )
-    found = replay(alike(chain([first], responses), sampling), candidates, args.out)
+    found = replay(alike(chain([first], responses), sampling), candidates, out)
     if args.json:
         print(as_json(found, sampling, reader.assumed))
     elif args.csv:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ..contracts.errors import UsageError
-from ..report.finished import read_runs
+from ..contracts.errors import UsageError, printable
+from ..contracts.files import check_output, writing_output
+from ..report import html
+from ..report.finished import FinishedRun, read_runs
 from ..report.html import html_page
-from ..report.page import page
+from ..report.page import MARK, page
 from .report_settings import settings_of
-from .selecting import add_runs
+from .selecting import add_force, add_runs
 from .serve import listening
 
 
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one self-contained page there, to be sent around"
     )
+    add_force(parser)
     parser.add_argument(
         "--watch", action="store_true", help="serve the HTML page on this machine while runs go on; Ctrl-C ends it"
     )
@@ -33,25 +36,31 @@ def main(args: argparse.Namespace) -> int:
         return _watch(args)
     if args.port is not None:
         raise UsageError("--port is of --watch; give that, too")
+    outputs = _outputs(args)
     runs = read_runs(args.runs)
-    pages: dict[Path | None, Any] = {}
-    if args.html is not None:
-        pages[args.html] = lambda runs: html_page(runs, settings_of(runs))
-    if args.out is not None or args.html is None:
-        pages[args.out] = page
-    if len(pages) < (args.out is not None) + (args.html is not None):
-        raise UsageError(f"--out and --html both name {args.out}; give two files")
-    for file, make in pages.items():
+    if not outputs:
+        print(page(runs), end="")
+    for option, (file, make) in outputs.items():
         text = make(runs)
-        if file is None:
-            print(text, end="")
-            continue
-        try:
-            file.write_text(text, encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise UsageError(f"cannot write {file}: {error.strerror}") from None
-        print(f"wrote {file}")
+        with writing_output(file, option) as opened:
+            opened.write(text.encode("utf-8"))
+        print(f"wrote {printable(str(file))}")
     return 0
+
+
+def _outputs(args: argparse.Namespace) -> dict[str, tuple[Path, Callable[[Sequence[FinishedRun]], str]]]:
+    """The files to write and how each is made, by option. Raises UsageError for one that would destroy another file."""
+    if args.out is not None and args.html is not None and args.out.absolute() == args.html.absolute():
+        raise UsageError(f"--out and --html both name {printable(str(args.out))}; give two files")
+    made: dict[str, tuple[bytes, Callable[[Sequence[FinishedRun]], str]]] = {
+        "--html": (html.MARK, lambda runs: html_page(runs, settings_of(runs))),
+        "--out": (MARK, page),
+    }
+    found: dict[str, tuple[Path, Callable[[Sequence[FinishedRun]], str]]] = {}
+    for option, (mark, make) in made.items():
+        if (name := getattr(args, option.lstrip("-"))) is not None:
+            found[option] = check_output(name, option, inputs=args.runs, mark=mark, force=args.force), make
+    return found
 
 
 def _watch(args: argparse.Namespace) -> int:

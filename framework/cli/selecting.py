@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..contracts.errors import UsageError, printable
+from ..contracts.reading import kind_of, path_of
+
+if TYPE_CHECKING:
+    from ..report.finished import FinishedRun
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +33,33 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="only cells with one of these values, e.g. batch_size=1,8 or drafter=small-lm; repeatable",
     )
+
+
+def note_partial(runs: Iterable[FinishedRun]) -> None:
+    """Note on standard error which of the runs are not finished."""
+    for run in runs:
+        if run.partial:
+            text = printable(f"{run.summary.directory}: partial results, {run.partial}")
+            print(f"crossdraft: note: {text}", file=sys.stderr)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="replace existing files that this command did not write, too"
+    )
+
+
+def output_folder(name: Path) -> Path:
+    """The directory called ``name`` by ``--out``, made if nothing is there. Raises UsageError for anything else."""
+    folder = path_of(name)
+    about = f"--out {printable(str(folder))}"
+    if kind_of(folder) in ("file", "other"):
+        raise UsageError(f"{about}: it is not a directory; name one, or a new one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{about}: it cannot be made a directory: {error.strerror or error}") from None
+    return folder
 
 
 def comma_list(known: Iterable[str] = ()) -> Callable[[str], list[str]]:

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from ..contracts.errors import UsageError, printable
+from ..contracts.files import check_output, writing_output
 from ..report.finished import read_runs
 from ..report.page import titles_of
 from ..report.pivot import FORMATS, pivot, rendered, untold
 from ..report.selection import finished_cells
-from .selecting import add_runs, add_where, comma_list
+from .selecting import add_force, add_runs, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--digits", type=int, default=2, metavar="N", help="after the point, but in CSV (2)")
     parser.add_argument("--no-intervals", action="store_true", help="values alone")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there instead of printing it")
+    add_force(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 2 (as UsageError): a run that cannot be read, keys that leave several cells in one place."""
     if not 0 <= args.digits <= 12:
         raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
+    # A table has no place for a mark, so a file that exists takes --force.
+    out = None if args.out is None else check_output(args.out, "--out", inputs=args.runs, force=args.force)
     runs = read_runs(args.runs)
+    note_partial(runs)
     cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
     cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
     if not cells:
@@ -57,12 +62,10 @@ def main(args: argparse.Namespace) -> int:
         told = f"the cells of this table differ in {', '.join(differ)}, which neither --rows nor --cols tell"
         print(f"crossdraft: note: {told}", file=sys.stderr)
     text = rendered(table, args.format, args.digits, not args.no_intervals)
-    if args.out is None:
+    if out is None:
         print(text, end="")
         return 0
-    try:
-        args.out.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UsageError(f"cannot write {printable(str(args.out))}: {error.strerror or error}") from None
-    print(f"wrote {args.out}")
+    with writing_output(out, "--out") as file:
+        file.write(text.encode("utf-8"))
+    print(f"wrote {printable(str(out))}")
     return 0

@@ -84,6 +84,7 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
     p.set_defaults(recipe=recipe, broken=None)
     p.add_argument("--target", required=True, help="name, directory or Hub id of the target")
     p.add_argument("--out", required=True, help="directory for texts, checkpoint and result")
+    p.add_argument("--force", action="store_true", help="write to a directory that holds other files, too")
     add_consent(p)
     texts = p.add_argument_group("texts")
     texts.add_argument(
@@ -146,8 +147,10 @@ def _main(args: argparse.Namespace) -> int:
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
     from ..runs.prompts import load_prompts
-    from ..training.files import claimed
+    from ..training.files import check_directory, claimed
 
+    reads = [args.target, *([recipe.start_from] if recipe.start_from else [])]
+    check_directory(out, reads, files if texts.tokens else (), force=args.force)
     pick_dtype(run.dtype, pick_device(run.device))
     questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
     asked = None if card.measure == "none" else load_prompts(card.measure, limit=card.measure_limit)

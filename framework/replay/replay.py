@@ -12,7 +12,6 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import islice, tee
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from pyarrow import parquet
 
 from .. import plugins
 from ..contracts.errors import ContractError, UsageError
+from ..contracts.files import writing_output
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..decoding.build import Configured, configured
@@ -31,6 +31,8 @@ from .tally import Pieces, Tally
 
 #: Responses that are added up together.
 WINDOW = 256
+#: In the file's metadata: `contracts.files.check_output` recognises it by that.
+MARK = b"crossdraft replay"
 _POSITIONS = pa.schema(
     [
         ("response", pa.int64()),
@@ -43,7 +45,8 @@ _POSITIONS = pa.schema(
         ("k", pa.int64()),
         ("drafted", pa.int64()),
         ("survival", pa.list_(pa.float64())),
-    ]
+    ],
+    metadata={"generator": MARK},
 )
 
 
@@ -142,7 +145,10 @@ def replay(
         stack.enter_context(redirect_stdout(sys.stderr))  # a plug-in's code may print
         sources = [_of(one, *others[2 * i : 2 * i + 2]) for i, one in enumerate(candidates)]
         del others  # what nobody reads would be kept
-        writer = stack.enter_context(_Positions(out)) if out is not None else None
+        writer = None
+        if out is not None:
+            file = stack.enter_context(writing_output(out, "--out"))
+            writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
         while window := list(islice(mine, WINDOW)):
             numbers = [found.pieces.number(one.category, one.id) for one in window]
             for candidate, source in zip(candidates, sources, strict=True):
@@ -196,18 +202,10 @@ def _add(
 
 
 class _Positions:
-    """The Parquet file of per-position numbers, which is there once it is whole."""
+    """Writes the numbers of every position to a Parquet file."""
 
-    def __init__(self, path: Path):
-        self._path, self._aside = path, path.with_name(f".{path.name}.part")
-        self._writer: parquet.ParquetWriter | None = None
-
-    def __enter__(self) -> _Positions:
-        try:
-            self._writer = parquet.ParquetWriter(self._aside, _POSITIONS)
-        except OSError as error:
-            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from None
-        return self
+    def __init__(self, writer: parquet.ParquetWriter):
+        self._writer = writer
 
     def add(
         self,
@@ -219,7 +217,6 @@ class _Positions:
         lengths: Sequence[np.ndarray],
         at_least: Sequence[np.ndarray],
     ) -> None:
-        assert self._writer is not None
         sizes = [len(one.tokens) for one in window]
         n, depth = sum(sizes), at_least[0].shape[1]
         values = pa.array(np.concatenate(at_least).ravel())
@@ -236,11 +233,3 @@ class _Positions:
             "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
         }
         self._writer.write_table(pa.table(columns, schema=_POSITIONS))
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        assert self._writer is not None
-        self._writer.close()
-        if kind is None:
-            self._aside.replace(self._path)
-        else:
-            self._aside.unlink(missing_ok=True)

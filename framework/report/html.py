@@ -23,6 +23,8 @@ from .html_table import best_of, cells_of, certificates, columns_of, filters_of
 from .page import conditions, titles_of
 from .remarks import differences, remarks_of
 
+#: In the page's head: `contracts.files.check_output` recognises a page by it.
+MARK = b'content="crossdraft report"'
 #: What lays the page out, draws and sorts, by the name that people know.
 _LIBRARIES = {"bokeh": "Bokeh", "jinja2": "Jinja2", "itables": "itables"}
 

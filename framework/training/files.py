@@ -5,16 +5,52 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from ..contracts.errors import CrossdraftError, UsageError
 from ..contracts.files import PART, replacing
+from ..contracts.reading import kind_of, path_of, refuse_special_files
 
 #: Begins the name of a directory that is not whole yet.
 _ASIDE = ".export-"
+
+
+#: One of these lies in every directory that a training has written to.
+_OWN = ("texts.jsonl", "texts.json", "checkpoint.pt", "training.json", "trials.json")
+
+
+def check_directory(directory: Path, models: Iterable[str], texts: Iterable[Path], *, force: bool = False) -> None:
+    """Refuse a directory in which training would overwrite what it reads, or what crossdraft train did not write.
+
+    Args:
+        models: names of what is read: the target, and what training starts from.
+        texts: finished texts that are read, if others are written.
+        force: accept a directory with other files.
+
+    Raises:
+        UsageError.
+    """
+    try:
+        if not directory.is_dir():
+            return  # `claimed` makes it, or refuses a file
+    except (OSError, ValueError):
+        return  # likewise
+    refuse_special_files(directory)
+    for name in models:
+        if kind_of(name) == "directory" and path_of(name).samefile(directory):
+            raise UsageError(f"--out {directory}: has the files of {name}, which would be replaced; name another")
+    own = directory / "texts.jsonl"
+    if own.exists() and any(file.samefile(own) for file in texts):
+        raise UsageError(f"--out {directory}: its texts.jsonl, given as --texts, would be written to; name another")
+    names = [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]
+    if names and not force and not any(name in _OWN for name in names):
+        raise UsageError(
+            f"--out {directory}: holds files that crossdraft train did not write, {min(names)} for one; name an empty "
+            "or new directory, or add --force to write beside them and replace those of the same name"
+        )
 
 
 @contextmanager

@@ -5,6 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +167,10 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "prompt-lookup", "--drafter", "prompt-lookup"], "is given twice"),
         (["--drafter", "prompt-lookup", "--limit", "0"], "--limit must be at least 1"),
         (["--drafter", "prompt-lookup", "--top-p", "0.5"], "need a --temperature beside them"),
-        (["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"], "cannot write /nowhere/x.parquet"),
+        (
+            ["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"],
+            "x.parquet: there is no directory /nowhere",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], said: str) -> None:
@@ -182,3 +189,22 @@ def test_responses_sampled_in_different_ways_are_refused(tmp_path: Path, capsys:
     path.write_text("\n", encoding="utf-8")
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
     assert "there is no response to replay" in capsys.readouterr().err
+
+
+def test_an_interrupted_replay_leaves_no_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "f.jsonl", tmp_path / "out" / "x.parquet"
+    out.parent.mkdir()
+    row = {"prompt": [1, 2, 3, 1, 2, 3], "tokens": [1, 2, 3, 4] * 100, "temperature": 0}
+    source.write_text((json.dumps(row) + "\n") * 10_000, encoding="utf-8")  # takes many seconds
+    command = [sys.executable, "-m", "crossdraft", "replay", str(source), "--temperature", "0"]
+    command += ["--drafter", "prompt-lookup", "--gamma", "1-2", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while process.poll() is None and not list(out.parent.glob(".x.parquet.*.part")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted" in err
+    assert not list(out.parent.iterdir())

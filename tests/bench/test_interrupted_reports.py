@@ -1,0 +1,96 @@
+"""Commands that read runs, on one that was interrupted: what there is, marked as partial; and whole once it goes on."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import ONE_GROUP
+
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.cli import main as cli
+
+SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token, block]", "drafters=[{name: interrupting, gamma: 3}]"]
+
+
+class Interrupting(PromptLookup):
+    """Prompt lookup; sends SIGTERM to this process in a step of the measurement."""
+
+    name = "interrupting"
+    after = 0
+
+    def propose(self, sequences: Any, rng: Any) -> Any:
+        type(self).after -= 1
+        if not self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().propose(sequences, rng)
+
+
+@pytest.fixture
+def interrupted(bench: Any, tmp_path: Path, install: Any) -> tuple[Path, str]:
+    """The directory of a run of one group that was cut short in its fourth piece or so, and what it printed."""
+    install("drafters", ("interrupting", Interrupting))
+    Interrupting.after = 100
+    code, out, _ = bench(*SETTINGS)
+    assert code == 130, out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not list(run.glob("cells/*")) and list(run.glob("groups/*/cells/*/metrics.json"))
+    return run, out
+
+
+def rows(text: str) -> list[list[str]]:
+    """The words of the table rows of pairs; Markdown or text."""
+    words = [line.replace("|", " ").split() for line in text.splitlines()]
+    return [line for line in words if line[:1] == ["interrupting"] and line[1] in ("token", "block") and "." in line[2]]
+
+
+def test_what_there_is(interrupted: tuple[Path, str], capsys: Any, bench: Any, tmp_path: Path) -> None:
+    run, printed = interrupted
+    path, other = str(run), str(shutil.copytree(run, tmp_path / "other"))
+
+    def command(*words: str) -> tuple[str, str]:
+        capsys.readouterr()
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out, err
+
+    page, _ = command("report", path)
+    assert "**Partial results.** interrupted: 0 of 3 cells so far, and 3 from a part of their prompts" in page
+    assert "cut short after piece" in page
+    assert len(rows(printed)) == 2 and rows(page)[:2] == rows(printed), "the table that the run printed"
+    for words in (["table", path], ["compare", path, other], ["plot", path, "--kind", "acceptance", "--format", "png"]):
+        _, err = command(*words)
+        assert f"note: {run}: partial results, interrupted: " in err
+    out, _ = command("replay", path, "--drafter", "{name: prompt-lookup, gamma: 3}", "--json")
+    parts = [len(file.read_text(encoding="utf-8").splitlines()) for file in run.glob("groups/*/cells/none*/*.jsonl")]
+    assert f'"responses": {parts[0]}' in out and "not finished" in out
+
+    Interrupting.after = 10**9
+    assert bench(*SETTINGS)[0] == 0
+    assert not list(run.glob("groups/*"))
+    page, _ = command("report", path)
+    assert "Partial" not in page and "interrupted" not in page
+
+
+def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("bokeh", reason="the extra html is not installed")
+    pytest.importorskip("itables", reason="the extra html is not installed")
+    assert cli.main(["report", str(interrupted[0]), "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "note: interrupted: 0 of 3 cells so far" in text
+
+
+def test_a_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:
+    """Its summary was not written."""
+    run, _ = interrupted
+    for name in ("summary.csv", "summary.md"):
+        (run / name).unlink()
+    state = json.loads((run / "state.json").read_text(encoding="utf-8"))
+    (run / "state.json").write_text(json.dumps(state | {"state": "running"}), encoding="utf-8")
+    assert cli.main(["report", str(run)]) == 0
+    page = capsys.readouterr().out
+    assert "**Partial results.** interrupted: " in page and len(rows(page)) >= 2
