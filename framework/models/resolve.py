@@ -13,12 +13,15 @@ from typing import Any
 
 from .. import plugins
 from ..contracts.errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
+from ..contracts.limits import SETTINGS_BYTES
 from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
-from ..contracts.reading import kind_of, path_of
+from ..contracts.reading import kind_of, path_of, refuse_special_files
 from .configs import shards_of
 from .digests import PYTORCH_FILES
 from .quantization import refuse_quantized, split
 
+#: Files that transformers and tokenizers read whole.
+_READ_WHOLE = ("*.json", "*.jinja", "*.txt", "*.model")
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
@@ -78,6 +81,7 @@ def from_directory(name: str, path: Path, source: str = "", *, heads: bool = Fal
     """The model in the directory `path`. Raises `ModelError` if it is not whole, or not safetensors."""
     if kind_of(path) != "directory":
         raise ModelError(f"the directory of {printable(name)}, {path}, does not exist")
+    check_entries(path)
     if kind_of(path / "config.json") != "file":
         raise ModelError(f"{path} is no model directory: it has no config.json")
     index = path / "model.safetensors.index.json"
@@ -91,6 +95,15 @@ def from_directory(name: str, path: Path, source: str = "", *, heads: bool = Fal
             "AutoModelForCausalLM.from_pretrained(OLD, use_safetensors=False).save_pretrained(NEW)"
         )
     return ResolvedModel(name, path, source or f"directory {path.resolve()}")
+
+
+def check_entries(path: Path) -> None:
+    """Refuse a model directory in which a library would wait for ever or fill the memory. Raises ModelError."""
+    refuse_special_files(path, error=ModelError)
+    for pattern in _READ_WHOLE:
+        for file in path.glob(pattern):
+            if file.is_file() and (reason := SETTINGS_BYTES.refusal(size := file.stat().st_size)):
+                raise ModelError(f"cannot read {printable(str(file))}: it has {size} bytes; {reason}")
 
 
 def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
