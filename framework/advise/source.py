@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from queue import Empty, SimpleQueue
 from typing import Any
+from urllib.request import urlopen
 
 from ..contracts.errors import UsageError, first_line, printable
 from ..contracts.limits import METRICS_BYTES, MOST_NESTING
@@ -14,8 +17,10 @@ from ..contracts.reading import parse_json, path_of, read_text
 
 #: The first line of a JSON value over several lines; a log's time stamp in brackets is none.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
-#: Seconds that a server has to answer in.
-_PATIENCE = 10
+#: Characters that no URL may hold as they are.
+UNFIT = re.compile(r"[\x00-\x20\x7f]")
+#: Seconds in which a server has to send its whole answer.
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,40 @@ def read_source(source: str) -> Source:
     """The text of a file, or what a URL answers with. Raises UsageError."""
     if not source.startswith(("http://", "https://")):
         return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
-    from urllib.request import urlopen
-
+    data = _fetched(source)
+    if reason := METRICS_BYTES.refusal(data):
+        raise UsageError(f"{printable(source)} answers with too much; in bytes, {reason}")
     try:
-        with urlopen(source, timeout=_PATIENCE) as answer:
-            data = answer.read(METRICS_BYTES + 1)
-        if reason := METRICS_BYTES.refusal(data):
-            raise UsageError(f"{printable(source)} answers with too much; in bytes, {reason}")
         return Source(data.decode("utf-8"), printable(source))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {printable(source)}: {first_line(error)}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {printable(source)}: the answer is not UTF-8 text: {error}") from None
+
+
+def _fetched(url: str) -> bytes:
+    """Return the answer of a URL, at most `METRICS_BYTES` and one more. Raises UsageError.
+
+    A thread reads it: time limits of sockets are for a single read, and a server that sends a byte now and then would
+    hold the command for ever. The thread ends with the process.
+    """
+    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            with urlopen(url, timeout=PATIENCE) as answer:
+                answers.put(answer.read(METRICS_BYTES + 1))
+        except Exception as error:  # of the network, of http.client, of a URL that is none
+            answers.put(error)
+
+    if flaw := UNFIT.search(url):
+        raise UsageError(f"{printable(url)} is not a URL: it holds {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        found = answers.get(timeout=PATIENCE)
+    except Empty:
+        raise UsageError(
+            f"cannot read {printable(url)}: the answer was not complete after {PATIENCE:g} s; save it to a file, and "
+            "give that"
+        ) from None
+    if isinstance(found, Exception):
+        raise UsageError(f"cannot read {printable(url)}: {first_line(found)}")
+    return found
