@@ -7,7 +7,7 @@ one that failed. So does whatever else is raised, a plug-in's `sys.exit` include
 """
 
 import argparse
-import os
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from ..contracts.errors import CrossdraftError, printable
 from ..models import processes
 from ..plugins import KINDS
 from ..runs.interrupts import interrupting
+from . import streams
 from .listing import list_names, list_plugins, show_environment
 
 COMMANDS = {
@@ -44,6 +45,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    streams.open_closed()
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -64,24 +66,40 @@ def _main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
-        print("crossdraft: error:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+        streams.complain("crossdraft: error: " + "\n".join(map(printable, str(error).split("\n"))))
         if debug:
             traceback.print_exc()
         return error.exit_code
     except KeyboardInterrupt:
-        print("crossdraft: interrupted", file=sys.stderr)
+        streams.complain("crossdraft: interrupted")
         return 130
     except BrokenPipeError:
-        # The reader has left, as in `crossdraft list | head`; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard()  # the reader has left, as in `crossdraft list | head`
         return 141
     except BaseException as error:  # a bug, ours or a plug-in's, told with its trace on request; SystemExit, too
         if args is None and isinstance(error, SystemExit):  # argparse's: --help, or arguments that are wrong
             raise
-        print(f"crossdraft: error: {_unexpected(error)}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is full: the interpreter would fail at it once more
+            streams.discard()
+        streams.complain(f"crossdraft: error: {_refused(error) or _unexpected(error)}")
         if debug:
             traceback.print_exc()
         return 1
+
+
+#: Errors of the system that are not bugs: no room, no permission, a name or a file that cannot be used like this.
+_SYSTEM = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
+_SYSTEM += ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR")
+
+
+def _refused(error: BaseException) -> str:
+    """The message for what the system refused, a full disk for instance; empty for any other error."""
+    if not isinstance(error, OSError) or errno.errorcode.get(error.errno or 0) not in _SYSTEM:
+        return ""
+    where = printable(str(error.filename)) if error.filename is not None else "standard output or a file"
+    return f"{where}: {error.strerror}"
 
 
 def _unexpected(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import plugins
 from ..contracts.errors import UsageError, quoted
 from .consent import add_consent, texts_in, trusted
+from .streams import complain, print_kept
 from .tracking import tracking
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ def main(args: argparse.Namespace) -> int:
         outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
         summary = write_summary(outcome)
         tell(summary)
-        print(terminal(summary))
+        print_kept(terminal(summary))
         if outcome.failed:
-            print(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed", file=sys.stderr)
+            complain(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
         if summary.stopped:
-            print(f"crossdraft: error: {summary.stopped}", file=sys.stderr)
+            complain(f"crossdraft: error: {summary.stopped}")
         return summary.exit_code
 
 

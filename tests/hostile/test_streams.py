@@ -1,0 +1,78 @@
+"""Standard streams that are closed, full, or whose reader leaves: real processes under a real shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import RECIPE
+
+CROSSDRAFT = f"'{sys.executable}' -m crossdraft"
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> None:
+    """Whole processes take longer than the other tests of this directory."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> str:
+    one_group = RECIPE.partition("matrix:")[0].replace("greedy, ", "")
+    return recipe_file(one_group.format(prompts=write_prompts(tmp_path / "prompts.jsonl", n=2), **models))
+
+
+def shell(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CROSSDRAFT_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
+    script = ["bash", "-o", "pipefail", "-c", command]
+    return subprocess.run(
+        script, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        ">&-",
+        "2>&1 | head -n 1",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("2>&-", ">&- 2>&- <&-", "| head -n 1")),
+    ],
+)
+def test_a_run_is_whole(streams: str, recipe: str, tmp_path: Path) -> None:
+    """It exits with 0, and its records are those of a run whose streams are open."""
+    found = shell(f"{CROSSDRAFT} run '{recipe}' --out runs {streams}", tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "Traceback (most recent" not in found.stderr and "crossdraft: error" not in found.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "summary.md").read_text(encoding="utf-8").startswith("# recipe")
+    rows = (run / "summary.csv").read_text(encoding="utf-8").splitlines()[1:]
+    assert rows and len(list(run.glob("cells/*/metrics.json"))) == len(rows)
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-"])
+def test_closed_streams(streams: str, tmp_path: Path) -> None:
+    assert shell(f"{CROSSDRAFT} list {streams}", tmp_path).returncode == 0
+
+
+def test_an_error_that_nobody_reads(tmp_path: Path) -> None:
+    for streams in (">&- 2>&-", "2>/dev/full"):
+        assert shell(f"{CROSSDRAFT} new drafter X {streams}", tmp_path).returncode == 2
+
+
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = "import os; from crossdraft.framework.cli import streams; streams.open_closed();"
+    code += "print('x', flush=True); print('y', file=__import__('sys').stderr, flush=True);"
+    code += "raise SystemExit(0 if os.open('f', os.O_CREAT | os.O_WRONLY) > 2 else 3)"
+    assert shell(f"'{sys.executable}' -c \"{code}\" <&- >&- 2>&-", tmp_path).returncode == 0
+    assert (tmp_path / "f").read_bytes() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
+    found = shell(f"{CROSSDRAFT} list > /dev/full", tmp_path)
+    assert found.returncode == 1 and found.stderr.count("\n") == 1
+    assert "No space left on device" in found.stderr and "report is welcome" not in found.stderr
