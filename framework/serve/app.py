@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -125,6 +126,8 @@ async def _answer(
         jobs = worker.submit(client, wanted.law, list(zip(wanted.requests, outputs, strict=True)))
     except Refused as error:
         return error_response(str(error), error.status, error.param)
+    except ClientDisconnect:
+        return Response(status_code=499)  # it left while it sent; nobody is there to read it
     except Full as error:
         return error_response(str(error), 503)
     telling = Telling(wanted, served.target.name, tokenizer)

@@ -1,5 +1,6 @@
 """Who may send requests, how large they may be, and that the event loop does not work on them."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -18,6 +19,8 @@ from crossdraft.framework.cli import serve  # noqa: E402
 from crossdraft.framework.contracts.errors import UsageError  # noqa: E402
 from crossdraft.framework.contracts.limits import BODY_BYTES  # noqa: E402
 from crossdraft.framework.serve.access import AccessControl, is_loopback  # noqa: E402
+from crossdraft.framework.serve.app import application  # noqa: E402
+from crossdraft.framework.serve.worker import Worker  # noqa: E402
 
 KEY = "a-key"
 JSON = {"Content-Type": "application/json"}
@@ -226,3 +229,21 @@ def test_defaults_are_the_models_own_and_then_the_protocols(tmp_path: Any, name:
     assert sampling(own) == {"temperature": 0.6, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
     assert sampling(own, "--temperature", "0.9", "--top-p", "1")["temperature"] == 0.9
     assert sampling(own, "--temperature", "0") == {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error(running: Running) -> None:
+    """It raises nothing, so that the log does not grow by a traceback for each of them."""
+    worker = Worker(running.served, 1)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    parts = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(application(running.served, worker)(scope, receive, send))
+    assert sent[0]["status"] == 499
