@@ -26,7 +26,7 @@ from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
-from ..runs.records import CellResult
+from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
 from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
@@ -291,16 +291,15 @@ def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence
 
 
 def compare_group(results: Sequence[CellResult]) -> None:
-    """Set the metrics that need the baseline of the group, if it was measured."""
-    baseline = next((r for r in results if r.config.is_baseline and r.metrics is not None), None)
+    """Set the metrics that come from the whole group, as far as it was measured."""
+    measured = [r for r in results if r.metrics is not None]
+    baseline = next((i for i, r in enumerate(measured) if r.config.is_baseline), None)
+    compare([r.metrics for r in measured if r.metrics], cells_of(measured), baseline)
     if baseline is None:
         return
-    said = {(r["question_id"], r["turn"]): r["tokens"] for r in baseline.responses}
-    for result in results:
-        if result.metrics is None:
-            continue
-        compare(result.metrics, result.pieces, baseline.pieces)
-        if result.config.sampling.temperature == 0:
+    said = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
+    for result in measured:
+        if result.metrics is not None and result.config.sampling.temperature == 0:
             same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
             result.metrics.same_as_baseline = sum(same) / len(same)
 
