@@ -43,7 +43,7 @@ from crossdraft.framework.bench import memory
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.decoding.build import make_slots
 from crossdraft.framework.decoding.flex import DEVICES, FLEX
-from crossdraft.framework.decoding.fused import Fused
+from crossdraft.framework.decoding.fused import CompiledVerifier
 from crossdraft.framework.decoding.loop import Decoder
 
 #: What the numbers are to be; a "least" is reached from below, a "most" from above.
@@ -173,7 +173,7 @@ def verify(bench: Bench) -> None:
             timed=True,
         )
         if compiled:
-            decoder.verifier = Fused(decoder.verifier)
+            decoder.compiled_verifier = CompiledVerifier(decoder.verifier)
         shares: list[float] = []
         for repeat in range(WARM_UP + 1):
             before: dict[str, float] = {}

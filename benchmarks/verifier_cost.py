@@ -7,7 +7,7 @@ A softmax of the target's logits is made in every round whatever the verifier is
 Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
 tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
-state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`Fused`), and all warm up
+state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and all warm up
 for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
 """
 
@@ -30,7 +30,7 @@ from crossdraft.framework.contracts.draft import Draft, Drawn
 from crossdraft.framework.contracts.rng import CounterRng, RoundRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier
-from crossdraft.framework.decoding.fused import Fused
+from crossdraft.framework.decoding.fused import CompiledVerifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
 #: Draft shapes: what siblings are, and the most nodes of a row.
@@ -138,11 +138,13 @@ def measure(
 ) -> list:
     """Rows of the table for one shape and batch size."""
     verifiers: dict[str, Verifier] = {}
+    compilers: dict[str, CompiledVerifier] = {}
     for name in rules:
         rule = plugins.get("verifiers", name)
         verifiers[name] = rule()
-        if compiled and Fused.takes(verifiers[name]):
-            verifiers[f"{name}, compiled"] = Fused(rule())
+        if compiled and CompiledVerifier.takes(verifiers[name]):
+            compilers[f"{name}, compiled"] = CompiledVerifier(rule())
+            verifiers[f"{name}, compiled"] = compilers[f"{name}, compiled"].rule
     times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}
     accepted: dict[str, list[float]] = {name: [] for name in verifiers}
     warm_up = 12 if compiled else 2  # merged sequences come in several shapes
@@ -152,9 +154,8 @@ def measure(
     rng, nodes = CounterRng(0), 0
     for position in range(repeats + warm_up):
         if position == warm_up:
-            for verifier in verifiers.values():
-                if isinstance(verifier, Fused):
-                    verifier.compiling = False
+            for compiler in compilers.values():
+                compiler.compiling = False
         numbers = rng.round(range(batch), [position] * batch, device)
         start = (torch.arange(batch, device=device) * 7 + position) % SyntheticLM.STATES
         draft = lm.draft(shape, start, numbers)
@@ -167,7 +168,8 @@ def measure(
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
             # The drafter's first draw has made the numbers of the round.
             round_ = copy.deepcopy(numbers)
-            found[name], verdict = seconds(lambda: verifier.verify(own, p, round_), device)  # noqa: B023
+            step = compilers.get(name, verifier.verify)
+            found[name], verdict = seconds(lambda: step(own, p, round_), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)
