@@ -7,9 +7,8 @@ A softmax of the target's logits is made in every round whatever the verifier is
 Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
 tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
-state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and all warm up
-for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
-"""
+state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and
+all warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message. """
 
 from __future__ import annotations
 
