@@ -8,7 +8,8 @@ Laws are synthetic: drafter and target agree so far that token verification acce
 tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
 state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and
-all warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message. """
+all warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
+"""
 
 from __future__ import annotations
 
