@@ -340,7 +340,7 @@ def _check_class(kind: str, name: str, found: Any) -> None:
 
 
 def _shadowing(module: Any) -> str | None:
-    """What hides the installed package of that name, if ``module`` is a folder without code; None if it has code."""
+    """A sentence on the folder ``module`` if it hides an installed package; None if it has code."""
     if getattr(module, "__file__", None) is not None or not getattr(module, "__path__", None):
         return None
     folder = next(iter(module.__path__))

@@ -117,7 +117,7 @@ DEVIATIONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
 
 
 def error_rates(shape: Shape, simulations: int, size: int = 128) -> Iterator[tuple[str, dict[str, float]]]:
-    """How often each outcome comes of an exact sampler, and of those that are off."""
+    """Frequencies of each outcome, for an exact sampler and for samplers that are off."""
     probs = power_laws(shape.prefixes, size, 0)
     samplers = {"exact": probs} | {name: make(probs, shape.deviation) for name, make in DEVIATIONS.items()}
     for name, sampler in samplers.items():

@@ -61,7 +61,7 @@ class Budget:
         return self.left() + max(first - self.seconds, 0.0)
 
     def table_due(self, terminal: bool) -> bool:
-        """Whether to print a table now: the first one at once, then at intervals. Counts it as printed."""
+        """Return True if a table is due: the first one at once, then at intervals. Count it as printed."""
         now, every = self._clock(), self.seconds * SHARE
         if self._printed is not None and now - self._printed < (min(every, TABLE) if terminal else every):
             return False
@@ -92,7 +92,7 @@ class Budget:
             self.done = min((group.blocks for group in groups if group.alive), default=len(self._blocks))
 
     def _next(self, groups: Sequence[Group], pace: float | None, opening: float) -> int:
-        """How many blocks to have next; `done` if no more fit."""
+        """The number of blocks to finish next; `done` if no more fit."""
         done, every = self.done, len(self._blocks)
         if not done or done == every:
             return max(done, 1)
@@ -110,7 +110,7 @@ class Budget:
         return sum(len(self._prompts[i].turns) for block in blocks for i in self._blocks[block])
 
     def verdict(self, pace: float, cells: int) -> str:
-        """What of the run fits the budget at this pace, and what to do; empty if all of it does."""
+        """A sentence on the part of the run that fits the budget at this pace; empty if all of it does."""
         every = pace * cells * self._turns(range(len(self._blocks)))
         first = pace * cells * self._turns([0])
         if every <= self.seconds:

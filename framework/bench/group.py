@@ -112,22 +112,22 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Whether its cells are built."""
+        """True if its cells are built."""
         return bool(self._cells)
 
     @property
     def alive(self) -> int:
-        """How many cells have not failed."""
+        """Number of cells that have not failed."""
         return sum(result.error is None for result in self.results)
 
     @property
     def whole(self) -> bool:
-        """Whether all of its pieces are finished."""
+        """True if all of its pieces are finished."""
         return self.pieces > 0 and self.finished == self.pieces
 
     @property
     def blocks(self) -> int:
-        """How many blocks are finished."""
+        """Number of finished blocks."""
         return sum(edge <= self.finished for edge in self._edges)
 
     def open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:

@@ -58,7 +58,7 @@ def _threads() -> dict[str, Any]:
 
 
 def distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the cells were measured with: device, dtype, versions, digest of the prompts; usually one entry."""
+    """The distinct conditions of cells: device, dtype, versions, digest of the prompts; usually one entry."""
     found: list[dict[str, Any]] = []
     for one in provenances:
         conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier", "mark")}

@@ -71,7 +71,7 @@ class CellCounts:
 
     @cached_property
     def p_value(self) -> float:
-        """Of the sum of all rows' chi-squares."""
+        """P-value of the sum of all rows' chi-squares."""
         from scipy.stats import chi2
 
         return float(chi2.sf(self._pearson.sum(), max(1, self._degrees.sum())))
@@ -93,13 +93,13 @@ class CellCounts:
         return float((n / self.total * (pairs.sum(1) / (n * (n - 1)) - 1)).sum())
 
     def _variance(self, degrees: np.ndarray) -> float:
-        """Of the estimate, for an exact sampler."""
+        """Variance of the estimate for an exact sampler."""
         n = self.draws
         return float(((n / self.total) ** 2 * 2 * degrees / (n * (n - 1))).sum())
 
     @property
     def tv(self) -> float:
-        """What the divergence comes to as a TV, at most."""
+        """The largest TV that the divergence allows."""
         return min(1.0, math.sqrt(max(0.0, self.divergence)) / 2)
 
     @cached_property
@@ -214,7 +214,7 @@ class TemperatureShift:
 
     @property
     def informative(self) -> bool:
-        """Whether a temperature changes anything: not if each distribution is uniform, or one token."""
+        """False if no temperature changes anything: each distribution is uniform, or one token."""
         return self._own_variance > 1e-9 * self.total
 
     @cached_property

@@ -182,7 +182,7 @@ def _samples(where: str, samples: Any, draws: Draws) -> None:
 
 
 def given_distributions(every: Sequence[Draws]) -> Distributions:
-    """Those of a file whose lines all give their own; equally long ones together."""
+    """Distributions of a file whose lines all give their own; equally long ones together."""
     by_size: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
     for i, draws in enumerate(every):
         assert draws.law is not None

@@ -65,7 +65,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the draws decide.
+    """Decision from the draws.
 
     Attributes:
         outcome: ``yes``, ``no`` or ``undecided``.

@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
-    """Those of the target after every drawn token that another one follows."""
+    """Distributions of the target after every drawn token that another one follows."""
     from ..certificate.foreign_samples import check_vocabulary, given_distributions
     from ..certificate.token_tree import distributions
     from ..decoding.build import make_slots
@@ -196,7 +196,7 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def _scope(verdict: Verdict) -> str:
-    """What a yes covers."""
+    """Return the deviations that a yes covers, in a sentence."""
     text = (
         "It covers another temperature, and shifts of probability between more and less probable tokens that prefixes "
         "have in common (truncation, a mixture with a flatter or sharper distribution, tail against head)"

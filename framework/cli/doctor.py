@@ -224,7 +224,7 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
 
 
 def _too_few(found: Sequence[Examined]) -> str:
-    """What to do where the intervals support no conclusion."""
+    """Advice for intervals that support no conclusion."""
     from ..replay.doctor import responses_needed, undecided
     from ..runs.intervals import LEAST_PIECES
 

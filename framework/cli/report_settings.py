@@ -16,7 +16,7 @@ from ..runs.titles import group_title
 
 
 def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Of each certified pair with its own draft length, whatever the batch size, what every known engine is told.
+    """Settings of every known engine for each certified pair with its own draft length, whatever the batch size.
 
     Returns:
         ``title`` of the pair; ``engines``: ``name``, ``text`` to copy (empty where the engine cannot do it) and

@@ -121,7 +121,7 @@ def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: Roun
 
 
 def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[Task]:
-    """Of plug-ins alone: crossdraft's tests certify its own."""
+    """Tasks for drafters of plug-ins only: crossdraft's tests certify its own."""
     from ..certificate.outcomes import certify_drafter, outcome
 
     tasks: dict[str, Task] = {}

@@ -152,7 +152,7 @@ def _bears(path: Path, mark: bytes) -> bool:
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: ``$CROSSDRAFT_CACHE``, else the platform's cache directory."""
+    """Directory of fetched models: ``$CROSSDRAFT_CACHE``, else the platform's cache directory."""
     if chosen := os.environ.get("CROSSDRAFT_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":

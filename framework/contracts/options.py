@@ -40,7 +40,7 @@ _FAULTS = {
 
 
 def fault(problem: Mapping[str, Any]) -> str:
-    """What is wrong with the value of one of a ValidationError's ``errors()``: "should be a valid integer"."""
+    """Our wording of one of a ValidationError's ``errors()``, without key and value: "should be a valid integer"."""
     if (sentence := _FAULTS.get(problem["type"])) is None:  # of a validator: its own sentence
         return problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
     context = problem.get("ctx", {})

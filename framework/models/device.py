@@ -1,4 +1,4 @@
-"""Where models are run: device, dtype, and what the processor can do."""
+"""Devices and dtypes that models run on, and features of the processor."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def choose_wait_policy(read: Callable[[], list[str]] = lambda: lines_of("/proc/s
 
 
 def free_processors(before: Sequence[str], after: Sequence[str], among: Iterable[int]) -> float | None:
-    """How many of the processors ``among`` were idle between two readings of ``/proc/stat``; None if unknown."""
+    """Number of processors ``among`` these that were idle between two readings of ``/proc/stat``; None if unknown."""
     free, names = 0.0, {f"cpu{i}" for i in among}
     old, new = _times(before, names), _times(after, names)
     for name in old.keys() & new.keys():
@@ -97,14 +97,14 @@ def _times(lines: Iterable[str], names: set[str]) -> dict[str, list[int]]:
 
 
 def wait_policy() -> str:
-    """How threads wait: ``passive``, ``spin``, or what the user's variables are."""
+    """The wait policy: ``passive``, ``spin``, or what the user's variables are."""
     if CHOSEN in os.environ:
         return "passive" if "OMP_WAIT_POLICY" in os.environ else "spin"
     return " ".join(f"{name}={os.environ[name]}" for name in POLICY if name in os.environ) or "spin"
 
 
 def settings() -> dict[str, Any]:
-    """How many threads there may be, how they wait, and who decides: part of what ``crossdraft env`` prints."""
+    """Most threads, the wait policy, and who decides: part of what ``crossdraft env`` prints."""
     most, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
     chosen = CHOSEN in os.environ
     return {
@@ -379,7 +379,7 @@ def number_used(provenance: Mapping[str, Any]) -> int | None:
 
 
 def described(group: Mapping[str, Any]) -> str:
-    """What `choose_for_group` returned, for people; empty for anything else."""
+    """Text for a result of `choose_for_group`; empty for anything else."""
     if not {"number", "most", "wait_policy"} <= group.keys():
         return ""
     return f"{group['number']} of {group['most']}, {group['wait_policy']}"

@@ -87,7 +87,7 @@ class Candidate:
 
 @dataclass
 class Replayed:
-    """What was replayed: how much of it, what became of each candidate, and how plausible recorded log P are."""
+    """Result of a replay: counts, candidates with their tallies, and the plausibility of recorded log P."""
 
     candidates: list[Candidate]
     pieces: Pieces

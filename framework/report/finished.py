@@ -150,7 +150,7 @@ def _optional(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def _unfinished(directory: Path) -> str:
-    """How far a run that is not finished has come, a sentence; empty for one that is."""
+    """Progress of a run that is not finished, a sentence; empty for a finished one."""
     if (directory / STATE).exists() or not (directory / "summary.csv").exists():
         now = state_of(directory)
         if now.state != "finished":

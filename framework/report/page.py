@@ -155,7 +155,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
 
 
 def _threads(provenance: Mapping[str, Any]) -> list[str]:
-    """What a cell decoded with: several, if it was resumed with others."""
+    """Thread settings of a cell: several, if it was resumed with others."""
     used = provenance.get("decoding_threads")
     found = [described(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
     return list(filter(None, found)) or ([str(provenance["threads"])] if "threads" in provenance else [])

@@ -81,7 +81,7 @@ def differences(summary: Summary) -> list[str]:
 
 
 def _marks(results: Sequence[CellResult]) -> list[str]:
-    """What the marks beside verifiers mean, and what to do about them."""
+    """Explain the marks beside verifiers, with advice."""
     marks: dict[str, Mark] = {}
     for result in results:
         if result.metrics and not result.config.is_baseline:

@@ -89,7 +89,7 @@ def _key(
 
 
 def _read() -> tuple[dict[str, Any], ...]:
-    """What is kept; nothing if the file is missing, damaged or not ours."""
+    """All entries; none if the file is missing, damaged or not ours."""
     path = cache_dir() / FILE
     try:
         status = path.stat()

@@ -19,7 +19,7 @@ Kind = Literal["certified", "uncertified", "failed", "lossy"]
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of a verifier.
+    """Certification status of a verifier.
 
     Attributes:
         tv: of a certificate that failed, the largest total variation from the target's distribution.
@@ -37,7 +37,7 @@ class Mark:
 
     @property
     def suffix(self) -> str:
-        """What follows the verifier's name in a table: nothing if it is certified."""
+        """Text behind the verifier's name in a table; empty if it is certified."""
         if self.kind == "certified":
             return ""
         return f" (FAILED, TV {self.tv:.2g})" if self.kind == "failed" else f" ({self})"

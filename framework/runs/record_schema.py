@@ -32,7 +32,7 @@ class ModelUsed(BaseModel):
 
 
 class Provenance(BaseModel):
-    """What the numbers of a cell depend on; see `bench.provenance`."""
+    """Conditions of a measurement; see `bench.provenance`."""
 
     device: str
     dtype: str

@@ -39,12 +39,12 @@ class CellResult:
 
     @property
     def prompts(self) -> int:
-        """How many prompts its numbers come from."""
+        """Number of prompts behind its numbers."""
         return len({record.prompt for record in self.records})
 
     @property
     def cut(self) -> str:
-        """What a time budget left of the prompts, for notes; empty if all were measured."""
+        """Note on a time budget that ended the cell early; empty if all prompts were measured."""
         if self.planned is None:
             return ""
         return f"{self.prompts} of {self.planned} prompts (time budget {self.budget}); run again to go on"

@@ -33,7 +33,7 @@ def _shared(cell: CellConfig, key: str) -> Any:
 
 
 def verifier_title(cell: CellConfig | CellResult) -> str:
-    """What tables call the verifier of a cell, with its mark unless it is certified lossless."""
+    """Name of a cell's verifier in tables, with its mark unless it is certified lossless."""
     config = cell if isinstance(cell, CellConfig) else cell.config
     return config.verifier.title + mark_of(cell).suffix
 

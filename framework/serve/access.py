@@ -22,7 +22,7 @@ _OPEN = frozenset({"/health"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's loopback interface."""
+    """True for a host name or address of the loopback interface."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -134,7 +134,7 @@ def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, inst
 
 
 def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> None:
-    """What was measured uncertified is shown as such, until a certificate of that very code fails."""
+    """A cell measured uncertified is shown as such, until a certificate of that very code fails."""
     for mark, suffix in (("not certified", "not certified"), (r"FAILED \(TV [\d.]+\)", r"FAILED, TV [\d.]+")):
         listed = output(capsys, "list", "verifiers")
         assert re.search(rf"^liar +{mark} +accepts anything", listed, re.M)

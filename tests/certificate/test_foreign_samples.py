@@ -119,7 +119,7 @@ def test_sequences_at_another_temperature_are_caught() -> None:
 
 
 def test_deviations_in_opposite_directions_are_seen_where_each_prefix_has_many_draws() -> None:
-    """What is pooled over prefixes agrees; the cells of each prefix do not."""
+    """Statistics pooled over prefixes agree; the cells of each prefix do not."""
     probs, wrong = np.full((40, 4), 0.25), np.full((40, 4), 0.25)
     for i, row in enumerate(wrong):
         row[i % 4] += 0.1
