@@ -14,8 +14,7 @@ the validity of Lemma 2 in Sun et al. 2024, and it must hold jointly: tests of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,17 +163,6 @@ def certify(
     expected = [float((of_tau * np.arange(len(of_tau))).sum()) for of_tau in laws]
     tv = _total_variation(states, law, total)
     return Certificate(tv, expected, [float(x) for x in laws[0]], paths, pair.drafted)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread: the models are tiny, and more threads cost more than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _lengths(toy: Toy, rounds: int, gamma: int | Sequence[int] | None) -> list[int]:

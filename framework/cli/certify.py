@@ -103,9 +103,9 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--rounds must be at least 1, got {args.rounds}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
-    from ..certificate.certify import one_thread
     from ..certificate.effort import check_law
     from ..certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
+    from ..models.threads import one_thread
 
     drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]

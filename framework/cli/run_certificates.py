@@ -26,7 +26,7 @@ def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], li
     Raises:
         ContractError: one that claims to be lossless changes the target's distribution.
     """
-    from ..certificate.certify import one_thread
+    from ..models.threads import one_thread
     from ..runs import ledger
 
     start, done, new = monotonic(), [], []

@@ -325,6 +325,14 @@ def restored() -> Iterator[None]:
         set_threads(before)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch use one thread, for models so tiny that more threads cost more than they gain."""
+    with restored():
+        set_threads(1)
+        yield
+
+
 def _threads() -> int:
     import torch
 

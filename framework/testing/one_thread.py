@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from ..models.threads import one_thread
 
 
 class OneThread:
@@ -13,7 +14,5 @@ class OneThread:
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(before)
+        with one_thread():
+            yield
