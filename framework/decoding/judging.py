@@ -42,19 +42,25 @@ def needs_chunks(logits: Tensor, rng: RoundRng, *, stateful: bool) -> bool:
 
 
 def verify(
-    function: VerifyFunction, name: str, draft: Draft, scores: Scores, finite: Tensor | None, rng: RoundRng,
+    function: VerifyFunction,
+    name: str,
+    draft: Draft,
+    candidates: Draft,
+    scores: Scores,
+    finite: Tensor | None,
+    rng: RoundRng,
     sampling: Sampling,
-) -> tuple[Verdict, Tensor]:  # fmt: skip
-    """The verdict on ``draft`` without its probes, and ``[B]`` bool, False for rows with NaN or infinite logits.
+) -> tuple[Verdict, Tensor]:
+    """The verdict on ``candidates``, and ``[B]`` bool, False for rows with NaN or infinite logits.
 
     Args:
         function: the verify step of a verifier, called ``name`` in messages.
+        draft: what was scored; ``candidates``: the same without probes.
         finite: of `make_scores`.
 
     Raises:
         ContractError: a verdict of a chunk breaks the contract.
     """
-    candidates = draft.candidates
     if finite is not None:
         return function(candidates, scores.p[:, : candidates.width + 1], rng), _rows_finite(finite, draft.valid)
     assert isinstance(rng, CounterRound)

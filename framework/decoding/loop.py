@@ -323,7 +323,14 @@ class Decoder:
     def _verify(self, step: Step) -> None:
         verify_function = self.compiled_verifier or self.verifier.verify
         step.verdict, step.finite = verify(
-            verify_function, self._verifier, step.draft, step.scores, step.finite, step.rng, self.sampling
+            verify_function,
+            self._verifier,
+            step.draft,
+            step.candidates,
+            step.scores,
+            step.finite,
+            step.rng,
+            self.sampling,
         )
         self.stopwatch.mark("verify")
         check_verdict(step.candidates, step.verdict, verifier=self._verifier)
@@ -334,7 +341,7 @@ class Decoder:
         assert finite is not None
         # At temperature 0 the log probability of every emitted token is 0.
         logprobs = self.sampling.temperature > 0
-        proposed = step.proposed.candidates
+        proposed = step.candidates if step.draft is step.proposed else step.proposed.candidates
         step.rows = to_host(proposed, step.candidates, step.scores, finite, step.verdict, logprobs=logprobs)
         where = {
             row: f"{sequence.name} at position {len(sequences.history[row])}"
