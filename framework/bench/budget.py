@@ -14,7 +14,7 @@ from ..models.placement import first_device
 from ..runs.durations import seconds_of
 from ..runs.prompts import Prompt
 from .group import Group
-from .progress import duration
+from .progress import counted, duration
 
 #: Seconds between two tables on a terminal.
 TABLE = 20.0
@@ -115,11 +115,13 @@ class Budget:
         first = pace * cells * self._turns([0])
         if every <= self.seconds:
             return ""
-        whole = f"all {_prompts(len(self._prompts))} take about {duration(every)}"
+        whole = f"all {counted(len(self._prompts), 'prompt')} take about {duration(every)}"
         longer = f"--time {ceil(every / 60) + 1}m" if every < 7200 else f"--time {ceil(every / 3600)}h"
         if first > self.seconds:
             block = len(self._blocks[0])
-            table = f"the first table ({_prompts(block)} in each of {cells} cells) takes about {duration(first)}"
+            table = (
+                f"the first table ({counted(block, 'prompt')} in each of {cells} cells) takes about {duration(first)}"
+            )
             cures = ["fewer drafters or verifiers", *self._fewer_tokens(first)]
             cures += ["--limit with fewer prompts"] if block > 1 else []
             sooner = f"for a sooner one: {', '.join(cures)}"
@@ -133,10 +135,6 @@ class Budget:
         """The setting that makes so many seconds fit, unless answers become too short to say anything."""
         tokens = int(self._max_new_tokens * self.seconds / seconds)
         return [f"--set max_new_tokens={tokens}"] if tokens >= LEAST_TOKENS else []
-
-
-def _prompts(n: int) -> str:
-    return f"{n} prompt{'' if n == 1 else 's'}"
 
 
 def _make_room(group: Group, groups: Sequence[Group]) -> None:

@@ -65,8 +65,8 @@ class Meter:
         self._warming = False
         self._warmed, self._warm_seconds = 0.0, 0.0
         self._first, self._said = clock(), clock()
-        self._announced: float | None = None  # the pace of the last estimate, and when that was printed
-        self._estimated = 0.0
+        self._announced: float | None = None  # the pace of the last estimate
+        self._estimated = 0.0  # when that was printed
         self._at = ""
         # None: no bar unless standard error is a terminal.
         off = None if bar else True
@@ -202,6 +202,11 @@ def _screen() -> tuple[int, int]:
     except (OSError, ValueError, AttributeError):
         return 100, 24
     return (found.columns or 101) - 1, found.lines or 24
+
+
+def counted(n: int, what: str) -> str:
+    """A number with its noun, in the plural unless it is one."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -29,7 +29,7 @@ from .cell_runner import Models
 from .group import Group, Progress, Unwritable, blocks_of
 from .matrix import Plan, plan
 from .preflight import preflight
-from .progress import Meter
+from .progress import Meter, counted
 from .provenance import changes, distinct, provenance
 from .round_limit import RoundLimit
 
@@ -94,9 +94,9 @@ def run(
     session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
     session.out, session.timed, session.certify = Path(out), not untimed, certify
     session.so_far, session.clock = so_far, clock
-    counts = [_count(sum(map(len, session.groups)), "cell"), _count(len(session.groups), "group")]
-    part = f" (shard {shard} of {_count(len(expanded.groups()), 'group')})" if shard else ""
-    tell(f"{recipe.name}: {counts[0]} in {counts[1]}{part}, {_count(len(prompts), 'prompt')} each")
+    counts = [counted(sum(map(len, session.groups)), "cell"), counted(len(session.groups), "group")]
+    part = f" (shard {shard} of {counted(len(expanded.groups()), 'group')})" if shard else ""
+    tell(f"{recipe.name}: {counts[0]} in {counts[1]}{part}, {counted(len(prompts), 'prompt')} each")
     for skipped in expanded.skipped:
         tell(f"skipped: {skipped}")
     try:
@@ -176,7 +176,7 @@ class _Session:
                 for number, group in enumerate(groups, 1):
                     title = f"group {number} of {len(groups)} ({group_title(group[0], cells)})"
                     results, reason = known[group[0].group]
-                    what = f"{'running' if results is None else 'reusing'} {_count(len(group), 'cell')}"
+                    what = f"{'running' if results is None else 'reusing'} {counted(len(group), 'cell')}"
                     meter.say(f"{title}: {what}{f', {reason}' if reason else ''}")
                     if results is not None:
                         self.outcome.results += results
@@ -361,9 +361,9 @@ class _Session:
             return None, reason
         failed = sum(result.error is not None for result in results)
         if failed and retry_failed:
-            return None, f"{_count(failed, 'cell')} failed before"
+            return None, f"{counted(failed, 'cell')} failed before"
         if failed:
-            reason = f"{_count(failed, 'cell')} failed before and not tried again (--retry-failed)"
+            reason = f"{counted(failed, 'cell')} failed before and not tried again (--retry-failed)"
         return results, reason
 
     def _stored_in(self, directory: RunDirectory, group: Sequence[CellConfig]) -> tuple[list[CellResult] | None, str]:
@@ -400,11 +400,7 @@ def about(recipe: Recipe, directory: Path, cells: int, shard: Shard | None = Non
     return {"name": recipe.name, "directory": str(directory), "cells": cells, "shard": str(shard) if shard else ""}
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
 def notes_of(cells: Sequence[CellConfig], prompts: Sequence[Prompt]) -> list[str]:
     wide = sorted({cell.batch_size for cell in cells if cell.batch_size > len(prompts)})
-    few = _count(len(prompts), "prompt")
+    few = counted(len(prompts), "prompt")
     return [f"batch size {b} with only {few}: some slots stay empty, tok/s are those of fewer rows" for b in wide]
