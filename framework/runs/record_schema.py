@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..contracts.errors import UsageError, printable, quoted
 from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, LINE_BYTES, RESPONSE_FILE_BYTES
+from ..contracts.options import fault
 from ..contracts.reading import parse_json, read_json, read_lines, read_text
 from .metrics import Metrics
 from .pace import Piece
@@ -177,7 +178,7 @@ def _check_numbers(value: Any, file: Path, key: str = "") -> None:
 def _malformed(error: ValidationError, file: Path, key: str = "", line: int = 0) -> UsageError:
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, ([key] if key else []) + list(first["loc"])))
-    return _wrong(file, place, first["msg"][:1].lower() + first["msg"][1:], line)
+    return _wrong(file, place, fault(first), line)
 
 
 def _wrong(file: Path, key: str, why: str, line: int = 0) -> UsageError:
