@@ -180,9 +180,11 @@ def _print(decision: Decision, temperature: float) -> None:
 
 
 def _sentence(verdict: Verdict) -> str:
+    from ..certificate.sampler_verdict import LEVEL
+
     d, n = f"{verdict.deviation:g}", f"{verdict.more_draws:,}"
     if verdict.outcome == "yes":
-        differs = verdict.p_value < 0.01
+        differs = verdict.p_value < LEVEL
         seen = f"; a difference of at least {verdict.tv_at_least:.3f} is there" if differs else ""
         return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{seen})."
     if verdict.outcome == "no":

@@ -162,7 +162,7 @@ class ThreadCount:
 
     def choose(self) -> None:
         """Measure, and take the fastest number of threads."""
-        if self._measure is None or self.most == 1:
+        if self._measure is None or self.fixed:
             return
         choice, before = self.choice, self.number
         choice.number = fastest(self._measure(candidates(self.most)), before)
