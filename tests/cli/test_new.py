@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,11 +104,15 @@ def python(*arguments: str, at: Path, **more: str) -> str:
     return found.stdout
 
 
+#: Not imported to find out: setuptools refuses a process that has loaded distutils before.
+needs_setuptools = pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed")
+
+
+@needs_setuptools
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
     """pip, editable, into a folder of its own; without network, so setuptools has to be here already."""
-    pytest.importorskip("setuptools")
     name = KINDS[kind]
     folder, site = new.write(kind, name, tmp_path / name), tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
@@ -118,13 +123,13 @@ def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> 
     assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
 
 
+@needs_setuptools
 @pytest.mark.parametrize(
     "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
 )
 def test_python_started_where_new_was_typed_finds_what_is_installed(kind: str, tmp_path: Path) -> None:
     """A name without a hyphen is the folder's and the module's: pip's editable finder comes after Python's own, which
     takes the outer folder of a flat layout for the package."""
-    pytest.importorskip("setuptools")
     new.write(kind, "plain", tmp_path / "plain")
     site = tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
