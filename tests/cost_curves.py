@@ -6,7 +6,7 @@ from typing import Any
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.runs.metrics import RoundRecord
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 
 HERE = {"device": "cpu (toy)", "torch": "2.0", "threads": 2}
 

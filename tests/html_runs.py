@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from made_pieces import made_piece
 
+from crossdraft.framework.bench.group import compare_group
 from crossdraft.framework.bench.matrix import plan
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.finished import FinishedRun
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
-from crossdraft.framework.runs.metrics import RoundRecord, compare, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.metrics import RoundRecord, measure
 from crossdraft.framework.runs.recipe import Recipe
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
@@ -45,10 +46,9 @@ def finished_run(directory: Path, recipe: dict[str, Any] | None = None, tokens: 
     results: list[CellResult] = []
     for config in plan(asked).cells:
         result = _cell(config, rng, tokens)
-        assert result.metrics is not None
-        baseline = next((r for r in results if r.config.group == config.group and r.config.is_baseline), result)
-        compare(result.metrics, result.pieces, baseline.pieces)
         results.append(result)
+    for key in {result.config.group for result in results}:
+        compare_group([result for result in results if result.config.group == key])
     environment = {"versions": {"crossdraft": "0.1.0", "torch": "2.13.0"}, "python": "3.12.1"}
     return FinishedRun(Summary(asked, directory, results), environment, ["- note: made up"])
 
@@ -80,8 +80,8 @@ def _cell(config: Any, rng: Any, tokens: int) -> CellResult:
         step = 0.02 * (1 + 0.02 * config.batch_size * copies * gamma) * rounds / config.batch_size
         draft = 0.004 * gamma * rounds / config.batch_size
         noise = 1 + 0.03 * rng.standard_normal()
-        phases = {"prefill": 0.1, "draft_prefill": 0.0, "draft": draft * noise, "target": step * noise}
-        pieces.append(Piece(tokens, phases | {"verify": 0.05 * step, "rest": 0.03 * step}, category=category))
+        phases = {"draft": draft * noise, "target": step * noise, "verify": 0.05 * step, "rest": 0.03 * step}
+        pieces.append(made_piece(tokens, rounds, f"{copies * gamma} 0", category=category, **phases))
         said = [int(token) for token in rng.integers(1, 50000, tokens)]
         text = " ".join(f"word{token}" for token in said)
         about = {"question_id": f"q{prompt}", "turn": 0, "category": category, "prompt_tokens": 40}

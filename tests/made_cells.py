@@ -5,7 +5,7 @@ from pathlib import Path
 
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.runs.metrics import Estimate, RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 

@@ -31,7 +31,7 @@ from ..models.chat import encode
 from ..models.load import load_model
 from ..models.waiting import Waiting
 from ..runs.metrics import RoundRecord
-from ..runs.pace import PREFILL, Piece
+from ..runs.pieces import PREFILL, Piece
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
 from ..runs.run_directory import PieceResult
@@ -170,6 +170,7 @@ class _Rounds:
         self.full: list[_Round] = []
         self.others: list[_Round] = []
         self._before = dict(self._decoder.stopwatch.seconds)
+        self._held: dict[int, tuple[int, int]] = {}
 
     def add(self, event: RoundEvent) -> None:
         """A round is over (``Decoder.on_round``); what was prefilled since the last one is booked with it."""
@@ -177,27 +178,35 @@ class _Rounds:
         seconds = {phase: now[phase] - self._before[phase] for phase in now}
         self._before = now
         longest = max(map(len, self._decoder.sequences.history))
-        shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}", sum(map(len, event.emitted))
-        found = _Round(shape, emitted, seconds, self._waiting.since())
+        resumed = " resumed" if event.draft.begun is not None else ""
+        shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}{resumed}", sum(map(len, event.emitted))
+        found = _Round(shape, emitted, seconds, self._waiting.since(), self._prefilled(event))
         (self.others if None in event.prompts else self.full).append(found)
         self._limit()
+
+    def _prefilled(self, event: RoundEvent) -> int:
+        """Tokens of the prompts that this round is the first one of."""
+        tokens = 0
+        for row, (prompt, new) in enumerate(zip(event.prompts, event.emitted, strict=True)):
+            length = len(self._decoder.sequences.history[row])
+            if prompt is not None:
+                tokens += length - len(new) if self._held.get(row) != (prompt, length - len(new)) else 0
+                self._held[row] = prompt, length
+        return tokens
 
     def piece(self, category: str) -> Piece:
         """What they come to. Where no slot was ever waited for, no round is of the tail."""
         counted, tail = (self.full, self.others) if self.full else (self.others, [])
-        shapes: dict[str, list[float]] = {}
-        waited: dict[str, list[float]] = {}
+        steps: dict[str, list[list[int]]] = {}
         for one in counted:
-            shapes.setdefault(one.shape, []).append(round(one.decoding, 7))
-            waited.setdefault(one.shape, []).append(round(one.lost, 7))
+            steps.setdefault(one.shape, []).append(one.row)
         return Piece(
             emitted=sum(one.emitted for one in counted),
             seconds={phase: sum(one.seconds[phase] for one in counted) for phase in self._before},
             tail_emitted=sum(one.emitted for one in tail),
             tail_seconds=sum(s for one in tail for phase, s in one.seconds.items() if phase != PREFILL),
             category=category,
-            rounds=shapes,
-            waited={shape: lost for shape, lost in waited.items() if any(lost)},
+            steps=steps,
         )
 
 
@@ -207,17 +216,16 @@ class _Round:
     emitted: int
     seconds: Mapping[str, float]
     waited: float
+    prefilled: int
 
     @property
-    def lost(self) -> float:
-        """Seconds of the round that were waited for a processor; a prefill before it has its share of them."""
+    def row(self) -> list[int]:
+        """The round as `Piece.steps` keeps it. The target's prefill before it has its share of what was waited."""
         every = sum(self.seconds.values())
-        return self.waited * self.decoding / every if every else 0.0
-
-    @property
-    def decoding(self) -> float:
-        """Seconds of the round itself, without any prefill before it."""
-        return sum(s for phase, s in self.seconds.items() if not phase.endswith(PREFILL))
+        waited = self.waited * (1 - self.seconds[PREFILL] / every) if every else 0.0
+        times = [self.seconds[phase] for phase in ("draft", "target", "verify", "rest")] + [waited]
+        row = [round(1e6 * s) for s in times]
+        return [*row, self.prefilled, round(1e6 * self.seconds["draft_prefill"])] if self.prefilled else row
 
 
 class Cell:

@@ -28,7 +28,7 @@ from ..runs.intervals import LEAST_PIECES
 from ..runs.metrics import compare, measure
 from ..runs.prompts import Prompt
 from ..runs.recipe import CellConfig
-from ..runs.records import CellResult
+from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
 from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
@@ -264,8 +264,8 @@ class Group:
     def _watch(self) -> None:
         """Say once if the threads of the last piece waited for processors of other programs."""
         last = [self._found[i][-1].piece for i in self._cells if self._found[i]]
-        waited = sum(sum(lost) for piece in last for lost in piece.waited.values())
-        seconds = sum(sum(taken) for piece in last for taken in piece.rounds.values())
+        steps = [step for piece in last for rows in piece.steps.values() for step in rows]
+        waited, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
         sentence = disturbance(waited, seconds, self._threads["number"])
         if sentence and not self._disturbed:
             self._disturbed = True
@@ -417,16 +417,15 @@ def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence
 
 
 def compare_group(results: Sequence[CellResult]) -> None:
-    """Set the metrics that need the baseline of the group, if it was measured."""
-    baseline = next((r for r in results if r.config.is_baseline and r.metrics is not None), None)
+    """Set the metrics that come from the whole group, as far as it was measured."""
+    measured = [r for r in results if r.metrics is not None]
+    baseline = next((i for i, r in enumerate(measured) if r.config.is_baseline), None)
+    compare([r.metrics for r in measured if r.metrics], cells_of(measured), baseline)
     if baseline is None:
         return
-    said = {(r["question_id"], r["turn"]): r["tokens"] for r in baseline.responses}
-    for result in results:
-        if result.metrics is None:
-            continue
-        compare(result.metrics, result.pieces, baseline.pieces)
-        if result.config.sampling.temperature == 0:
+    said = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
+    for result in measured:
+        if result.metrics is not None and result.config.sampling.temperature == 0:
             same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
             result.metrics.same_as_baseline = sum(same) / len(same)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..contracts.errors import UsageError
 from ..models.threads import number_used
 from ..runs.metrics import RoundRecord
-from ..runs.pace import Piece
+from ..runs.pieces import Piece
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import UsageError, printable
+from ..runs.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..runs.intervals import Estimate
 from ..runs.marks import mark_of
 from ..runs.metrics import free, paired_difference, prompts_of_pieces
-from ..runs.pace import speed_up_ratio
 from ..runs.recipe import RUN_KEYS
+from ..runs.records import cells_of
 from ..runs.titles import group_title, verifier_title
 from .layout import estimate_text, tabulated
 from .selection import shown
@@ -113,7 +114,7 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
             if pair.setting != setting:
                 continue
             efficiency, speed = (
-                [f"{e.value:.2f}" if e else "" for e in two] for two in (pair.block_efficiency, pair.speed_up)
+                [f"{e.value:.2f}" if e else "—" for e in two] for two in (pair.block_efficiency, pair.speed_up)
             )
             row = [pair.drafter, pair.verifier, *efficiency, estimate_text(pair.difference, "+")]
             row += [*speed, estimate_text(pair.ratio)]
@@ -218,9 +219,25 @@ def _ratio(one: CellResult, other: CellResult, runs: Sequence[FinishedRun]) -> E
     """Of the speed-ups; without an interval where pieces held other prompts."""
     if (speeds := _speed_ups((other, one))) is None:
         return None
-    if (four := _same_pieces(one, other, runs)) is not None:
-        return speed_up_ratio(*(result.pieces for result in four))
+    if _same_pieces(one, other, runs) is not None:
+        found = speed_up_ratio(_times(other, runs[1]), _times(one, runs[0]))
+        return None if isinstance(found, Withheld) else found
     return Estimate(speeds[0] / speeds[1])
+
+
+def _times(result: CellResult, run: FinishedRun) -> tuple[ComponentTimes, int, int]:
+    """The component times of a cell's group, which of its cells it is, and which plain decoding."""
+    group = _group(result, run)
+    cell, baseline = (next(i for i, r in enumerate(group) if of(r)) for of in (lambda r: r is result, _is_baseline))
+    return ComponentTimes(cells_of(group)), cell, baseline
+
+
+def _is_baseline(result: CellResult) -> bool:
+    return result.config.is_baseline
+
+
+def _group(result: CellResult, run: FinishedRun) -> list[CellResult]:
+    return [r for r in run.summary.results if r.config.group == result.config.group and r.metrics is not None]
 
 
 def _speed_ups(pair: tuple[CellResult, CellResult]) -> tuple[float, float] | None:
@@ -233,8 +250,7 @@ def _same_pieces(one: CellResult, other: CellResult, runs: Sequence[FinishedRun]
     """The second cell, its baseline, the first cell and its own, if piece i of all four held the same prompts."""
     four: list[CellResult] = []
     for result, run in ((other, runs[1]), (one, runs[0])):
-        group = [r for r in run.summary.results if r.config.group == result.config.group and r.metrics is not None]
-        four += [result, *(r for r in group if r.config.is_baseline)]
+        four += [result, *(r for r in _group(result, run) if r.config.is_baseline)]
     pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in four}
     return four if len(four) == 4 and len(pieces) == 1 else None
 

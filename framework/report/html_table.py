@@ -11,6 +11,7 @@ from ..runs.columns import meaning
 from ..runs.marks import mark_of
 from ..runs.sources import source_of
 from ..runs.titles import group_title, verifier_title
+from .layout import speed_up_text
 
 if TYPE_CHECKING:
     from ..runs.intervals import Estimate
@@ -75,7 +76,7 @@ def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float
     strong = not plain and mark_of(result).headline
     setting = group_title(config, [r.config for r in run.summary.results], but="batch_size")
     same = metrics.same_as_baseline
-    rate = metrics.tokens_per_second if metrics.timed else None
+    rate = metrics.tokens_per_second if metrics.timed and not metrics.withheld else None
     return {
         "run": _text(title),
         "drafter": _text(config.drafter.title),
@@ -89,7 +90,9 @@ def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float
         "rows": _number(metrics.target_rows_per_token, ".2f"),
         "rate": _number(rate, ".1f"),
         "per_user": _number(None if rate is None else rate / config.batch_size, ".1f"),
-        "speed_up": _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0), strong),
+        "speed_up": _number(None, "") | {"text": speed_up_text(metrics)}
+        if metrics.withheld and not plain
+        else _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0), strong),
         "draft": _number(100 * metrics.shares.get("draft", 0.0) if metrics.timed else None, ".0f"),
         "same": _number(None if plain or same is None else 100 * same, ".0f"),
     }

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from ..runs.titles import group_title
 
 if TYPE_CHECKING:
-    from ..runs.metrics import Estimate
+    from ..runs.metrics import Estimate, Metrics
     from ..runs.records import CellResult
     from .summary import Summary
 
@@ -36,6 +36,11 @@ def _plain(text: str, style: str) -> str:
     """A text that cannot leave its cell: what people called things may hold bars and codes for a terminal."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
     return text.replace("|", "\\|") if style == "github" else text
+
+
+def speed_up_text(metrics: Metrics) -> str:
+    """The speed-up with its interval, or why it is withheld; nothing without a baseline."""
+    return f"— ({metrics.withheld})" if metrics.withheld else estimate_text(metrics.speed_up)
 
 
 def estimate_text(estimate: Estimate | None, sign: str = "") -> str:

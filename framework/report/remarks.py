@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ..runs.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.marks import Mark, mark_of
 from ..runs.metrics import free, paired_difference
 from ..runs.titles import group_title, is_lossless, verifier_title
@@ -128,19 +129,30 @@ def _cut_rounds(summary: Summary) -> list[str]:
     return lines
 
 
-#: Rounds that took so many times as long as undisturbed ones are worth a warning.
-_BUSY = 1.25
+#: A group of which less than this share of the steps was undisturbed is worth a note.
+_UNDISTURBED = 0.75
 
 
 def _busy(summary: Summary) -> list[str]:
-    """Where the clock and the quiet rounds disagree."""
-    lines = []
+    """Where other programs disturbed the machine, and why a speed-up is not shown."""
+    lines, reasons = [], set[str]()
     for title, results in groups_of(summary):
-        worst = max((r.metrics.busy for r in results if r.metrics), default=1.0)
-        if worst > _BUSY:
-            lines.append(f"note: this machine was busy ({title}): rounds took up to {worst:.1f} times their quiet time")
+        measured = [r.metrics for r in results if r.metrics and r.metrics.timed]
+        reasons |= {m.withheld for m in measured}
+        seconds = sum(m.decode_seconds for m in measured)
+        share = sum(m.undisturbed * m.decode_seconds for m in measured) / seconds if seconds else 1.0
+        if share < _UNDISTURBED:
+            lines.append(f"note: this machine was busy ({title}): {100 * share:.0f} % of the time was undisturbed")
     if lines:
-        lines.append("tok/s and speed-up are those of the quiet rounds; summary.csv has both")
+        lines.append("tok/s and speed-up are those of the undisturbed steps; summary.csv has both by the clock")
+    if TOO_FEW in reasons:
+        lines.append(
+            f"— ({TOO_FEW}): components that take more than {100 * MOST_BORROWED:.0f} % of a cell's time had fewer than"
+        )
+        lines.append(f"{ENOUGH} undisturbed steps; run again on a quieter machine or with more prompts")
+    if FAULT in reasons:
+        lines.append(f"— ({FAULT}): a pass over several tokens was measured as faster than one over a single token:")
+        lines.append("a fault of the measurement; run again on a quieter machine or with more prompts")
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..runs.titles import verifier_title
 from .batch_sizes import by_batch_size
-from .layout import estimate_text, groups_of, tabulated
+from .layout import estimate_text, groups_of, speed_up_text, tabulated
 from .remarks import differences, remarks_of, shortened
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _LEGEND = (
     "BE: tokens emitted per target call, of rounds with room for a whole draft. rows/tok: positions the target\n"
     "evaluates per token emitted. d/t/v/r: share of the decoding time in draft (with prefill), target, verify, rest.\n"
     "These, tok/s and speed-up count rounds with all slots in use; the tail, when fewer prompts than slots are left,\n"
-    "is not in them. tok/s: at the pace of the quiet quarter of the rounds of each shape.\n"
+    "is not in them. tok/s: by what each component of a step takes undisturbed, in all cells of the group together.\n"
     "speed-up: of tok/s over the drafter none in the same group; an interval needs 3 pieces of prompts."
 )
 _BY_BATCH_SIZE = (
@@ -110,9 +110,9 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
         " ".join(acceptance[:_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
         "/".join(shares),
-        f"{metrics.tokens_per_second:.1f}" if metrics.timed else "",
+        ("—" if metrics.withheld else f"{metrics.tokens_per_second:.1f}") if metrics.timed else "",
         f"{predicted.tokens_per_second:.1f}" if predicted else "",
-        "" if metrics.speed_up is None else "1" if config.is_baseline else estimate_text(metrics.speed_up),
+        "1" if config.is_baseline and metrics.speed_up else speed_up_text(metrics),
     )
     return dict(zip(_COLUMNS, cells, strict=True))
 

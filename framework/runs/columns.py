@@ -106,19 +106,22 @@ QUANTITIES = (
     ),
     Quantity(
         "tokens_per_second",
-        "Tokens per second of all sequences together, at the pace of the quiet rounds; without tail and prefill.",
+        "Tokens per second of all sequences together, by the undisturbed steps of the group; without tail and prefill. "
+        "By the clock if there are too few of these.",
         "tok/s",
     ),
     Quantity("tokens_per_second_wall", "The same by the clock.", "tok/s by the clock"),
     Quantity("tokens_per_second_with_prefill", "The same by the clock, with tail and prefill.", "tok/s with prefill"),
-    Quantity("busy", "By the clock over quiet: 1.0 where nothing else disturbed the machine."),
+    Quantity("undisturbed", "Share of the steps that no other program disturbed."),
     Quantity(
         "speed_up",
-        "Of tok/s over plain decoding of the same group, measured side by side; with its 95 % interval.",
+        "Of tok/s over plain decoding of the same group, measured side by side; with its 95 % interval, of prompts and "
+        "component times.",
         "speed-up",
         estimate=True,
     ),
     Quantity("speed_up_wall", "The same by the clock.", "speed-up by the clock"),
+    Quantity("withheld", "Why there is no speed-up; empty if there is, or if there is no baseline."),
     Quantity("prompts_<category>", "How many prompts of a category were answered."),
     Quantity("block_efficiency_<category>", "Block efficiency on the prompts of a category.", estimate=True),
     Quantity(

@@ -11,8 +11,9 @@ lengths cover 92 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -33,6 +34,13 @@ class Estimate:
     high: float | None = None
 
 
+class Noise(NamedTuple):
+    """An error of a statistic that its pieces do not show: variance (of the logarithm, if that is used) and freedom."""
+
+    variance: float
+    freedom: float
+
+
 def estimate(
     statistic: Callable[[np.ndarray], np.ndarray],
     sums: np.ndarray,
@@ -41,6 +49,7 @@ def estimate(
     value: float | None = None,
     least: float = -np.inf,
     most: float = np.inf,
+    noise: Sequence[Noise] = (),
 ) -> Estimate:
     """A statistic of the totals of independent pieces, and its interval.
 
@@ -50,6 +59,7 @@ def estimate(
         log: the interval is symmetric in the logarithm.
         value: the value to be shown, if it is not that of ``sums`` (their spread is that of a like estimator).
         least, most: what the statistic cannot go beyond; nor does its interval.
+        noise: other errors, independent of those of the pieces; degrees of freedom are Satterthwaite's.
 
     Returns:
         no interval over fewer than `LEAST_PIECES` pieces, nor where the pieces do not differ at all.
@@ -64,11 +74,13 @@ def estimate(
         return np.log(statistic(totals)) if log else statistic(totals)
 
     centre, without = float(of(total)), of(total - sums)
-    error = float(np.sqrt((n - 1) / n * ((without - centre) ** 2).sum()))
+    weight = sums[:, 0]
+    own = Noise(float((n - 1) / n * ((without - centre) ** 2).sum()), FREEDOM * weight.sum() ** 2 / (weight**2).sum())
+    every = [own, *noise]
+    error = float(np.sqrt(sum(one.variance for one in every)))
     if not np.isfinite(error) or error < 1e-12:
         return Estimate(found)
-    weight = sums[:, 0]
-    freedom = max(FREEDOM * weight.sum() ** 2 / (weight**2).sum(), 1.0)
+    freedom = error**4 / max(sum(one.variance**2 / max(one.freedom, 1.0) for one in every), 1e-300)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     low, high = (found * float(np.exp(s * half)) if log else found + s * half for s in (-1, 1))
     return Estimate(found, max(low, least), min(high, most))

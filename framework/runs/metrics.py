@@ -7,17 +7,18 @@ times are seconds, all rates tokens per second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
 from .intervals import Estimate, estimate
-from .pace import PREFILL, Piece, busyness, speed_up, wall_ratio
+from .pieces import PREFILL, Piece, wall_ratio
 
 #: The metrics that come from the clock, see `Metrics.timed`.
 TIMES = ("shares", "decode_seconds", "prefill_seconds", "tail_seconds", "tokens_per_second", "tokens_per_second_wall")
-TIMES += ("tokens_per_second_with_prefill", "busy", "speed_up", "speed_up_wall")
+TIMES += ("tokens_per_second_with_prefill", "undisturbed", "speed_up", "speed_up_wall", "withheld")
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,12 @@ class Metrics:
         shares: of the decoding time: draft (the drafter's prefill included), target, verify, rest.
         decode_seconds, prefill_seconds: the time it took, without the tail (see `Piece`).
         tail_seconds: the tail's, which no share and no rate but the next-named counts.
-        tokens_per_second: while decoding on a quiet machine: what rounds of each shape took at the lower quartile,
-            times how many there were; ``..._wall``: by the clock; ``..._with_prefill``: by the clock all in all, with
-            tail and prefill.
-        busy: by the clock over quiet, 1.0 where nothing disturbed.
-        speed_up: of tokens_per_second over the baseline of the same group, None without one; ``_wall``: by the clock.
+        tokens_per_second: while decoding on an undisturbed machine (see `component_times`), by the clock if that is
+            unknown; ``..._wall``: by the clock; ``..._with_prefill``: by the clock all in all, with tail and prefill.
+        undisturbed: share of the batch's steps.
+        speed_up: of tokens_per_second over the baseline of the same group, None without one, or if it is withheld;
+            ``_wall``: by the clock.
+        withheld: why there is no speed-up beside a baseline (of the baseline: no tokens_per_second), or empty.
         by_category: the same by category, in the order of the prompts.
         same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
         peak_memory: bytes, see `memory.peak`; None where the system does not say.
@@ -113,9 +115,10 @@ class Metrics:
     tokens_per_second: float
     tokens_per_second_wall: float
     tokens_per_second_with_prefill: float
-    busy: float
+    undisturbed: float
     speed_up: Estimate | None
     speed_up_wall: float | None
+    withheld: str
     by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
     peak_memory: int | None = None
@@ -127,17 +130,6 @@ class Metrics:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Metrics:
-        """Raises KeyError, TypeError or ValueError for data that are no metrics."""
-        categories = {name: CategoryMetrics(**{**row, **_estimates(row)}) for name, row in data["by_category"].items()}
-        found = cls(**{**data, **_estimates(data), "by_category": categories})
-        for f in fields(cls):
-            value = getattr(found, f.name)
-            if f.type in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{f.name} is {value!r}, which is no number")
-        return found
 
 
 def _estimates(data: Mapping[str, Any]) -> dict[str, Estimate | None]:
@@ -152,7 +144,7 @@ def free(records: Iterable[RoundRecord], depth: int) -> list[RoundRecord]:
 def measure(
     records: Sequence[RoundRecord], pieces: Sequence[Piece], passes: int = 0, gamma: int = 0, depth: int = 0
 ) -> Metrics:
-    """The metrics of a cell, without its speed-up.
+    """The metrics of a cell by itself: rates are by the clock, and it has no speed-up yet (see `compare`).
 
     Args:
         gamma: least depth that `acceptance` goes to.
@@ -165,7 +157,6 @@ def measure(
     seconds["draft"] = seconds.get("draft", 0.0) + seconds.pop("draft_prefill", 0.0)
     decode, tail = sum(seconds.values()), sum(piece.tail_seconds for piece in pieces)
     wall = sum(piece.emitted for piece in pieces) / decode if decode else 0.0
-    busy = busyness(pieces)
     survival = [r.survival for r in counted if r.survival is not None]
     by_category: dict[str, list[RoundRecord]] = {}
     for record in records:
@@ -188,12 +179,13 @@ def measure(
         decode_seconds=decode,
         prefill_seconds=prefill,
         tail_seconds=tail,
-        tokens_per_second=wall * busy,
+        tokens_per_second=wall,
         tokens_per_second_wall=wall,
         tokens_per_second_with_prefill=emitted / (decode + tail + prefill) if decode + tail + prefill else 0.0,
-        busy=busy,
+        undisturbed=1.0,
         speed_up=None,
         speed_up_wall=None,
+        withheld="",
         by_category={
             category: CategoryMetrics(len({r.prompt for r in mine}), block_efficiency(free(mine, depth)))
             for category, mine in by_category.items()
@@ -262,9 +254,31 @@ def prompts_of_pieces(records: Iterable[RoundRecord], pieces: Iterable[Piece]) -
     return found
 
 
-def compare(metrics: Metrics, pieces: Sequence[Piece], baseline: Sequence[Piece]) -> None:
-    """Set the speed-ups of a cell over the baseline of its group: over all, and by category where pieces are of one."""
-    metrics.speed_up, metrics.speed_up_wall = speed_up(pieces, baseline), wall_ratio(pieces, baseline)
-    for category, found in metrics.by_category.items():
-        pairs = [pair for pair in zip(pieces, baseline, strict=True) if pair[0].category == category]
-        found.speed_up = speed_up(*zip(*pairs, strict=True)) if category and pairs else None
+def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
+    """Set what the cells of a group tell together: rates and speed-ups over the baseline, if that was measured.
+
+    By category if the pieces are of one each.
+
+    Args:
+        metrics, cells: of every finished cell, in the same order; piece i of all held the same prompts.
+        baseline: which of them is plain decoding.
+    """
+    if not all(one.timed for one in metrics):
+        return
+    times = ComponentTimes(cells)
+    for i, (one, cell) in enumerate(zip(metrics, cells, strict=True)):
+        one.undisturbed, seconds = times.undisturbed(i), times.seconds(i)
+        if seconds:
+            one.tokens_per_second = sum(piece.emitted for piece in cell.pieces) / seconds
+        if baseline is None:
+            continue
+        one.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
+        if i == baseline:
+            one.speed_up, one.withheld = Estimate(1.0), "" if seconds else TOO_FEW
+            continue
+        found = times.speed_up(i, baseline)
+        one.speed_up, one.withheld = (None, found.reason) if isinstance(found, Withheld) else (found, "")
+        for category, of in one.by_category.items():
+            pieces = [j for j, piece in enumerate(cell.pieces) if category and piece.category == category]
+            part = times.speed_up(i, baseline, pieces) if pieces and not one.withheld else None
+            of.speed_up = part if isinstance(part, Estimate) else None

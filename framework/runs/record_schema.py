@@ -1,6 +1,6 @@
 """The shape of the files of a run, checked as they are read: nothing behind `parse` and `check` meets a wrong type.
 
-The dataclasses of `metrics`, `pace` and `intervals` are their own schema. Keys that a reader does not need are not
+The dataclasses of `metrics`, `pieces` and `intervals` are their own schema. Keys that a reader does not need are not
 checked: versions add some.
 """
 
@@ -19,7 +19,7 @@ from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, LINE_BYTES, RESPONSE_F
 from ..contracts.options import fault
 from ..contracts.reading import parse_json, read_json, read_lines, read_text
 from .metrics import Metrics
-from .pace import Piece
+from .pieces import Piece
 
 T = TypeVar("T")
 #: Greater than any number of a run: bytes, tokens, seconds.
@@ -148,9 +148,10 @@ def read_numbers(file: Path) -> Numbers:
     if not {"draft", "target", "verify", "rest"} <= metrics.shares.keys():
         raise _wrong(file, "metrics.shares", "a phase is missing")
     for i, piece in enumerate(found.pieces):
-        for shape, waited in piece.waited.items():
-            if len(waited) != len(piece.rounds.get(shape, ())):
-                raise _wrong(file, f"pieces.{i}.waited.{shape}", "it has another length than the rounds of that shape")
+        try:
+            piece.check_steps()
+        except ValueError as error:
+            raise _wrong(file, f"pieces.{i}", str(error)) from None
     return found
 
 

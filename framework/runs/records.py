@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .component_times import CellPieces
 from .metrics import Metrics, RoundRecord
-from .pace import Piece
-from .recipe import CellConfig, Recipe
+from .pieces import Piece
+from .recipe import CellConfig, Recipe, Strategy
 
 
 @dataclass
@@ -53,6 +56,15 @@ class CellResult:
         """What notifications tell about a cell."""
         metrics = self.metrics.to_json() if self.metrics else None
         return {"id": self.config.hash, "config": self.config.model_dump(mode="json"), "metrics": metrics}
+
+
+def cells_of(results: Iterable[CellResult]) -> list[CellPieces]:
+    """The pieces of cells, and what tells their drafters and verifiers apart: name and options, not the label."""
+
+    def named(strategy: Strategy) -> str:
+        return json.dumps([strategy.name, strategy.config], sort_keys=True, default=str)
+
+    return [CellPieces(named(r.config.drafter), named(r.config.verifier), r.pieces) for r in results]
 
 
 @dataclass

@@ -35,7 +35,7 @@ from ..contracts.files import replace_text
 from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
 from ..contracts.reading import open_file, read_json, refuse_special_files
 from .metrics import RoundRecord
-from .pace import Piece
+from .pieces import Piece
 from .recipe import CellConfig
 from .record_schema import Head, Provenance, check, read_numbers, read_responses
 from .records import CellResult
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: rounds
 #: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept. 5: pieces have what
-#: their rounds waited.
-FORMAT = 5
+#: their rounds waited. 6: pieces have the components of every step.
+FORMAT = 6
 
 #: Held by the process that writes to a run, and who that is.
 LOCK, OWNER = ".lock", ".owner.json"
@@ -93,7 +93,7 @@ class PieceResult:
     def from_json(cls, data: Mapping[str, Any]) -> PieceResult:
         """Raises KeyError, TypeError or ValueError for data of another shape."""
         records = [RoundRecord(*row) for row in data["records"]]
-        return cls(**{**data, "records": records, "piece": Piece(**data["piece"])})
+        return cls(**{**data, "records": records, "piece": Piece.from_json(data["piece"])})
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "records": [list(asdict(record).values()) for record in self.records]}
@@ -233,8 +233,9 @@ class RunDirectory:
         parquet.write_table(pa.Table.from_pylist(rows, schema=_ROUNDS), aside / "rounds.parquet")
         lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
         inside.write_text("responses.jsonl", "".join(lines))
-        pieces = [asdict(piece) for piece in result.pieces]
-        inside.write_json("metrics.json", {"metrics": result.metrics.to_json(), "pieces": pieces})
+        metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
+        pieces = ",\n".join(json.dumps(asdict(piece), ensure_ascii=False) for piece in result.pieces)
+        inside.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
 
     def load(self, config: CellConfig) -> CellResult | None:
         """A cell that was measured before, or None if it is not there or cannot be read."""

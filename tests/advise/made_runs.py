@@ -10,7 +10,7 @@ from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.metrics import Estimate, RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.decoding.build import build_decoder, configured
 from crossdraft.framework.runs.metrics import Metrics, RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 
 GAMMA = 8
 

@@ -68,8 +68,12 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert (len(tail) > 0) == (b == 3)
         assert sum(c.tail_emitted for c in result.pieces) == sum(r.emitted for r in tail)
         # What the loop does once a round was told is booked with the next one; the first has none before it.
-        seconds = [s for piece in result.pieces for every in piece.rounds.values() for s in every]
-        assert len(seconds) == len(rounds) - len(tail) and {6.0, 7.0} >= set(seconds)
+        steps = [row for piece in result.pieces for rows in piece.steps.values() for row in rows]
+        assert len(steps) == len(rounds) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
+        begins = [row[5:] for row in steps if len(row) > 5]  # the tokens of its prompts, a second for each
+        fed = sum(response["prompt_tokens"] for response in result.responses)
+        assert sum(tokens for tokens, _ in begins) == fed or tail
+        assert sum(seconds for _, seconds in begins) == 1e6 * result.metrics.sequences or tail
         begun = result.metrics.sequences  # a second of drafter prefill each
         every = result.metrics.decode_seconds + result.metrics.tail_seconds
         assert 6 * len(rounds) <= every - begun <= 7 * len(rounds)

@@ -139,14 +139,14 @@ def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsy
     (run,) = tmp_path.glob("runs/*")
     rows = list(csv.DictReader((run / "summary.csv").read_text(encoding="utf-8").splitlines()))
     assert all(float(row["block_efficiency_all_rounds"]) >= 1 for row in rows)
-    times = {"tokens_per_second", "speed_up", "decode_seconds", "draft_share", "busy"}
+    times = {"tokens_per_second", "speed_up", "decode_seconds", "draft_share", "undisturbed"}
     assert not times & rows[0].keys()
     lines = [line.split() for line in out.splitlines() if line.startswith(("none", "prompt-lookup"))]
     assert len(lines) == 2, out
     for metrics in run.glob("cells/*/metrics.json"):
         found = json.loads(metrics.read_text(encoding="utf-8"))
         seconds = [s for piece in found["pieces"] for s in (*piece["seconds"].values(), piece["tail_seconds"])]
-        assert seconds and not any(seconds) and not any(piece["rounds"] for piece in found["pieces"])
+        assert seconds and not any(seconds) and not any(piece["steps"] for piece in found["pieces"])
         assert found["metrics"]["speed_up"] is None and found["metrics"]["tokens_per_second"] == 0
     assert "not timed (--untimed)" in report(capsys, run)
     assert cli.main(["table", str(run), "--value", "tokens_per_second"]) == 2

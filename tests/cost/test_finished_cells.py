@@ -18,7 +18,7 @@ from crossdraft.framework.cost.finished_cells import (
 )
 from crossdraft.framework.cost.prediction import CellStatistics, predict
 from crossdraft.framework.runs.metrics import Estimate, Metrics, RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 from crossdraft.framework.runs.recipe import CellConfig, Strategy
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy

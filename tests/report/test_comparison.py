@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from html_runs import RECIPE, finished_run, on_disk
 
+from crossdraft.framework.bench.group import compare_group
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.report.comparison import compare_runs, comparison_text
 from crossdraft.framework.report.finished import FinishedRun
 from crossdraft.framework.runs.metrics import measure, prompts_of_pieces
-from crossdraft.framework.runs.pace import speed_up, speed_up_ratio
+from crossdraft.framework.runs.pieces import Piece
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [3], "batch_size": [1, 4]}}
 
@@ -28,11 +29,17 @@ def slower(run: FinishedRun, rule: str, factor: float) -> None:
     for result in run.summary.results:
         if result.config.verifier.name != rule or result.config.is_baseline:
             continue
-        result.pieces = [replace(p, seconds={k: factor * s for k, s in p.seconds.items()}) for p in result.pieces]
-        group = [r for r in run.summary.results if r.config.group == result.config.group]
+        result.pieces = [slowed(piece, factor) for piece in result.pieces]
         old, result.metrics = result.metrics, measure(result.records, result.pieces, gamma=3, depth=3)
         assert old is not None and old.block_efficiency == result.metrics.block_efficiency
-        result.metrics.speed_up = speed_up(result.pieces, group[0].pieces)
+    for key in {result.config.group for result in run.summary.results}:
+        compare_group([result for result in run.summary.results if result.config.group == key])
+
+
+def slowed(piece: Piece, factor: float) -> Piece:
+    """The same with every verification longer, so that a step takes so many times as long."""
+    rows = {s: [[*r[:2], round(r[2] + (factor - 1) * sum(r[:4])), *r[3:]] for r in of] for s, of in piece.steps.items()}
+    return replace(piece, seconds={k: factor * s for k, s in piece.seconds.items()}, steps=rows)
 
 
 def test_a_run_with_itself(tmp_path: Path) -> None:
@@ -49,22 +56,22 @@ def test_known_differences(tmp_path: Path) -> None:
     slower(b, "block", 2.0)
     for pair in compare_runs(a, b).pairs:
         assert pair.ratio is not None
-        assert pair.ratio.value == pytest.approx(0.5 if pair.verifier == "block" else 1.0)
-    # The same factor on every piece leaves nothing uncertain, though each speed-up is.
+        assert pair.ratio.value == pytest.approx(0.5 if pair.verifier == "block" else 1.0, rel=0.03)
     result = b.summary.results[2]
     assert result.config.verifier.name == "block" and result.metrics is not None
     assert result.metrics.speed_up is not None and result.metrics.speed_up.low is not None
 
-    # With a factor of its own for every piece: the interval is that of the ratio of the pieces' ratios.
+    # With a factor of its own for every piece, that is in the interval.
     factors = np.linspace(1.5, 2.5, len(result.pieces))
-    ours = [
-        replace(p, seconds={k: f * s for k, s in p.seconds.items()})
-        for p, f in zip(result.pieces, factors, strict=True)
-    ]
-    plain = b.summary.results[0].pieces
-    estimate = speed_up_ratio(ours, plain, result.pieces, plain)
-    assert estimate is not None and estimate.low is not None and estimate.high is not None
-    assert 1 / 2.5 < estimate.value < 1 / 1.5 and estimate.low < estimate.value < estimate.high
+    result.pieces = [slowed(piece, factor / 2) for piece, factor in zip(result.pieces, factors, strict=True)]
+    wide = []
+    for pair in compare_runs(a, b).pairs:
+        assert pair.ratio is not None and pair.ratio.low is not None and pair.ratio.high is not None
+        assert pair.ratio.low < pair.ratio.value < pair.ratio.high
+        if pair.ratio.high > 1.1 * pair.ratio.value:
+            assert 1 / 2.5 < pair.ratio.value < 1 / 1.5
+            wide.append(pair.verifier)
+    assert set(wide) == {"block"}, "pairs of a group share what a verification takes"
 
 
 def test_differences_in_block_efficiency(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from made_cells import SERIES, outcome
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
 from crossdraft.framework.report.csv_rows import summary_csv
+from crossdraft.framework.report.finished import FinishedRun
+from crossdraft.framework.report.html_table import best_of, cells_of
 from crossdraft.framework.report.remarks import differences
 from crossdraft.framework.report.tables import summary_markdown, terminal
+from crossdraft.framework.runs.component_times import FAULT, TOO_FEW
 from crossdraft.framework.runs.metrics import CategoryMetrics, Estimate, RoundRecord
 
 
@@ -124,3 +127,26 @@ def test_differences_are_said_once(tmp_path: Path) -> None:
     assert line.startswith("temperature 1, batch sizes 1, 4, small-lm: BE of block − token, on the same prompts: +0.17")
     made.results[-1].records[0] = made.results[-1].records[-1]  # at batch size 4, in another one, too
     assert [line.partition(",")[2][:14] for line in differences(made)] == [" batch size 1,", " batch size 4,"]
+
+
+@pytest.mark.parametrize("reason", [TOO_FEW, FAULT])
+def test_a_speed_up_that_is_withheld_leaves_its_reason(tmp_path: Path, reason: str) -> None:
+    made = outcome(tmp_path, {1: {"token": 1.5, "block": 15.68}})
+    (block,) = (r.metrics for r in made.results if r.config.verifier.name == "block" and r.metrics)
+    block.speed_up, block.withheld, block.speed_up_wall = None, reason, 15.68
+    for result in made.results:
+        assert result.metrics is not None
+        result.metrics.undisturbed = 0.1
+    text = terminal(made)
+    (line,) = (line for line in text.splitlines() if line.split()[1:2] == ["block"])
+    assert line.split()[-2:] == f"— ({reason})".split()[-2:] and "15.68" not in text and " — " in line
+    assert f"— ({reason}): " in text and ": 10 % of the time was undisturbed" in text
+    assert max(map(len, text.splitlines())) <= 130
+    markdown = summary_markdown(made)
+    assert f"| — ({reason}) |" in markdown and "15.68" not in markdown
+    (row,) = (row for row in csv.DictReader(io.StringIO(summary_csv(made))) if row["verifier"] == "block")
+    assert (row["speed_up"], row["withheld"], row["speed_up_wall"]) == ("", reason, "15.68")
+    run = FinishedRun(made, {}, [])
+    cells = [row for row in cells_of([("run", run)]) if row["verifier"]["text"] == "block"]
+    assert cells[0]["speed_up"]["text"] == f"— ({reason})" and cells[0]["rate"]["text"] == ""
+    assert "15.68" not in str(best_of([("run", run)]))

@@ -13,8 +13,9 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
+from crossdraft.framework.runs.intervals import Estimate
 from crossdraft.framework.runs.metrics import RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece, speed_up
+from crossdraft.framework.runs.pieces import Piece, wall_ratio
 from crossdraft.framework.runs.recipe import Recipe
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
@@ -37,8 +38,9 @@ def finished(config: Any) -> CellResult:
     result = CellResult(
         config, measure(records, pieces), None, "", records, said, pieces, provenance, "2026-03-01T12:00:00"
     )
-    assert result.metrics is not None
-    result.metrics.speed_up = speed_up(pieces, [Piece(2, phases | {"target": 2.0})])
+    ratio = wall_ratio(pieces, [Piece(2, phases | {"target": 2.0})])
+    assert result.metrics is not None and ratio is not None
+    result.metrics.speed_up = Estimate(ratio)
     return result
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossdraft.framework.runs.intervals import Estimate, estimate, pieces_needed
-from crossdraft.framework.runs.pace import Piece, speed_up
+from crossdraft.framework.runs.intervals import Estimate, Noise, estimate, pieces_needed
 
 Sums = np.ndarray
 
@@ -97,42 +96,6 @@ def test_paired_differences_in_full(n: int) -> None:
     assert 0.925 < found < 0.975
 
 
-def pair(random: Any, n: int, each: int, drift: float) -> tuple[list[Piece], list[Piece]]:
-    """Pieces of a pair and of its baseline: rounds jitter, and the machine is a little faster or slower by piece."""
-    cells = []
-    sums = [prompts(random, each, (8.0, 4.0), 4).sum(0) for _ in range(n)]
-    for seconds, column in ((1.5, 1), (1.0, 0)):
-        pieces = []
-        for emitted, rounds in sums:
-            count = int((emitted, rounds)[column])
-            pace = seconds * np.exp(drift * random.standard_normal())
-            taken = list(pace * np.exp(0.08 * np.abs(random.standard_normal(count))))
-            pieces.append(Piece(int(emitted), {"target": float(sum(taken))}, rounds={"0 0": taken}))
-        cells.append(pieces)
-    return cells[0], cells[1]
-
-
-def speed_up_coverage(n: int, each: int, drift: float, times: int) -> float:
-    random = np.random.default_rng([n, each])
-    many = [found for _ in range(3) if (found := speed_up(*pair(random, 200, each, 0.0))) is not None]
-    truth = float(np.mean([found.value for found in many]))
-    return coverage(lambda: (speed_up(*pair(random, n, each, drift)), truth), times)
-
-
-def test_speed_up_over_pieces() -> None:
-    assert 0.85 < speed_up_coverage(3, 2, 0.02, 50) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drift", [0.0, 0.02, 0.05])
-@pytest.mark.parametrize("each", [1, 4])
-@pytest.mark.parametrize("n", [3, 6, 12])
-def test_speed_up_over_pieces_in_full(n: int, each: int, drift: float) -> None:
-    found = speed_up_coverage(n, each, drift, 1500)
-    print(f"{n} pieces of {each}, drift {drift}: {100 * found:.1f} %")
-    assert 0.925 < found < 0.98
-
-
 def test_nothing_is_said_where_nothing_can_be() -> None:
     two = np.array([[1.0, 2.0], [3.0, 4.0]])
     assert estimate(ratio, two) == Estimate(4 / 6)
@@ -171,3 +134,11 @@ def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> 
 
     few = half(6)
     assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)
+def test_noise_widens_an_interval_and_has_degrees_of_freedom_of_its_own() -> None:
+    sums = np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]])
+    alone, known = estimate(ratio, sums), estimate(ratio, sums, noise=[Noise(0.0, 1.0)])
+    assert alone == known
+    more = estimate(ratio, sums, noise=[Noise(1.0, np.inf)])  # so much that the pieces hardly count
+    assert more.high is not None and more.high == pytest.approx(0.8 * np.exp(1.96), rel=0.05)
+    one = estimate(ratio, np.array([[1.0, 2.0]] * 5), noise=[Noise(0.01, np.inf)])
+    assert one.low == pytest.approx(0.5 * np.exp(-0.196), rel=1e-3), "pieces that do not differ, of uncertain times"

@@ -1,12 +1,15 @@
 """Metrics against values computed by hand."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_pieces import made_piece
 
+from crossdraft.framework.runs.component_times import TOO_FEW, CellPieces
 from crossdraft.framework.runs.metrics import (
     CategoryMetrics,
     Estimate,
@@ -17,7 +20,7 @@ from crossdraft.framework.runs.metrics import (
     measure,
     paired_difference,
 )
-from crossdraft.framework.runs.pace import Piece, quiet_seconds, speed_up
+from crossdraft.framework.runs.pieces import Piece, wall_ratio
 
 
 def rounds(*taus: list[int], width: int = 3, limit: int = 9, survival: float | None = None) -> list[RoundRecord]:
@@ -46,7 +49,7 @@ def test_by_hand() -> None:
     assert metrics.shares == {"draft": 1 / 5, "target": 4 / 5, "verify": 0, "rest": 0}
     assert (metrics.decode_seconds, metrics.prefill_seconds) == (5, 1)
     assert metrics.tokens_per_second == metrics.tokens_per_second_wall == 11 / 5
-    assert (metrics.rounds_cut, metrics.block_efficiency_all_rounds, metrics.busy) == (0, 11 / 5, 1.0)
+    assert (metrics.rounds_cut, metrics.block_efficiency_all_rounds, metrics.undisturbed) == (0, 11 / 5, 1.0)
     assert metrics.tokens_per_second_with_prefill == 11 / 6
     assert metrics.by_category == {
         "a": CategoryMetrics(1, Estimate(5 / 2)),
@@ -65,24 +68,37 @@ def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
     assert (tailed.decode_seconds, tailed.tail_seconds, tailed.prefill_seconds) == (4, 5.5, 0.5)
     assert tailed.tokens_per_second_with_prefill == 11 / 10
     assert (tailed.tokens, tailed.block_efficiency) == (11, Estimate(11 / 5))
-    assert speed_up([Piece(5, full.seconds, 6, 5.5)], [piece(5, target=2.0)]) == Estimate(0.5)
+    assert wall_ratio([Piece(5, full.seconds, 6, 5.5)], [piece(5, target=2.0)]) == 0.5
+
+
+def compared(pieces: list[Piece], plain: list[Piece]) -> tuple[Metrics, Metrics]:
+    """The metrics of plain decoding and of a pair, set beside each other."""
+    both = [CellPieces("none", "token", plain), CellPieces("a", "token", pieces)]
+    metrics = [measure(rounds([3, 0], [1], [1, 2, 0]), cell.pieces) for cell in both]
+    compare(metrics, both, baseline=0)
+    return metrics[0], metrics[1]
 
 
 def test_speed_up_by_category() -> None:
-    metrics = measure(rounds([3, 0], [1], [1, 2, 0]), [piece(1)])
-    a = [replace(piece(4, target=t), category="a") for t in (1.0, 2.0, 4.0)]
-    b = replace(piece(6, target=2.0), category="b")
-    base_a = [replace(piece(4, target=3.0), category="a")] * 3
-    compare(metrics, [*a, b], [*base_a, replace(piece(6, target=1.0), category="b")])
-    assert metrics.speed_up is not None and metrics.speed_up.value == pytest.approx(10 / 9)
-    first, second = metrics.by_category["a"].speed_up, metrics.by_category["b"].speed_up
-    assert first is not None and first.value == pytest.approx(9 / 7)
-    assert first.low is not None and first.high is not None and 0.1 < first.low < 9 / 7 < first.high
-    assert second == Estimate(0.5)  # one piece, no interval
+    pieces = [made_piece(20, 10, "3 0", target=1.0, category="a")] * 3
+    pieces += [made_piece(30, 10, "3 0", target=1.0, category="b")] * 3
+    base, pair = compared(pieces, [made_piece(10, 10, target=1.0, category=c) for c in "aaabbb"])
+    assert pair.speed_up is not None and pair.speed_up.value == pytest.approx(2.5, rel=1e-4)
+    found = [pair.by_category[c].speed_up for c in "ab"]
+    assert [one.value for one in found if one] == pytest.approx([2.0, 3.0], rel=1e-4)
+    assert (base.speed_up, base.withheld, base.tokens_per_second) == (Estimate(1.0), "", pytest.approx(10, rel=1e-4))
     # Pieces that mix categories tell nothing of any one of them.
-    compare(metrics, [piece(4)], [piece(4, target=2.0)])
-    assert metrics.speed_up == Estimate(2.0)
-    assert [found.speed_up for found in metrics.by_category.values()] == [None, None]
+    _, pair = compared([replace(p, category="") for p in pieces], [made_piece(10, 10, target=1.0)] * 6)
+    assert [found.speed_up for found in pair.by_category.values()] == [None, None]
+
+
+def test_a_speed_up_is_withheld_with_its_reason() -> None:
+    base, pair = compared([made_piece(20, 10, "3 0", target=4.0, waited=3.0)] * 4, [made_piece(10, 10, target=1.0)] * 4)
+    assert (pair.speed_up, pair.withheld, pair.undisturbed) == (None, TOO_FEW, 0.0)
+    assert pair.speed_up_wall == pytest.approx(0.5) and pair.tokens_per_second == pair.tokens_per_second_wall == 5.0
+    assert base.withheld == "" and Metrics.from_json(pair.to_json()) == pair
+    with pytest.raises(ValueError, match="withheld"):
+        Metrics.from_json(pair.to_json() | {"withheld": 3})
 
 
 def test_turns_are_sequences_and_prompts_are_pieces() -> None:
@@ -122,56 +138,20 @@ def test_the_interval_is_that_of_the_ratio() -> None:
     assert estimate.high == pytest.approx(ratio + 1.96 * error, abs=0.15 * error)
 
 
-def timed(emitted: int, *seconds: float, shape: str = "0 0") -> Piece:
-    return Piece(emitted, {"target": sum(seconds), "prefill": 9.0}, rounds={shape: list(seconds)})
-
-
-def test_what_disturbs_a_few_rounds_does_not_change_the_speed_up() -> None:
-    quiet = [timed(10, *[1.0] * 10) for _ in range(4)]
-    disturbed = [timed(10, *[1.0] * 8, 7.0, 7.0), *quiet[1:]]
-    metrics = measure(rounds([0]), disturbed)
-    assert metrics.tokens_per_second == pytest.approx(1.0) and metrics.tokens_per_second_wall == 40 / 52
-    assert metrics.busy == pytest.approx(52 / 40)
-    base = [timed(10, *[2.0] * 10) for _ in range(4)]
-    compare(metrics, disturbed, base)
-    assert metrics.speed_up is not None and metrics.speed_up.value == pytest.approx(2.0)
-    assert metrics.speed_up_wall == pytest.approx(80 / 52)
-
-
-def test_what_rounds_waited_for_a_processor_is_taken_off() -> None:
-    """A neighbour that is there all the time, which no share of the rounds escapes."""
-    lost = [0.5, 3.0, 1.0, 2.0, 0.25]
-    busy = Piece(5, {"target": 5 + sum(lost)}, rounds={"0 0": [1 + w for w in lost]}, waited={"0 0": lost})
-    fast = Piece(1, {"target": 0.9}, rounds={"1 0": [0.9]})
-    assert quiet_seconds([busy, fast]) == {"0 0": 1.0, "1 0": 0.9}
-    # What was waited by two threads at a time counts twice; no round is faster than the fastest undisturbed one.
-    twice = Piece(5, {"target": 30.0}, rounds={"0 0": [6.0] * 5}, waited={"0 0": [10.0] * 5})
-    assert quiet_seconds([twice, fast]) == {"0 0": 0.9, "1 0": 0.9}
-    assert quiet_seconds([twice]) == {"0 0": 6.0}, "nothing was undisturbed: nothing is known"
-    # Enough undisturbed rounds of a shape speak for it alone.
-    quiet = Piece(4, {"target": 4.4}, rounds={"0 0": [1.1] * 4})
-    assert quiet_seconds([busy, quiet]) == {"0 0": pytest.approx(1.1)}
-    assert measure(rounds([0]), [busy, fast]).tokens_per_second == pytest.approx(6 / 5.9)
-
-
-def test_rounds_of_each_shape_have_their_own_pace() -> None:
-    piece = Piece(4, {"target": 12.0}, rounds={"0 0": [1.0, 1.0], "5 0": [5.0, 5.0]})
-    assert measure(rounds([0]), [piece]).busy == 1.0
-
-
 def test_drafter_prefill_is_drafting_time() -> None:
     piece = Piece(4, {"prefill": 9.0, "draft_prefill": 1.0, "draft": 1.0, "target": 2.0})
     metrics = measure(rounds([0]), [piece])
     assert metrics.shares == {"draft": 0.5, "target": 0.5} and metrics.tokens_per_second == 1.0
 
 
-def test_speed_up_is_paired_by_piece() -> None:
-    base = [piece(10, target=t) for t in (1.0, 2.0, 4.0)]  # the machine slows down
-    twice = [piece(20, target=t) for t in (1.0, 2.0, 4.0)]
-    assert speed_up(twice, base) == Estimate(2.0)
-    assert speed_up(base, base) == Estimate(1.0)
-    assert speed_up(twice[:2], base[:2]) == Estimate(2.0)
-    assert speed_up([piece(20, target=2.0)], [piece(10, target=3.0)]).value == pytest.approx(3.0)
+@pytest.mark.parametrize(
+    "steps", [{"0": [[1] * 5]}, {"0 0": [[1] * 4]}, {"0 0": [[1, 1, 1, 1, -1]]}, {"0 0": [["1"] * 5]}, {"0 0": [1]}]
+)
+def test_steps_of_another_shape_are_refused(steps: Any) -> None:
+    good = asdict(made_piece(2, 2, target=1.0))
+    assert Piece.from_json(good) == made_piece(2, 2, target=1.0)
+    with pytest.raises((TypeError, ValueError)):
+        Piece.from_json(good | {"steps": steps})
 
 
 def test_paired_difference() -> None:

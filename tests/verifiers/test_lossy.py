@@ -15,7 +15,7 @@ from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
 from crossdraft.framework.runs.metrics import RoundRecord, measure
-from crossdraft.framework.runs.pace import Piece
+from crossdraft.framework.runs.pieces import Piece
 from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 
