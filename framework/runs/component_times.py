@@ -349,9 +349,7 @@ def lowest_cluster(
     centre = float(np.median(ordered[starts[0] : starts[0] + counts[starts[0]]]))
     for _ in range(20):
         inside = np.abs(x - centre) <= reach
-        before, centre = centre, float(np.median(x[inside]))
-        if before == centre:
-            break
+        centre = float(np.median(x[inside]))
     inside = np.abs(x - centre) <= reach
     if inside.sum() < ENOUGH or (x < centre - reach).sum() > (max(1, below * len(x)) if below else 0):
         return None
