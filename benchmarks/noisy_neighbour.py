@@ -1,13 +1,13 @@
-"""Does a noisy neighbour decide speed-ups? A recipe alone, then beside a program that takes a core half of the time.
+"""Does a noisy neighbour decide speed-ups? A recipe alone, then beside programs that take a core each now and then.
 
-    python benchmarks/noisy_neighbour.py [--recipe quickstart] [--runs 10] [--spell 5] [--set max_new_tokens=16]
+    python benchmarks/noisy_neighbour.py [--recipe quickstart] [--runs 10] [--neighbours 1] [--busy 0.5] [--spell 5]
 
-The neighbour multiplies matrices in one thread, for a random time (exponential, ``--spell`` seconds on average), and
-sleeps for another one, and so on: half of the time one core is gone, and nobody knows which half. Every run is a new
-process with a directory of its own; nothing is taken over from the one before. Printed, for each cell: the speed-up
-of the quiet run with its interval, the least and greatest of the noisy runs and how many of them fell into that
-interval; the same for the speed-up by the clock, which is what a benchmark without quiet rounds would have said. The
-last line counts the runs in which every cell, or all but one in twenty, did.
+A neighbour multiplies matrices in one thread, for a random time (exponential, ``--spell`` seconds on average), and
+sleeps for another one, and so on: a share ``--busy`` of the time one core is gone, and nobody knows when.
+``--neighbours 2`` takes both cores of a machine with two, each at times of its own. Every run is a new process with a
+directory of its own. Printed for each cell: the speed-up of the run alone with its interval; of the other runs the
+least and greatest, how many intervals overlap the first one, how many values lie in it, and in how many the speed-up
+was withheld; the same for the speed-up by the clock, which is what a benchmark without undisturbed steps would print.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from tabulate import tabulate
 
 #: One cell's speed-up: on a quiet machine, the interval's ends, and by the clock.
 SpeedUp = tuple[float, float, float, float]
+#: One that is withheld.
+WITHHELD = math.nan
 
 
-def neighbour(spell: float, seed: int) -> None:
-    """Take one core half of the time, until killed."""
+def neighbour(spell: float, busy: float, seed: int) -> None:
+    """Take one core for a share of the time, until killed."""
     import numpy as np
 
     chance, a = random.Random(seed), np.ones((512, 512), np.float32)
@@ -38,7 +40,7 @@ def neighbour(spell: float, seed: int) -> None:
         end = time.monotonic() + chance.expovariate(1 / spell)
         while time.monotonic() < end:
             a = a @ a * np.float32(1 / 512)
-        time.sleep(chance.expovariate(1 / spell))
+        time.sleep(chance.expovariate(busy / (spell * (1 - busy))) if busy < 1 else 0)
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
@@ -53,10 +55,10 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
     (summary,) = out.glob("*/summary.csv")
     found = {}
     for row in csv.DictReader(summary.open(encoding="utf-8")):
-        if row["speed_up_low"]:
+        if row["drafter"] != "none" and not row["error"]:
             pair = f"{row['drafter_label']} × {row['verifier_label']}"
             name = f"T={float(row['temperature']):g} B={row['batch_size']} {pair}"
-            ends = (float(row[f"speed_up{end}"]) for end in ("", "_low", "_high", "_wall"))
+            ends = (float(row[f"speed_up{end}"] or WITHHELD) for end in ("", "_low", "_high", "_wall"))
             found[name] = tuple(ends)
     print(f"{out.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return found
@@ -66,6 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--neighbours", type=int, default=1, help="programs that take a core each")
+    parser.add_argument("--busy", type=float, default=0.5, help="share of the time that each of them takes")
     parser.add_argument(
         "--spell", type=float, default=5.0, help="seconds that the neighbour works or sleeps, on average"
     )
@@ -73,31 +77,46 @@ def main() -> None:
     parser.add_argument("--neighbour", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.neighbour is not None:
-        neighbour(args.spell, args.neighbour)
+        neighbour(args.spell, args.busy, args.neighbour)
     with tempfile.TemporaryDirectory() as folder:
-        quiet, noisy = run(args, Path(folder) / "quiet"), []
+        alone, noisy = run(args, Path(folder) / "alone"), []
         for i in range(args.runs):
-            command = [sys.executable, __file__, "--neighbour", str(i), "--spell", str(args.spell)]
-            busy = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+            command = [sys.executable, __file__, "--spell", str(args.spell), "--busy", str(args.busy), "--neighbour"]
+            one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            seeds = range(i * args.neighbours, (i + 1) * args.neighbours)
+            others = [subprocess.Popen([*command, str(seed)], env=one_thread) for seed in seeds]
             try:
-                noisy.append(run(args, Path(folder) / f"noisy {i + 1}"))
+                noisy.append(run(args, Path(folder) / f"beside {i + 1}"))
             finally:
-                busy.kill()
-                busy.wait()
+                for other in others:
+                    other.kill()
+                    other.wait()
 
-    rows, inside = [], []
-    for name, (value, low, high, wall) in quiet.items():
-        values, walls = [run[name][0] for run in noisy], [run[name][3] for run in noisy]
-        held = [low <= v <= high for v in values]
-        inside.append(held)
-        clock = sum(low <= v <= high for v in walls)
-        cells = (f"{min(values):.2f}–{max(values):.2f}", f"{sum(held)}/{len(held)}", f"{wall:.2f}")
-        rows.append((name, f"{value:.2f} [{low:.2f}, {high:.2f}]", *cells, f"{min(walls):.2f}–{max(walls):.2f}", clock))
-    heads = ("cell", "quiet [95 %]", "noisy", "inside", "quiet, clock", "noisy, clock", "inside, clock")
+    rows = []
+    for name, (value, low, high, wall) in alone.items():
+        printed = [found[name] for found in noisy if not math.isnan(found[name][0])]
+        walls = [found[name][3] for found in noisy]
+        overlap = sum(other[1] <= high and low <= other[2] for other in printed)
+        inside = sum(low <= other[0] <= high for other in printed)
+        row = [name, "withheld" if math.isnan(value) else f"{value:.2f} [{low:.2f}, {high:.2f}]", spread(printed)]
+        row += [f"{overlap}/{len(printed)}", f"{inside}/{len(printed)}", str(len(noisy) - len(printed))]
+        rows.append([*row, f"{wall:.2f}", f"{min(walls):.2f}–{max(walls):.2f}"])
+    heads = [
+        "cell",
+        "alone [95 %]",
+        "beside",
+        "intervals overlap",
+        "inside",
+        "withheld",
+        "alone, clock",
+        "beside, clock",
+    ]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
-    runs = list(zip(*inside, strict=True))
-    nearly = sum(sum(run) >= math.ceil(0.95 * len(run)) for run in runs)
-    print(f"\n{sum(map(all, runs))} of {len(runs)} runs with every cell inside, {nearly} with 95 % of the cells")
+
+
+def spread(printed: list[SpeedUp]) -> str:
+    values = [value for value, *_ in printed]
+    return f"{min(values):.2f}–{max(values):.2f}" if values else ""
 
 
 if __name__ == "__main__":

@@ -139,10 +139,9 @@ def _busy(summary: Summary) -> list[str]:
     for title, results in groups_of(summary):
         measured = [r.metrics for r in results if r.metrics and r.metrics.timed]
         reasons |= {m.withheld for m in measured}
-        seconds = sum(m.decode_seconds for m in measured)
-        share = sum(m.undisturbed * m.decode_seconds for m in measured) / seconds if seconds else 1.0
+        share = sum(m.undisturbed * m.rounds for m in measured) / sum(m.rounds for m in measured) if measured else 1.0
         if share < _UNDISTURBED:
-            lines.append(f"note: this machine was busy ({title}): {100 * share:.0f} % of the time was undisturbed")
+            lines.append(f"note: this machine was busy ({title}): {100 * share:.0f} % of the steps were undisturbed")
     if lines:
         lines.append("tok/s and speed-up are those of the undisturbed steps; summary.csv has both by the clock")
     if TOO_FEW in reasons:

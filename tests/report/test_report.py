@@ -140,7 +140,7 @@ def test_a_speed_up_that_is_withheld_leaves_its_reason(tmp_path: Path, reason: s
     text = terminal(made)
     (line,) = (line for line in text.splitlines() if line.split()[1:2] == ["block"])
     assert line.split()[-2:] == f"— ({reason})".split()[-2:] and "15.68" not in text and " — " in line
-    assert f"— ({reason}): " in text and ": 10 % of the time was undisturbed" in text
+    assert f"— ({reason}): " in text and ": 10 % of the steps were undisturbed" in text
     assert max(map(len, text.splitlines())) <= 130
     markdown = summary_markdown(made)
     assert f"| — ({reason}) |" in markdown and "15.68" not in markdown
