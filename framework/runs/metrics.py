@@ -132,10 +132,6 @@ class Metrics:
         return asdict(self)
 
 
-def _estimates(data: Mapping[str, Any]) -> dict[str, Estimate | None]:
-    return {key: Estimate(**data[key]) if data[key] else None for key in ("block_efficiency", "speed_up")}
-
-
 def free(records: Iterable[RoundRecord], depth: int) -> list[RoundRecord]:
     """The rounds in which a draft of ``depth`` tokens had room: decided before anything was drafted."""
     return [record for record in records if record.limit >= depth]

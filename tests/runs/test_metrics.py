@@ -96,9 +96,7 @@ def test_a_speed_up_is_withheld_with_its_reason() -> None:
     base, pair = compared([made_piece(20, 10, "3 0", target=4.0, waited=3.0)] * 4, [made_piece(10, 10, target=1.0)] * 4)
     assert (pair.speed_up, pair.withheld, pair.undisturbed) == (None, TOO_FEW, 0.0)
     assert pair.speed_up_wall == pytest.approx(0.5) and pair.tokens_per_second == pair.tokens_per_second_wall == 5.0
-    assert base.withheld == "" and Metrics.from_json(pair.to_json()) == pair
-    with pytest.raises(ValueError, match="withheld"):
-        Metrics.from_json(pair.to_json() | {"withheld": 3})
+    assert base.withheld == ""
 
 
 def test_turns_are_sequences_and_prompts_are_pieces() -> None:
@@ -117,7 +115,6 @@ def test_rounds_that_were_cut_are_left_out() -> None:
     nothing = measure(records, [piece(12)], depth=10)
     assert nothing.block_efficiency is None and nothing.rounds_cut == 5
     assert nothing.by_category["a"].block_efficiency is None
-    assert Metrics.from_json(nothing.to_json()) == nothing
 
 
 def test_a_constant_has_no_interval() -> None:
@@ -175,7 +172,6 @@ def test_identities(taus: list[list[int]]) -> None:
     assert metrics.target_rows_per_token == pytest.approx(7 / estimate.value)
     if estimate.low is not None and estimate.high is not None:
         assert estimate.low <= estimate.high
-    assert Metrics.from_json(metrics.to_json()) == metrics
 
 
 def metrics_tokens(records: list[RoundRecord]) -> int:
