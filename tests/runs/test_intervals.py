@@ -134,6 +134,8 @@ def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> 
 
     few = half(6)
     assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)
+
+
 def test_noise_widens_an_interval_and_has_degrees_of_freedom_of_its_own() -> None:
     sums = np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]])
     alone, known = estimate(ratio, sums), estimate(ratio, sums, noise=[Noise(0.0, 1.0)])
