@@ -11,11 +11,25 @@ if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
     from .framework.advise.acceptance import Acceptance
     from .framework.advise.engine import Engine, Schedule, Settings
-    from .framework.advise.source import Source
+    from .framework.advise.engine_log import Source
+    from .framework.api.build import find_drafter, make_verifier
+    from .framework.api.custom_generate import custom_generate
+    from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import DenseScores, Draft, Drawn, Scores, Sequences, Verdict
     from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, Learner, StrategyConfig, TextLaw
-    from .framework.contracts.errors import (
+    from .framework.contracts.hookspecs import Register, hookimpl
+    from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
+    from .framework.contracts.lm import LM, Fork
+    from .framework.contracts.misconfiguration import Suspect
+    from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
+    from .framework.contracts.rng import RoundRng, UniformRound, accept_each, draw_each, first_accepted
+    from .framework.contracts.sampling import Sampling
+    from .framework.contracts.steps import Chunk, Response, Round, RoundEvent
+    from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
+    from .framework.contracts.training_options import option
+    from .framework.contracts.verifier import Verifier, VerifierTraits
+    from .framework.errors import (
         ContractError,
         CrossdraftError,
         ModelError,
@@ -23,30 +37,16 @@ if TYPE_CHECKING:
         UnknownNameError,
         UsageError,
     )
-    from .framework.contracts.files import cache_dir
-    from .framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
-    from .framework.contracts.hookspecs import Register, hookimpl
-    from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
-    from .framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
-    from .framework.contracts.lm import LM, Fork
-    from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
-    from .framework.contracts.rng import RoundRng, UniformRound, accept_each, draw_each, first_accepted
-    from .framework.contracts.rounds import Chunk, Response, Round, RoundEvent
-    from .framework.contracts.sampling import Sampling
-    from .framework.contracts.suspect import Suspect
-    from .framework.contracts.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
-    from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
-    from .framework.contracts.training_options import option
-    from .framework.contracts.verifier import Verifier, VerifierTraits
-    from .framework.decoding.build import find_drafter, make_verifier
-    from .framework.decoding.custom_generate import custom_generate
-    from .framework.decoding.generate import generate, stream
     from .framework.models.digests import file_sha256
     from .framework.models.load import load_model
     from .framework.models.resolve import from_directory, from_hub
     from .framework.models.tokenizer import load_tokenizer
-    from .framework.runs.prompts import Prompt, load_prompts
+    from .framework.recipe.prompts import Prompt, load_prompts
     from .framework.training.losses import distil, overlap
+    from .framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
+    from .framework.util.output_files import cache_dir
+    from .framework.util.static_trees import TreeShape, tree_constant, tree_families
+    from .framework.util.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
 
     __version__: str
 
@@ -144,16 +144,16 @@ __all__ = [
 #: Where each public name is defined.
 _HOME = {
     "LM": ".framework.contracts.lm",
-    "MOST_LEVELS": ".framework.contracts.limits",
-    "MOST_NODES": ".framework.contracts.limits",
-    "MOST_SIBLINGS": ".framework.contracts.limits",
+    "MOST_LEVELS": ".framework.util.limits",
+    "MOST_NODES": ".framework.util.limits",
+    "MOST_SIBLINGS": ".framework.util.limits",
     "Acceptance": ".framework.advise.acceptance",
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
-    "Chunk": ".framework.contracts.rounds",
-    "ContractError": ".framework.contracts.errors",
-    "CrossdraftError": ".framework.contracts.errors",
+    "Chunk": ".framework.contracts.steps",
+    "ContractError": ".framework.errors",
+    "CrossdraftError": ".framework.errors",
     "DenseScores": ".framework.contracts.draft",
     "Draft": ".framework.contracts.draft",
     "DraftContext": ".framework.contracts.drafter",
@@ -163,21 +163,21 @@ _HOME = {
     "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
     "Fork": ".framework.contracts.lm",
-    "Gathered": ".framework.contracts.tensors",
+    "Gathered": ".framework.util.tensors",
     "Launcher": ".framework.contracts.launcher",
     "LauncherConfig": ".framework.contracts.launcher",
     "Learner": ".framework.contracts.drafter",
-    "Limit": ".framework.contracts.limits",
+    "Limit": ".framework.util.limits",
     "LoadedModel": ".framework.contracts.models",
-    "ModelError": ".framework.contracts.errors",
+    "ModelError": ".framework.errors",
     "ModelSource": ".framework.contracts.models",
-    "NumericalError": ".framework.contracts.errors",
-    "Prompt": ".framework.runs.prompts",
+    "NumericalError": ".framework.errors",
+    "Prompt": ".framework.recipe.prompts",
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
-    "Response": ".framework.contracts.rounds",
-    "Round": ".framework.contracts.rounds",
-    "RoundEvent": ".framework.contracts.rounds",
+    "Response": ".framework.contracts.steps",
+    "Round": ".framework.contracts.steps",
+    "RoundEvent": ".framework.contracts.steps",
     "RoundRng": ".framework.contracts.rng",
     "Sampling": ".framework.contracts.sampling",
     "Schedule": ".framework.advise.engine",
@@ -186,50 +186,50 @@ _HOME = {
     "SearchConfig": ".framework.contracts.training",
     "Sequences": ".framework.contracts.draft",
     "Settings": ".framework.advise.engine",
-    "Source": ".framework.advise.source",
+    "Source": ".framework.advise.engine_log",
     "StrategyConfig": ".framework.contracts.drafter",
-    "Suspect": ".framework.contracts.suspect",
+    "Suspect": ".framework.contracts.misconfiguration",
     "Text": ".framework.contracts.training",
     "TextLaw": ".framework.contracts.drafter",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
-    "TreeShape": ".framework.contracts.fixed_tree",
+    "TreeShape": ".framework.util.static_trees",
     "UniformRound": ".framework.contracts.rng",
-    "UnknownNameError": ".framework.contracts.errors",
-    "UsageError": ".framework.contracts.errors",
+    "UnknownNameError": ".framework.errors",
+    "UsageError": ".framework.errors",
     "Verdict": ".framework.contracts.draft",
     "Verifier": ".framework.contracts.verifier",
     "VerifierTraits": ".framework.contracts.verifier",
     "Work": ".framework.contracts.launcher",
     "Worker": ".framework.contracts.launcher",
     "accept_each": ".framework.contracts.rng",
-    "at_once": ".framework.contracts.tensors",
-    "cache_dir": ".framework.contracts.files",
-    "columns": ".framework.contracts.tensors",
-    "counting": ".framework.contracts.tensors",
-    "custom_generate": ".framework.decoding.custom_generate",
+    "at_once": ".framework.util.tensors",
+    "cache_dir": ".framework.util.output_files",
+    "columns": ".framework.util.tensors",
+    "counting": ".framework.util.tensors",
+    "custom_generate": ".framework.api.custom_generate",
     "distil": ".framework.training.losses",
     "draw_each": ".framework.contracts.rng",
-    "eager_on_cpu": ".framework.contracts.tensors",
+    "eager_on_cpu": ".framework.util.tensors",
     "file_sha256": ".framework.models.digests",
-    "find_drafter": ".framework.decoding.build",
+    "find_drafter": ".framework.api.build",
     "first_accepted": ".framework.contracts.rng",
     "from_directory": ".framework.models.resolve",
     "from_hub": ".framework.models.resolve",
-    "generate": ".framework.decoding.generate",
+    "generate": ".framework.api.generate",
     "hookimpl": ".framework.contracts.hookspecs",
     "load_model": ".framework.models.load",
-    "load_prompts": ".framework.runs.prompts",
+    "load_prompts": ".framework.recipe.prompts",
     "load_recipe": ".framework.bench.matrix",
     "load_tokenizer": ".framework.models.tokenizer",
-    "make_verifier": ".framework.decoding.build",
-    "on_device": ".framework.contracts.tensors",
+    "make_verifier": ".framework.api.build",
+    "on_device": ".framework.util.tensors",
     "option": ".framework.contracts.training_options",
     "overlap": ".framework.training.losses",
-    "stream": ".framework.decoding.generate",
-    "take_rows": ".framework.contracts.tensors",
-    "tree_constant": ".framework.contracts.fixed_tree",
-    "tree_families": ".framework.contracts.fixed_tree",
+    "stream": ".framework.api.generate",
+    "take_rows": ".framework.util.tensors",
+    "tree_constant": ".framework.util.static_trees",
+    "tree_families": ".framework.util.static_trees",
 }
 
 

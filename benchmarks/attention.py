@@ -3,7 +3,7 @@
     python benchmarks/attention.py [--device cuda] [--heads 9 3] [--dim 64]
 
 repeat: transformers' ``sdpa``, which copies keys and values for every head; gqa: PyTorch's ``enable_gqa``; rows: ours
-(``framework/decoding/attention.py``), heads that share keys as rows of one product. Medians in microseconds; what is
+(``framework/lm/attention.py``), heads that share keys as rows of one product. Medians in microseconds; what is
 attended over is part of a longer buffer and has an additive mask, as in the decode loop. Buffers rotate, so that a
 cache as large as a model's does not stay in the processor's.
 """
@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from crossdraft.framework.decoding.attention import grouped_sdpa
+from crossdraft.framework.lm.attention import grouped_sdpa
 
 
 @torch.inference_mode()

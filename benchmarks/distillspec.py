@@ -21,17 +21,17 @@ from typing import Any
 import yaml
 from tabulate import tabulate
 
+from crossdraft.framework.api.generate import generate
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import generate
+from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
+from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.framework.replay.aggregate import difference
 from crossdraft.framework.replay.replay import replay
 from crossdraft.framework.replay.responses import Reader
-from crossdraft.framework.replay.tally import difference
-from crossdraft.framework.runs.intervals import Estimate
-from crossdraft.framework.runs.prompts import load_prompts
 
 METHODS = {
     "forward-kl": ["--divergence", "forward-kl"],

@@ -45,19 +45,19 @@ from crossdraft import Drafter, DraftTraits, StrategyConfig, hookimpl, load_mode
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.advise.acceptance import Acceptance
 from crossdraft.framework.advise.engine import Range, Schedule
+from crossdraft.framework.advise.engine_log import Source
 from crossdraft.framework.advise.engines.llama_cpp import LlamaCpp
-from crossdraft.framework.advise.source import Source
+from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.build import make_slots
+from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.plugins import manager
+from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.replay.replay import replay
 from crossdraft.framework.replay.responses import Reader
-from crossdraft.framework.report.layout import estimate_text
-from crossdraft.framework.runs.intervals import estimate
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.report.table_utils import estimate_text
 
 
 class NgramSimple(Drafter):

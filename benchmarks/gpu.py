@@ -39,12 +39,12 @@ import torch
 from gpu_bench import Bench, Ids
 from tabulate import tabulate
 
+from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.bench import memory
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.decoding.build import make_slots
-from crossdraft.framework.decoding.flex import DEVICES, FLEX
-from crossdraft.framework.decoding.fused import CompiledVerifier
-from crossdraft.framework.decoding.loop import Decoder
+from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.flex_attention import DEVICES, FLEX
 
 #: What the numbers are to be; a "least" is reached from below, a "most" from above.
 WANTED: dict[str, tuple[str, float]] = {

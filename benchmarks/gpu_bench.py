@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from crossdraft.framework.bench import memory
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.build import (
+from crossdraft.framework.api.build import (
     StrategyLike,
     TargetContext,
     build_decoder,
@@ -29,13 +25,17 @@ from crossdraft.framework.decoding.build import (
     make_slots,
     slot_length,
 )
-from crossdraft.framework.decoding.fitted import fitted
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.stopwatch import Stopwatch
+from crossdraft.framework.bench import memory
+from crossdraft.framework.contracts.lm import LM
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.engine.stopwatch import Stopwatch
+from crossdraft.framework.lm.vocab_adapter import fitted
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.device import pick_device
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 Ids = list[int]
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)

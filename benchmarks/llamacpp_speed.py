@@ -22,10 +22,10 @@ from llamacpp_server import served
 from tabulate import tabulate
 
 from crossdraft import load_model
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import pair_decoder
 from crossdraft.framework.models.chat import encode
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 
 def main() -> None:

@@ -28,18 +28,18 @@ from typing import Any, cast
 import torch
 from tabulate import tabulate
 
-from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.fitted import FittedLM
-from crossdraft.framework.decoding.generate import pair_decoder
-from crossdraft.framework.decoding.graphs import Graphs
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.cuda_graphs import Graphs
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.lm.vocab_adapter import FittedLM
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.plugins import get
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "small-lm")
 PHASES = ("draft", "target", "verify", "rest")

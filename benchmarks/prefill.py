@@ -15,8 +15,8 @@ import torch
 from tabulate import tabulate
 
 from crossdraft import load_model
-from crossdraft.framework.contracts.tensors import on_device
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.util.tensors import on_device
 
 
 @torch.inference_mode()

@@ -23,12 +23,12 @@ from tabulate import tabulate
 
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run, say
-from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.cli.replay.candidates import candidates_of
+from crossdraft.framework.metrics.cell_metrics import free, paired_difference
+from crossdraft.framework.metrics.intervals import Estimate
+from crossdraft.framework.replay.aggregate import difference
 from crossdraft.framework.replay.replay import Replayed, replay
 from crossdraft.framework.replay.responses import Reader
-from crossdraft.framework.replay.tally import difference
-from crossdraft.framework.runs.intervals import Estimate
-from crossdraft.framework.runs.metrics import free, paired_difference
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import cell_name
 

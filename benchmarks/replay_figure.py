@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from crossdraft.framework.cli.decoded import decoded
-from crossdraft.framework.cli.replay_candidates import candidates_of
+from crossdraft.framework.cli.baseline_responses import decoded
+from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
+from crossdraft.framework.replay.aggregate import Tally, difference
 from crossdraft.framework.replay.replay import Replayed, replay
 from crossdraft.framework.replay.responses import Reader
-from crossdraft.framework.replay.tally import Tally, difference
-from crossdraft.framework.report.chart_style import batch_axis, label, legend, marks, panels, save, style
-from crossdraft.framework.report.chart_style import entry as legend_entry
-from crossdraft.framework.report.layout import estimate_text
+from crossdraft.framework.report.charts.style import batch_axis, label, legend, marks, panels, save, style
+from crossdraft.framework.report.charts.style import entry as legend_entry
+from crossdraft.framework.report.table_utils import estimate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

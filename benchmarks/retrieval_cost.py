@@ -22,11 +22,11 @@ import numpy as np
 from crossdraft_rest.datastore import build, tokenizer_sha256
 from tabulate import tabulate
 
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import pair_decoder
-from crossdraft.framework.decoding.stopwatch import Stopwatch
+from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 #: First rounds, in which buffers are made and every draft is validated.
 WARM_UP = 10

@@ -17,13 +17,13 @@ from scipy.optimize import isotonic_regression
 from tabulate import tabulate
 
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.framework.contracts.rounds import RoundEvent
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import pair_decoder
+from crossdraft.framework.contracts.steps import RoundEvent
+from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.runs.intervals import estimate
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 
 def main() -> None:

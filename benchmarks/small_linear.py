@@ -1,4 +1,4 @@
-"""Float32 products of a few rows on this CPU: `functional.linear` against `framework/decoding/cpu.py`, side by side.
+"""Float32 products of a few rows on a CPU: `functional.linear` and `lm/small_batch_linear.py`, side by side.
 
     python benchmarks/small_linear.py
 
@@ -14,7 +14,7 @@ import torch
 from tabulate import tabulate
 from torch.nn import functional
 
-from crossdraft.framework.decoding.cpu import SmallBatchLinear
+from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear
 
 
 def best(run: Callable[[], object], repeats: int = 15) -> float:

@@ -30,7 +30,7 @@ from crossdraft.framework.contracts.draft import Draft, Drawn
 from crossdraft.framework.contracts.rng import CounterRng, RoundRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier
-from crossdraft.framework.decoding.fused import CompiledVerifier
+from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
 #: Draft shapes: what siblings are, and the most nodes of a row.

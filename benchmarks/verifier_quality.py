@@ -20,7 +20,7 @@ from tabulate import tabulate
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.certificate.toys import built_in_toys
 
 #: One sequence, two i.i.d. ones, two siblings at the root: label, draft, verifier, its config.

@@ -27,11 +27,11 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import pair_decoder
-from crossdraft.framework.decoding.stopwatch import Stopwatch
+from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 Ids = list[int]
 

@@ -19,8 +19,8 @@ from pydantic_core import PydanticUndefined
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.main import COMMANDS, _parser
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.runs.columns import QUANTITIES
-from crossdraft.framework.runs.recipe import PromptSpec, Recipe
+from crossdraft.framework.metrics.columns import QUANTITIES
+from crossdraft.framework.recipe.recipe import PromptSpec, Recipe
 
 ROOT = Path(__file__).parents[1]
 #: Commands that are declared beside the larger ones.

@@ -68,21 +68,23 @@ def crossdraft_register_drafters(register):
         summary="the target drafts in one pass, behind learnt look-ahead embeddings",
     )
     register(
-        "small-lm", f"{__name__}.small_lm.small_lm:SmallLM", summary="a smaller model drafts a chain of fixed length"
+        "small-lm",
+        f"{__name__}.draft_model.draft_model:SmallLM",
+        summary="a smaller model drafts a chain of fixed length",
     )
     register(
         "online",
-        f"{__name__}.small_lm.online:Online",
+        f"{__name__}.draft_model.online:Online",
         summary="a smaller model that learns, while requests run, what the target says where it was rejected",
     )
     register(
         "dynamic-threshold",
-        f"{__name__}.small_lm.dynamic_threshold:DynamicThreshold",
+        f"{__name__}.draft_model.dynamic_threshold:DynamicThreshold",
         summary="a smaller model drafts until it is unsure",
     )
     register(
         "heuristic-schedule",
-        f"{__name__}.small_lm.heuristic_schedule:HeuristicSchedule",
+        f"{__name__}.draft_model.heuristic_schedule:HeuristicSchedule",
         summary="a smaller model drafts more after a draft accepted whole, else less",
     )
     register(
@@ -90,15 +92,15 @@ def crossdraft_register_drafters(register):
         f"{__name__}.other_tokenizer.universal:Universal",
         summary="a model with another tokenizer drafts a chain: from the tokens that both have, or as text",
     )
-    register("small-lm-iid", f"{__name__}.small_lm.iid:SmallLMIid", summary="a smaller model draws K sequences")
+    register("small-lm-iid", f"{__name__}.draft_model.iid:SmallLMIid", summary="a smaller model draws K sequences")
     register(
         "small-lm-tree",
-        f"{__name__}.small_lm.tree:SmallLMTree",
+        f"{__name__}.draft_model.tree:SmallLMTree",
         summary="a smaller model draws a tree of a shape or a budget: without replacement, top-k or greedy siblings",
     )
     register(
         "small-lm-dynamic-tree",
-        f"{__name__}.small_lm.dynamic_tree:SmallLMDynamicTree",
+        f"{__name__}.draft_model.dynamic_tree:SmallLMDynamicTree",
         summary="a smaller model grows the tree of EAGLE-2",
     )
 
@@ -112,7 +114,7 @@ def crossdraft_register_trainers(register):
     )
     register(
         "small-lm",
-        f"{__name__}.small_lm.training:SmallLMTraining",
+        f"{__name__}.draft_model.training:SmallLMTraining",
         summary="distil a small LM from a few of the target's own layers",
     )
     register(

@@ -20,17 +20,9 @@ from typing import Any
 import pluggy
 
 from .contracts import hookspecs
-from .contracts.errors import (
-    ContractError,
-    CrossdraftError,
-    UnknownNameError,
-    UsageError,
-    first_line,
-    printable,
-    quoted,
-)
-from .contracts.limits import MOST_NAME
-from .contracts.reading import UNPRINTABLE, flaw
+from .errors import ContractError, CrossdraftError, UnknownNameError, UsageError, first_line, printable, quoted
+from .util.input_files import UNPRINTABLE, flaw
+from .util.limits import MOST_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from hypothesis import settings
 
 from crossdraft.framework.certificate import outcomes
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.certificate.toys import built_in_toys
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.plugins import manager
 
 #: Fixtures that the tests of several packages use.

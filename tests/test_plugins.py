@@ -12,8 +12,8 @@ import pytest
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.drafter import Drafter
-from crossdraft.framework.contracts.errors import ContractError, UnknownNameError
 from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.errors import ContractError, UnknownNameError
 
 
 @pytest.fixture

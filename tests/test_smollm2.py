@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from written_heads import write_heads
+from head_checkpoints import write_heads
 
 from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
+from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.generate import pair_decoder
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.plugins import entries, manager
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.recipe.prompts import load_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 

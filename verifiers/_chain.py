@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import RoundRng
-from ..framework.contracts.tensors import at_once, counting, eager_on_cpu
+from ..framework.util.tensors import at_once, counting, eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
 HUGE = 1e30

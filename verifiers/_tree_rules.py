@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.rng import RoundRng, UniformRound
-from ..framework.contracts.tensors import columns, eager_on_cpu, take_rows
+from ..framework.util.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
 
 

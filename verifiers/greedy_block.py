@@ -31,9 +31,9 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict, on_device
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.errors import ContractError
 from ..framework.contracts.rng import RoundRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ..framework.errors import ContractError
 from ._chain import inner_excess, longest, next_token, prefix_excess, ratios
 from .block import Block
 

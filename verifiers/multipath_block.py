@@ -35,8 +35,8 @@ from torch.nn import functional
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import RoundRng, UniformRound, accept_each
-from ..framework.contracts.tensors import counting, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ..framework.util.tensors import counting, take_rows
 from ._chain import HUGE, cached, joint, or_target, subtract, total
 from ._tree_rules import at_token, choose, draw_where, none, stop_at
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
 from ..framework.contracts.rng import RoundRng, first_accepted
-from ..framework.contracts.tensors import columns, take_rows
 from ..framework.contracts.verifier import Verifier, VerifierTraits
+from ..framework.util.static_trees import TreeShape, tree_constant, tree_families
+from ..framework.util.tensors import columns, take_rows
 from ._chain import total
 from ._tree_rules import at_token, choose, laws_of_nodes, stop_at
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_LEVELS
 from .chains import grow_chain, law_after
 from .draft_model import DraftModel
 from .length_policy import LengthPolicy

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
-from ...framework.contracts.tensors import Gathered
+from ...framework.util.tensors import Gathered
 from .length_policy import LengthPolicy
 
 

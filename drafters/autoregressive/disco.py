@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from ...framework.contracts.drafter import DraftContext, StrategyConfig
-from ...framework.contracts.errors import UsageError
+from ...framework.errors import UsageError
 from .length_policy import LengthPolicy
 
 #: What `crossdraft train disco` writes under ``kind``.

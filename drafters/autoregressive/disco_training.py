@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.sampling import Sampling
 from ...framework.contracts.training import Batch, Trainee, TrainingConfig
 from ...framework.contracts.training_options import option
+from ...framework.errors import UsageError
 from ...framework.models.load import load_model, same_tokenizer
 from ...framework.models.shared_embedding import shares_embedding
 from .disco import KIND, features

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from ...framework.contracts.limits import MOST_SIBLINGS
+from ...framework.util.limits import MOST_SIBLINGS
 from .trees import Choices, check_most
 
 

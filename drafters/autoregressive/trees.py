@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Drawn
-from ...framework.contracts.fixed_tree import TreeShape, tree_constant, tree_families
-from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.contracts.rng import RoundRng, draw_each
 from ...framework.contracts.sampling import Sampling
-from ...framework.contracts.tensors import Gathered, columns
+from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
+from ...framework.util.static_trees import TreeShape, tree_constant, tree_families
+from ...framework.util.tensors import Gathered, columns
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +68,7 @@ class Shape:
         """Every node of level i has ``children[i]`` children: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
 
         Raises:
-            ValueError: a number below 1, or a tree larger than `contracts.limits` allow.
+            ValueError: a number below 1, or a tree larger than `util.limits` allow.
         """
         check_most(MOST_LEVELS, len(children), "levels")
         if min(children, default=1) < 1:
@@ -88,7 +88,7 @@ class Shape:
 
         Raises:
             ValueError: a list is empty or given twice, its parent is missing, or (``contiguous``) a rank is; or the
-                tree is larger than `contracts.limits` allow.
+                tree is larger than `util.limits` allow.
         """
         check_size(len(paths))
         check_most(MOST_LEVELS, max(map(len, paths), default=0), "levels")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import UsageError
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.errors import UsageError
+from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.length_policy import LengthPolicy
 from ..autoregressive.policies import POLICIES, Policy, Static

@@ -27,12 +27,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Sequences, on_device
-from ...framework.contracts.limits import MOST_LEVELS
-from ...framework.contracts.suspect import Suspect
+from ...framework.contracts.misconfiguration import Suspect
+from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockDrafter
 from .eagle_weights import biased, decoder_layer, layer_config, renamed, shared, table, target_ids
 from .feature_head import Head
-from .suspects import draft_vocabulary, other_embedding, other_layers, rotary_bases
+from .misconfigurations import draft_vocabulary, other_embedding, other_layers, rotary_bases
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint

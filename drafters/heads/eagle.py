@@ -34,11 +34,11 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
-from .suspects import embedding_scales, other_embedding, rotary_bases, swapped_inputs
+from .misconfigurations import embedding_scales, other_embedding, rotary_bases, swapped_inputs
 
 if TYPE_CHECKING:
+    from ...framework.contracts.misconfiguration import Suspect
     from ...framework.contracts.models import Checkpoint
-    from ...framework.contracts.suspect import Suspect
 
 
 class EagleHead(FeatureHead):

@@ -34,11 +34,11 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
-from .suspects import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
+from .misconfigurations import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
 
 if TYPE_CHECKING:
+    from ...framework.contracts.misconfiguration import Suspect
     from ...framework.contracts.models import Checkpoint
-    from ...framework.contracts.suspect import Suspect
 
 #: Low, middle, high, as the authors count: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)

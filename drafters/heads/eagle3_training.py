@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
 from ...framework.contracts.training_options import integers, option
+from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import distil_many, most_frequent, overlap
 from .eagle3 import LAYERS, Eagle3Head, named_layers, read_head

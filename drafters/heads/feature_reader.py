@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, StrategyConfig
-from ...framework.contracts.errors import ContractError, ModelError
+from ...framework.errors import ContractError, ModelError
 from ..autoregressive.length_policy import LengthPolicy
 
 

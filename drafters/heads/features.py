@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (

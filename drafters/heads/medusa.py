@@ -22,17 +22,17 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import ContractError, ModelError, UsageError
-from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES
+from ...framework.contracts.misconfiguration import Suspect
 from ...framework.contracts.models import Checkpoint
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
-from ...framework.contracts.suspect import Suspect
+from ...framework.errors import ContractError, ModelError, UsageError
+from ...framework.util.limits import MOST_LEVELS, MOST_NODES
 from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
 from .feature_head import widened
 from .feature_reader import last_state
 from .medusa_weights import read_heads
-from .suspects import shifted_heads
+from .misconfigurations import shifted_heads
 
 #: A chain is at most this long unless gamma says so.
 MOST_HEADS = 16

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...framework.contracts.errors import ModelError
+from ...framework.errors import ModelError
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint

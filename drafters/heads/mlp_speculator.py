@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import ContractError, ModelError
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.errors import ContractError, ModelError
+from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from .feature_reader import last_state

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...framework.contracts.errors import ModelError
+from ...framework.errors import ModelError
 from .eagle_weights import shared, table, write
 from .experts import stacked, unscaled
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
-from .suspects import other_embedding, swapped_inputs
+from .misconfigurations import other_embedding, swapped_inputs
 
 if TYPE_CHECKING:
+    from ...framework.contracts.misconfiguration import Suspect
     from ...framework.contracts.models import Checkpoint
-    from ...framework.contracts.suspect import Suspect
 
 #: DeepSeek's names, inside ``model.layers.{L}``, L the number of the target's layers, and Qwen's, inside ``mtp``.
 _DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d{1,4})\.(.+)")

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Sequences, on_device
-from ...framework.contracts.limits import MOST_LEVELS
+from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockConfig, BlockDrafter
 from .eagle3 import LAYERS, Eagle3, Eagle3Head, read_head
 
 if TYPE_CHECKING:
+    from ...framework.contracts.misconfiguration import Suspect
     from ...framework.contracts.models import Checkpoint
-    from ...framework.contracts.suspect import Suspect
 
 #: Where the id of the mask token is written: speculators' key, and those that engines read.
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import ModelError
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.errors import ModelError
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from ..autoregressive.chains import grow_chain
-from .follower import Follower
-from .retelling import LONGEST, Retelling
-from .spelling import Spelling, complete, same_tokens
+from .mutable_tail_lm import Follower
+from .retokenize import LONGEST, Retelling
+from .token_bytes import Spelling, complete, same_tokens
 
 #: Most tokens that a slot is fed before what is drafted; where there are more, it is filled anew.
 FED = LONGEST + 8

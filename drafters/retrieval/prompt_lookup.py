@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
-from .recorded import drafts_along
+from ...framework.util.limits import MOST_LEVELS
+from .prompt_lookup_replay import drafts_along
 
 
 class NgramIndex:

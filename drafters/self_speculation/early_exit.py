@@ -21,10 +21,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from ...framework.contracts.draft import Draft, Sequences
-from ...framework.contracts.errors import ModelError
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
+from ...framework.errors import ModelError
+from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from .own_layers import depth_of, target_of
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_LEVELS
 
 
 class Jacobi(Drafter):

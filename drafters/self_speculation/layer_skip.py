@@ -22,10 +22,10 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from ...framework.contracts.draft import Draft, Sequences
-from ...framework.contracts.errors import ModelError, UsageError
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import RoundRng
+from ...framework.errors import ModelError, UsageError
+from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from .own_layers import depth_of, target_of
 

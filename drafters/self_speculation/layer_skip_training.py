@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from ...framework.contracts.errors import UsageError
 from ...framework.contracts.lm import LM
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Search, SearchConfig
+from ...framework.errors import UsageError
 from .layer_skip import KIND
 from .own_layers import depth_of
 

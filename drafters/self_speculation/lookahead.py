@@ -29,9 +29,9 @@ from torch import Tensor, arange
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 
 #: A draft of one row: tokens, and the index of each one's parent, -1 = the root.
 Tree = tuple[list[int], list[int]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...framework.contracts.drafter import DraftContext
-from ...framework.contracts.errors import ModelError
 from ...framework.contracts.lm import LM
+from ...framework.errors import ModelError
 
 
 def target_of(context: DraftContext, drafter: str) -> LM:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.errors import UsageError
-from ...framework.contracts.limits import MOST_LEVELS
 from ...framework.contracts.rng import RoundRng
 from ...framework.contracts.sampling import Sampling
+from ...framework.errors import UsageError
+from ...framework.util.limits import MOST_LEVELS
 from .own_layers import depth_of, target_of
 from .pass_weights import read_embeddings
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...framework.contracts.errors import UsageError
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig
 from ...framework.contracts.training_options import option
+from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil, overlap
 from .pass_weights import read_embeddings, save_embeddings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...framework.contracts.limits import MOST_LEVELS
+from ...framework.util.limits import MOST_LEVELS
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint

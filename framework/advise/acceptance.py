@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from scipy import optimize, stats
 
-from ..contracts.errors import UsageError
-from ..contracts.limits import MOST_LEVELS
-from ..runs.intervals import CONFIDENCE, LEAST_PIECES, Estimate, estimate
+from ..errors import UsageError
+from ..metrics.intervals import CONFIDENCE, LEAST_PIECES, Estimate, estimate
+from ..util.limits import MOST_LEVELS
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from .. import plugins
 from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
-from ..runs.intervals import Estimate
+from ..metrics.cell_metrics import Metrics, free
+from ..metrics.intervals import Estimate
+from ..recipe.recipe import CellConfig
+from ..runs.labels import group_title
 from ..runs.marks import mark_of
-from ..runs.metrics import Metrics, free
-from ..runs.recipe import CellConfig
 from ..runs.records import CellResult
-from ..runs.titles import group_title
 from .acceptance import Acceptance
 
 #: Rules that accept token i whatever is drafted after it.

@@ -6,10 +6,10 @@ import csv
 import math
 from pathlib import Path
 
-from ..contracts.errors import UsageError, first_line
-from ..contracts.limits import CONFIG_BYTES, MOST_POINTS, MOST_TOKENS
-from ..contracts.reading import path_of, read_json, read_text
 from ..cost.curve import CostCurve, Point
+from ..errors import UsageError, first_line
+from ..util.input_files import path_of, read_json, read_text
+from ..util.limits import CONFIG_BYTES, MOST_POINTS, MOST_TOKENS
 
 _COLUMNS = ["batch_size", "width", "context", "seconds"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from ..contracts.errors import UsageError
-from ..runs.intervals import Estimate
+from ..errors import UsageError
+from ..metrics.intervals import Estimate
 from .candidates import Candidate
 from .engine import Engine, Range, Schedule
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..runs.intervals import Estimate
+from ..metrics.intervals import Estimate
 from .acceptance import Acceptance
-from .source import Source
+from .engine_log import Source
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..contracts.limits import MOST_LEVELS
+from ..util.limits import MOST_LEVELS
 from .acceptance import Acceptance
+from .engine_log import Source
 from .prometheus import short_drafts
-from .source import Source
 
 
 def per_request(

@@ -15,10 +15,10 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..contracts.errors import first_line, printable
-from ..contracts.limits import MOST_NAME
+from ..errors import first_line, printable
+from ..util.limits import MOST_NAME
 from .acceptance import Acceptance
-from .source import Source
+from .engine_log import Source
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 #: A series: its name and labels, sorted.

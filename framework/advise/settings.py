@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from ..contracts.errors import UsageError
+from ..errors import UsageError
 from ..models.quantization import refuse_quantized
 from .acceptance import Acceptance
 from .engine import Engine, Schedule

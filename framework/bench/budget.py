@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 
 from ..models.placement import first_device
-from ..runs.durations import seconds_of
-from ..runs.prompts import Prompt
+from ..recipe.durations import seconds_of
+from ..recipe.prompts import Prompt
 from .group import Group
 from .progress import counted, duration
 

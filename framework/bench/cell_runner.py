@@ -12,28 +12,21 @@ from math import isfinite
 from random import Random
 from typing import Any
 
-from ..contracts.errors import ContractError, UsageError
+from ..api.build import Configured, TargetContext, build_decoder, configured, load_drafting_model, slot_length
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Request, Response, RoundEvent
-from ..decoding.build import (
-    Configured,
-    TargetContext,
-    build_decoder,
-    configured,
-    load_drafting_model,
-    slot_length,
-)
-from ..decoding.graphs import Ahead, recording
-from ..decoding.loop import Decoder
+from ..contracts.steps import Request, Response, RoundEvent
+from ..engine.decoder import Decoder
+from ..errors import ContractError, UsageError
+from ..lm.cuda_graphs import Ahead, recording
+from ..metrics.cell_metrics import RoundRecord
+from ..metrics.pieces import PREFILL, Piece
 from ..models.chat import encode
+from ..models.cpu_contention import Waiting
 from ..models.load import load_model
-from ..models.waiting import Waiting
-from ..runs.metrics import RoundRecord
-from ..runs.pieces import PREFILL, Piece
-from ..runs.prompts import Prompt
-from ..runs.recipe import CellConfig
+from ..recipe.prompts import Prompt
+from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
 

@@ -18,16 +18,16 @@ from random import Random
 from statistics import median_low
 from typing import Any
 
-from ..contracts.errors import CrossdraftError, first_line
-from ..decoding.build import make_slots
-from ..decoding.graphs import held
+from ..api.build import make_slots
+from ..errors import CrossdraftError, first_line
+from ..lm.cuda_graphs import held
+from ..metrics.cell_metrics import compare, measure
+from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
 from ..models.threads import choose_for_group, described, disturbance, restored, set_threads
+from ..recipe.prompts import Prompt
+from ..recipe.recipe import CellConfig
 from ..runs.interrupts import asked
-from ..runs.intervals import LEAST_PIECES
-from ..runs.metrics import compare, measure
-from ..runs.prompts import Prompt
-from ..runs.recipe import CellConfig
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory

@@ -18,17 +18,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from .. import plugins
-from ..contracts.errors import CrossdraftError, UsageError, printable
 from ..contracts.launcher import Launcher, Work, Worker
 from ..contracts.options import fault
+from ..errors import CrossdraftError, UsageError, printable
+from ..models.distributed import SPLIT
 from ..models.placement import SPREAD
-from ..models.processes import SPLIT
+from ..recipe.recipe import CellConfig, Recipe
 from ..runs.interrupts import asked
-from ..runs.recipe import CellConfig, Recipe
+from ..runs.labels import group_title
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, joined
-from ..runs.titles import group_title
 from .matrix import plan
 from .run import about, directory_of, notes_of, say
 

@@ -17,16 +17,16 @@ import torch
 from pydantic import ValidationError
 
 from .. import plugins
-from ..contracts.errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
-from ..contracts.limits import MOST_CELLS
-from ..contracts.reading import kind_of
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
+from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
 from ..models.device import pick_dtype
 from ..models.quantization import split
-from ..runs.prompts import check_source
-from ..runs.recipe import BASELINE, RUN_KEYS, SAMPLING_KEYS, CellConfig, Recipe, Strategy, digest, read_recipe
-from ..runs.yaml_errors import KeyPath, Places, dotted, explain, suggest
+from ..recipe.prompts import check_source
+from ..recipe.recipe import BASELINE, RUN_KEYS, SAMPLING_KEYS, CellConfig, Recipe, Strategy, digest, read_recipe
+from ..recipe.yaml_errors import KeyPath, Places, dotted, explain, suggest
+from ..util.input_files import kind_of
+from ..util.limits import MOST_CELLS
 
 
 @dataclass

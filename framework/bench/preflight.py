@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..contracts.errors import ModelError, UsageError
-from ..decoding.build import TargetContext, make_slots
+from ..api.build import TargetContext, make_slots
+from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
+from ..recipe.prompts import Prompt
+from ..recipe.random_tokens import MOST, warning
+from ..recipe.recipe import CellConfig, Recipe
+from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import asked
-from ..runs.prompts import Prompt
-from ..runs.random_tokens import MOST, warning
-from ..runs.recipe import CellConfig, Recipe
-from ..runs.yaml_errors import KeyPath
 from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
 
 

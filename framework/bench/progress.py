@@ -16,8 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..runs.recipe import CellConfig
-from ..runs.titles import verifier_title
+from ..recipe.recipe import CellConfig
+from ..runs.labels import verifier_title
 
 #: Seconds between two lines where there is no bar.
 LINE = 60.0

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from .. import plugins
-from ..contracts.errors import CrossdraftError
-from ..decoding.build import configured
+from ..api.build import configured
+from ..errors import CrossdraftError
 from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.placement import described, first_device
 from ..models.resolve import resolve
 from ..models.threads import settings
+from ..recipe.recipe import CellConfig, Strategy
+from ..runs.code_digest import code_sha256, source_of
 from ..runs.marks import mark_of
-from ..runs.recipe import CellConfig, Strategy
-from ..runs.sources import code_sha256, source_of
 
 #: Libraries whose versions decide what models say or how fast.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")

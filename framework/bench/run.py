@@ -12,18 +12,18 @@ from random import Random
 from typing import Any
 
 from .. import plugins
-from ..contracts.errors import CrossdraftError, UsageError
+from ..errors import CrossdraftError, UsageError
 from ..models.environment import describe
+from ..recipe.prompts import Prompt
+from ..recipe.recipe import CellConfig, Recipe, digest
 from ..runs.interrupts import asked
-from ..runs.prompts import Prompt
+from ..runs.labels import group_title, verifier_title
 from ..runs.readme import FILE as README
 from ..runs.readme import readme
-from ..runs.recipe import CellConfig, Recipe, digest
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, FOLDER, Shard
 from ..runs.state import Reporter
-from ..runs.titles import group_title, verifier_title
 from .budget import Budget
 from .cell_runner import Models
 from .group import Group, Progress, Unwritable, blocks_of

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Verdict
-from ..contracts.errors import NumericalError
 from ..contracts.rng import RoundRng
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits
+from ..errors import NumericalError
 from .certify import DrafterFactory, Enumeration, certify
 from .effort import TooLargeError
-from .tablelm import Toy
+from .table_lm import Toy
 
 #: Different drafts that are told apart, and variables of the largest linear program.
 MOST_DRAFTS = 20_000

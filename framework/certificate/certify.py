@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..api.build import build_decoder
 from ..contracts.drafter import DraftContext, Drafter
-from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
+from ..contracts.steps import RoundEvent
 from ..contracts.verifier import Verifier
-from ..decoding.build import build_decoder
-from ..decoding.loop import Decoder
+from ..engine.decoder import Decoder
 from .effort import MOST_PATHS, TooLargeError
-from .tablelm import Toy, ToyContext
+from .table_lm import Toy, ToyContext
 
 #: A pair is lossless if its output differs from the target's law by less than this (float64 round-off).
 TOLERANCE = 1e-12

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.errors import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..contracts.drafter import DraftContext, Drafter
-    from .tablelm import Toy
+    from .table_lm import Toy
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
             because it needs more of its target than a table of probabilities has; says what.
         UnknownNameError: a name nobody registered.
     """
-    from ..decoding.build import configured
-    from ..runs.recipe import Strategy
-    from ..runs.yaml_values import yaml_value
+    from ..api.build import configured
+    from ..recipe.recipe import Strategy
+    from ..recipe.yaml_values import yaml_value
 
     options = {}
     for setting in settings:
@@ -191,9 +191,9 @@ def refusal(found: NamedDrafter, toy: Toy) -> str:
     """Why a drafter cannot be built for a target that is a table."""
     import torch
 
-    from ..contracts.errors import CrossdraftError
     from ..contracts.sampling import Sampling
-    from .tablelm import ToyContext
+    from ..errors import CrossdraftError
+    from .table_lm import ToyContext
 
     sampling = Sampling()
     reason = ""

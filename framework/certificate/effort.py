@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..contracts.errors import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..contracts.drafter import DraftTraits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..runs.ledger import Certificate
+from ..runs.certified_registry import Certificate
 from .drafts import DRAFTS, NamedDrafter, refusal
 from .rows import CannotRun, Row, certify_row
 from .toys import built_in_toys

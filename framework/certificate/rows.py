@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..contracts.drafter import StrategyConfig
-from ..contracts.errors import CrossdraftError, NumericalError
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
+from ..errors import CrossdraftError, NumericalError
 from . import effort
 from .bounds import Bounds, bounds
 from .certify import certify
 from .drafts import DraftKind, NamedDrafter
-from .tablelm import Toy
+from .table_lm import Toy
 
 
 @dataclass(frozen=True)

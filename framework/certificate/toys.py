@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..contracts.errors import UsageError
-from ..contracts.limits import Limit
-from ..contracts.reading import read_bytes
-from .tablelm import Toy
+from ..errors import UsageError
+from ..util.input_files import read_bytes
+from ..util.limits import Limit
+from .table_lm import Toy
 
 #: A toy file is read whole: most bytes, and most probabilities in one of its tables.
 LARGEST_FILE = Limit(16_000_000, "toys are small")

@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from ..contracts.errors import UsageError, printable
+from ..errors import UsageError, printable
 from ..report.comparison import compare_runs, comparison_text
-from ..report.finished import FinishedRun, read_runs
-from .selecting import note_partial
+from ..report.load_run import FinishedRun, read_runs
+from .run_args import note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import UsageError, quoted
-from ..contracts.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
-from .consent import add_consent, trusted_beside
-from .decoded import decoded, duration, say
-from .sampling import sampling_from
+from ..errors import UsageError, quoted
+from ..util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
+from .baseline_responses import decoded, duration, say
+from .sampling_args import sampling_from
+from .trust_args import add_consent, trusted_beside
 
 if TYPE_CHECKING:
+    from ..api.build import Configured
     from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..decoding.build import Configured
     from ..replay.doctor import Examined, Trial
     from ..replay.response import Response
-    from ..replay.target import Target
+    from ..replay.teacher_forcing.lazy_models import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed; 1: or be loaded."""
-    from ..decoding.build import configured
+    from ..api.build import configured
+    from ..recipe.recipe import Strategy
     from ..replay.doctor import examine, named, responses_needed, undecided
-    from ..replay.target import Target
-    from ..runs.recipe import Strategy
+    from ..replay.teacher_forcing.lazy_models import Target
 
     limits: dict[str, Limit] = {
         "responses": MOST_PROMPTS, "max_new_tokens": MOST_TOKENS, "gamma": MOST_REPLAYED
@@ -90,9 +90,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _trials(args: argparse.Namespace, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
-    from ..contracts.suspect import Suspect
+    from ..contracts.misconfiguration import Suspect
     from ..replay.doctor import Trial, greedy_drafts
-    from ..replay.target import Target
+    from ..replay.teacher_forcing.lazy_models import Target
 
     responses = _responses(args, target.sampling)
     yield Trial(Suspect("", ""), target, responses)
@@ -142,9 +142,9 @@ def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None =
 
 def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
     """What the files say by themselves: the target that heads were trained for."""
-    from ..contracts.limits import CONFIG_BYTES
-    from ..contracts.reading import read_json
     from ..models.resolve import resolve
+    from ..util.input_files import read_json
+    from ..util.limits import CONFIG_BYTES
 
     if not _has_heads(drafter):
         return []
@@ -175,7 +175,7 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
     from tabulate import tabulate
 
     from ..replay.doctor import undecided
-    from ..report.layout import estimate_text
+    from ..report.table_utils import estimate_text
 
     base, lines = found[0], []
     ordered = sorted(found[1:], key=lambda one: -1.0 if one.gain is None else one.gain.value, reverse=True)
@@ -225,8 +225,8 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
 
 def _too_few(found: Sequence[Examined]) -> str:
     """Advice for intervals that support no conclusion."""
+    from ..metrics.intervals import LEAST_PIECES
     from ..replay.doctor import responses_needed, undecided
-    from ..runs.intervals import LEAST_PIECES
 
     left, needed = undecided(found), responses_needed(found)
     more = f"about {needed} would decide it" if needed else f"give more, at least {LEAST_PIECES}"

@@ -17,12 +17,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..contracts.errors import CrossdraftError, printable
-from ..models import processes, threads
+from ..errors import CrossdraftError, printable
+from ..models import distributed, threads
 from ..plugins import KINDS
 from ..runs.interrupts import interrupting
-from . import streams
-from .listing import list_names, list_plugins, show_environment
+from . import standard_streams
+from .list import list_names, list_plugins, show_environment
 
 COMMANDS = {
     "run": "run a recipe: every cell of its matrix, and a report",
@@ -41,6 +41,7 @@ COMMANDS = {
     "new": "write a working package for a drafter, a verifier or prompts of your own",
 }
 """Subcommands that live in modules of their own, by name, with a line of help."""
+_PACKAGES = ("advise", "certify", "cost", "replay", "report", "run")
 #: Those that never run a model, and do not choose how OpenMP's threads wait.
 WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "plugins")
 
@@ -48,19 +49,22 @@ WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    streams.open_closed()
+    standard_streams.open_closed()
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, too: elsewhere each step would be a line
-    if processes.rank():  # torchrun's others: what to do is told by the first
-        from ..decoding.split_lm import follow
+    if distributed.rank():  # torchrun's others: what to do is told by the first
+        from ..lm.tensor_parallel_lm import follow
 
         return follow()
     if argv and argv[0] in (*COMMANDS, "env") and argv[0] not in WITHOUT_MODELS:
         threads.choose_wait_policy()  # PyTorch is not loaded yet
-    with interrupting(), processes.leading():  # SIGTERM and SIGHUP end a command as Ctrl-C does, from its first line on
+    with (
+        interrupting(),
+        distributed.leading(),
+    ):  # SIGTERM and SIGHUP end a command as Ctrl-C does
         return _main(argv)
 
 
@@ -73,15 +77,15 @@ def _main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
-        streams.complain("crossdraft: error: " + "\n".join(map(printable, str(error).split("\n"))))
+        standard_streams.complain("crossdraft: error: " + "\n".join(map(printable, str(error).split("\n"))))
         if debug:
             traceback.print_exc()
         return error.exit_code
     except KeyboardInterrupt:
-        streams.complain("crossdraft: interrupted")
+        standard_streams.complain("crossdraft: interrupted")
         return 130
     except BrokenPipeError:
-        streams.discard()  # the reader has left, as in `crossdraft list | head`
+        standard_streams.discard()  # the reader has left, as in `crossdraft list | head`
         return 141
     except BaseException as error:  # a bug, ours or a plug-in's, told with its trace on request; SystemExit, too
         if args is None and isinstance(error, SystemExit):  # argparse's: --help, or arguments that are wrong
@@ -89,8 +93,8 @@ def _main(argv: list[str]) -> int:
         try:
             sys.stdout.flush()
         except OSError:  # it is full: the interpreter would fail at it once more
-            streams.discard()
-        streams.complain(f"crossdraft: error: {_refused(error) or _unexpected(error)}")
+            standard_streams.discard()
+        standard_streams.complain(f"crossdraft: error: {_refused(error) or _unexpected(error)}")
         if debug:
             traceback.print_exc()
         return 1
@@ -128,7 +132,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=_sentence(summary))
         if name == chosen:
-            implementation = import_module(f".{name}", __package__)
+            implementation = import_module(f".{name}.command" if name in _PACKAGES else f".{name}", __package__)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
             _add_debug(command)

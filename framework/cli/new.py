@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .. import plugins
-from ..contracts.errors import UsageError, printable, quoted
-from ..contracts.limits import MOST_NAME
+from ..errors import UsageError, printable, quoted
+from ..util.limits import MOST_NAME
 
 KINDS = {"drafter": "drafters", "verifier": "verifiers", "prompts": "prompts"}
 TEMPLATES = Path(__file__).with_name("templates")

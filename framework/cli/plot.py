@@ -6,14 +6,14 @@ import argparse
 import re
 from pathlib import Path
 
-from ..contracts.errors import UsageError, printable
-from ..contracts.files import check_output
-from ..report.chart_style import FORMATS, MARK, WIDTHS
-from ..report.charts import KINDS, draw_to
-from ..report.finished import FinishedRun, read_runs
-from ..report.page import titles_of
+from ..errors import UsageError, printable
+from ..report.charts.charts import KINDS, draw_to
+from ..report.charts.style import FORMATS, MARK, WIDTHS
+from ..report.load_run import FinishedRun, read_runs
+from ..report.markdown import titles_of
 from ..report.selection import finished_cells
-from .selecting import add_force, add_runs, add_where, comma_list, note_partial, output_folder
+from ..util.output_files import check_output
+from .run_args import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

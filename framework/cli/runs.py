@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..contracts.errors import CrossdraftError, printable
+from ..errors import CrossdraftError, printable
 from ..runs.state import RunState, runs_in, state_of
 
 

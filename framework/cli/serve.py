@@ -9,16 +9,16 @@ import socket
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import UsageError
-from ..contracts.extras import need
-from ..contracts.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
-from .consent import add_consent, trusted
-from .sampling import sampling_from
+from ..errors import UsageError
+from ..util.extras import need
+from ..util.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
+from .sampling_args import sampling_from
+from .trust_args import add_consent, trusted
 
 if TYPE_CHECKING:
     from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..decoding.loop import Decoder
+    from ..engine.decoder import Decoder
 
 #: What it is for; said in --help and when it starts.
 PURPOSE = "It is for evaluation, not for production: one process, no paged cache"
@@ -114,7 +114,7 @@ def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
 
     Raises UsageError.
     """
-    from ..decoding.asked import checked_sampling
+    from ..api.generate_args import checked_sampling
 
     config = getattr(target.model, "generation_config", None)
     stored = config.to_diff_dict() if config is not None else {}
@@ -127,11 +127,11 @@ def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
 
 def offered(args: argparse.Namespace) -> Any:
     """The pair over the target, with its slots."""
-    from ..decoding.build import configured, load_drafting_model
-    from ..decoding.generate import fitting_pair, pair_decoder
+    from ..api.build import configured, load_drafting_model
+    from ..api.generate import fitting_pair, pair_decoder
     from ..models.load import load_model
-    from ..runs.recipe import Strategy
-    from ..serve.laws import Served
+    from ..recipe.recipe import Strategy
+    from ..serve.decoder_pool import Served
 
     def strategy(option: str, text: str) -> dict[str, Any]:
         return Strategy.parse(text, option).model_dump()

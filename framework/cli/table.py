@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..contracts.errors import UsageError, printable
-from ..contracts.files import check_output, writing_output
-from ..report.finished import read_runs
-from ..report.page import titles_of
+from ..errors import UsageError, printable
+from ..report.load_run import read_runs
+from ..report.markdown import titles_of
 from ..report.pivot import FORMATS, pivot, rendered, untold
 from ..report.selection import finished_cells
-from .selecting import add_force, add_runs, add_where, comma_list, note_partial
+from ..util.output_files import check_output, writing_output
+from .run_args import add_force, add_runs, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

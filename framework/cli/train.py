@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import plugins
-from ..contracts.errors import ContractError, UsageError
 
 # Trainers import PyTorch, and every kind has to say its options; so nothing is saved by importing this later.
 from ..contracts.training_options import Options, flag, numbers, option
-from .consent import add_consent, trusted
+from ..errors import ContractError, UsageError
+from .trust_args import add_consent, trusted
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
@@ -146,7 +146,7 @@ def _main(args: argparse.Namespace) -> int:
 
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
-    from ..runs.prompts import load_prompts
+    from ..recipe.prompts import load_prompts
     from ..training.files import check_directory, claimed
 
     reads = [args.target, *([recipe.start_from] if recipe.start_from else [])]

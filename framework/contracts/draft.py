@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fixed_tree import TreeShape, tree_constant
+from ..util.static_trees import TreeShape, tree_constant
+from ..util.tensors import counting, descent, eager_on_cpu, on_device, take_rows
 from .scores import DenseScores as DenseScores  # the tensors of a round are imported from one place
 from .scores import Scores as Scores
-from .tensors import counting, descent, eager_on_cpu, on_device, take_rows
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
 #: ``chain``: no node has two children.

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import ModelError, quoted
+from ..util.input_files import kind_of, path_of, read_json
+from ..util.limits import CONFIG_BYTES, MOST_NODES
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
-from .errors import ModelError, quoted
-from .limits import CONFIG_BYTES, MOST_NODES
 from .lm import LM
+from .misconfiguration import Suspect
 from .models import Checkpoint, LoadedModel
 from .options import Options
-from .reading import kind_of, path_of, read_json
 from .rng import RoundRng
 from .sampling import Sampling
-from .suspect import Suspect
 
 #: ``run(function, tensors, *constants)`` returns ``function(*constants, **tensors)``, see `DraftContext.runner`.
 Runner = Callable[..., tuple[Tensor | None, ...]]

@@ -57,7 +57,7 @@ def crossdraft_register_backends(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_prompts(register: Register) -> None:
-    """Register prompt sources (see `crossdraft.framework.runs.prompts`)."""
+    """Register prompt sources (see `crossdraft.framework.recipe.prompts`)."""
 
 
 @hookspec

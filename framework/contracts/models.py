@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import ModelError, quoted
+from ..errors import ModelError, quoted
 
 if TYPE_CHECKING:
     import torch

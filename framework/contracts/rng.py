@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .tensors import columns
+from ..util.tensors import columns
 
 #: What a number is drawn for. Each purpose has its own sub-stream, indices count within it.
 PURPOSES = ("draft", "accept", "residual", "other")

@@ -37,7 +37,7 @@ class Sampling(Options):
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
         import torch
 
-        from .tensors import at_once
+        from ..util.tensors import at_once
 
         if self.temperature == 0:
             return self.checked_law(logits)[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tensors import at_once, take_rows
+from ..util.tensors import at_once, take_rows
 
 
 class Scores(ABC):

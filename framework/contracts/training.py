@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from .errors import UsageError
+from ..errors import UsageError
 from .lm import LM
 from .models import LoadedModel
 from .training_options import Options, option

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
+from ..errors import quoted
 from .draft import Draft, Drawn, Verdict
 from .drafter import DraftTraits, StrategyConfig
-from .errors import quoted
 from .rng import RoundRng
 from .sampling import Sampling
 

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..contracts.errors import UnknownNameError, UsageError, quoted
-from ..contracts.reading import path_of
-from ..runs.yaml_errors import Places, read_yaml
+from ..errors import UnknownNameError, UsageError, quoted
+from ..recipe.yaml_errors import Places, read_yaml
+from ..util.input_files import path_of
 
 
 @dataclass(frozen=True)

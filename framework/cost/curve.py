@@ -1,6 +1,6 @@
 """What a pass costs, measured: seconds over W tokens in each of B rows whose caches hold C tokens.
 
-`bench.passes` measures a `CostCurve`; here are its shape, what lies between its points, and where it is kept. A
+`bench.pass_timing` measures a `CostCurve`; here are its shape, what lies between its points, and where it is kept. A
 `roofline.Roofline` is a curve as well. All times are seconds.
 """
 
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..contracts.errors import UsageError, first_line
-from ..contracts.files import cache_dir, replace_text
-from ..contracts.limits import CONFIG_BYTES
-from ..contracts.reading import read_json
-from ..runs.recipe import digest
+from ..errors import UsageError, first_line
+from ..recipe.recipe import digest
+from ..util.input_files import read_json
+from ..util.limits import CONFIG_BYTES
+from ..util.output_files import cache_dir, replace_text
 
 logger = logging.getLogger(__name__)
 

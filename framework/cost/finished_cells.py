@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ..contracts.errors import UsageError
+from ..errors import UsageError
+from ..metrics.cell_metrics import RoundRecord
+from ..metrics.pieces import Piece
 from ..models.threads import number_used
-from ..runs.metrics import RoundRecord
-from ..runs.pieces import Piece
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying

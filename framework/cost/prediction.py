@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..contracts.errors import UsageError
+from ..errors import UsageError
 from .curve import Curve
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import plugins
-from ..contracts.errors import ModelError, UsageError, first_line, printable, quoted
-from ..contracts.limits import CONFIG_BYTES
-from ..contracts.reading import kind_of, path_of, read_json
+from ..errors import ModelError, UsageError, first_line, printable, quoted
 from ..models.configs import checked_config
 from ..models.quantization import refuse_quantized
+from ..util.input_files import kind_of, path_of, read_json
+from ..util.limits import CONFIG_BYTES
 from .accelerators import Accelerator
 
 #: Share of the stated memory bandwidth and FLOP rate that a pass is taken to reach.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..contracts.errors import ModelError, UsageError, first_line, printable
-from ..contracts.reading import BROKEN, flaw
+from ..errors import ModelError, UsageError, first_line, printable
+from ..util.input_files import BROKEN, flaw
 
 #: Characters for each token that fits, beyond which a text is tokenized in parts: more than most tokens have.
 _CHARACTERS = 16

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import ModelError, first_line
 from ..contracts.models import Checkpoint
-from ..contracts.reading import kind_of
+from ..errors import ModelError, first_line
+from ..util.input_files import kind_of
 from .configs import read_config, weight_map
 from .digests import weight_files, weights_sha256
 from .resolve import resolve

@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..contracts.errors import ModelError, quoted
-from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, MOST_LAYERS, MOST_WIDTH, Limit
-from ..contracts.reading import UNPRINTABLE, flaw, kind_of, read_json
+from ..errors import ModelError, quoted
+from ..util.input_files import UNPRINTABLE, flaw, kind_of, read_json
+from ..util.limits import CONFIG_BYTES, INDEX_BYTES, MOST_LAYERS, MOST_WIDTH, Limit
 
 #: What families call the number of their layers, and the sides of their matrices.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_nextn_predict_layers")

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contracts.errors import UsageError, quoted
+from ..errors import UsageError, quoted
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contracts.errors import ModelError
-from ..contracts.files import cache_dir, replace_text
+from ..errors import ModelError
+from ..util.output_files import cache_dir, replace_text
 from .quantization import quantizer
 
 if TYPE_CHECKING:

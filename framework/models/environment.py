@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..contracts.files import cache_dir
+from ..util.output_files import cache_dir
 from . import threads
 from .device import cpu_features, lines_of, pick_device, pick_dtype
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..contracts.errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..contracts.models import LoadedModel, ResolvedModel
-from . import placement, processes
+from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
+from ..util.shared_patch import Meanwhile
+from . import distributed, placement
 from .configs import check_against_weights, check_files, read_config
 from .device import pick_dtype
 from .digests import model_sha256
-from .meanwhile import Meanwhile
 from .quantization import GROUP, check_quantized, load_options
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
@@ -52,7 +52,7 @@ def load_model(
         dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
         device: a torch device or its name; for ``"auto"`` see `pick_device`. For models larger than one:
             ``"spread"``, or a mapping from the names of its parts to devices (accelerate's ``device_map``); ``"tp"``
-            under ``torchrun``, see `models.processes`.
+            under ``torchrun``, see `models.distributed`.
         trust_remote_code: let the model run Python code from its own directory. Consent is for this one model: not for
             the owner of a shared embedding, nor for code that its files fetch from another repository.
         attn_implementation: passed to transformers, which chooses if it is None.
@@ -65,7 +65,7 @@ def load_model(
         ModelError: a model that is incomplete, damaged, pickled, or has weights missing: never run with
             weights that were made up.
     """
-    processes.check(device)
+    distributed.check(device)
     options: Any = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -77,10 +77,10 @@ def load_model(
         backend = plugins.get("backends", found.backend)()
         return backend.load(found, device=device, share_with=share_with, **options)
 
-    if device != processes.SPLIT:
+    if device != distributed.SPLIT:
         return load()
-    key = processes.number()
-    loaded = processes.everywhere(load, "load", key, name, options)
+    key = distributed.number()
+    loaded = distributed.everywhere(load, "load", key, name, options)
     placement.lead(loaded.model, key)
     return loaded
 

@@ -2,7 +2,7 @@
 
 ``device: spread`` and a mapping are a ``device_map`` (accelerate): a pass goes from device to device. ``device: tp`` is
 tensor parallelism by the plan that transformers has for the architecture, under ``torchrun``: every process has a part
-of each layer (`models.processes`).
+of each layer (`models.distributed`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-from ..contracts.errors import ModelError, UsageError, printable, quoted
-from ..contracts.extras import need
-from . import processes
+from ..errors import ModelError, UsageError, printable, quoted
+from ..util.extras import need
+from . import distributed
 from .device import pick_device
-from .processes import SPLIT
+from .distributed import SPLIT
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def first_device(device: Device) -> torch.device:
     import torch
 
     if device == SPLIT:
-        return torch.device("cuda", processes.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if isinstance(device, Mapping):
         if not device:
             raise UsageError("the device map is empty; name a device for every part of the model, {'': cpu} for all")
@@ -56,7 +56,7 @@ def described(device: Device) -> str:
     if device == SPREAD:
         return f" spread over {max(torch.cuda.device_count(), 1)}"
     if device == SPLIT:
-        return f" split over {processes.count()} processes"
+        return f" split over {distributed.count()} processes"
     if isinstance(device, Mapping):
         return f" spread over {', '.join(dict.fromkeys(map(str, device.values())))}"
     return ""
@@ -76,7 +76,7 @@ def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]
     if device == SPLIT:
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        return {"distributed_config": DistributedConfig(tp_size=processes.count(), tp_plan="auto")}
+        return {"distributed_config": DistributedConfig(tp_size=distributed.count(), tp_plan="auto")}
     # transformers places layers with it
     need(f"{printable(name)} on several devices", "spread", "accelerate", error=ModelError)
     return {"device_map": "auto" if device == SPREAD else dict(device)}
@@ -86,7 +86,7 @@ def check_divides(name: str, config: Mapping[str, Any], device: Device) -> None:
     """Raise ModelError for a model whose heads cannot be shared out evenly among the processes."""
     if device != SPLIT:
         return
-    nested, n = config.get("text_config"), processes.count()
+    nested, n = config.get("text_config"), distributed.count()
     text = nested if isinstance(nested, Mapping) else config
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(key)
@@ -108,10 +108,10 @@ def check_split(name: str, model: Any, device: Device) -> None:
 
 def lead(model: Any, key: int) -> None:
     """See that nobody runs a split model, or a part of it, in this process alone: it would wait for the others."""
-    if processes.rank():
+    if distributed.rank():
         return
     model._crossdraft_split = Split(key)
-    finalize(model._crossdraft_split, processes.drop, key)
+    finalize(model._crossdraft_split, distributed.drop, key)
     for part in (model, model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
         part.register_forward_pre_hook(_only_together)
 
@@ -147,10 +147,10 @@ def is_spread(model: Any) -> bool:
 
 
 def _only_together(module: Any, arguments: Any) -> None:
-    if not processes.inside():
+    if not distributed.inside():
         raise ModelError(
-            f"the target is split over {processes.count()} processes (device {SPLIT}), which make its passes together; "
-            "what wants to run it by itself needs a target on one device"
+            f"the target is split over {distributed.count()} processes (device {SPLIT}), which make its passes "
+            "together; what wants to run it by itself needs a target on one device"
         )
 
 

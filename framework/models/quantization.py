@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import ModelError, UsageError, printable
-from ..contracts.extras import need
+from ..errors import ModelError, UsageError, printable
+from ..util.extras import need
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..contracts.errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
-from ..contracts.limits import SETTINGS_BYTES
 from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
-from ..contracts.reading import kind_of, path_of, refuse_special_files
+from ..errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
+from ..util.input_files import kind_of, path_of, refuse_special_files
+from ..util.limits import SETTINGS_BYTES
 from .configs import shards_of
 from .digests import PYTORCH_FILES
 from .quantization import refuse_quantized, split

@@ -12,10 +12,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import ModelError
-from ..contracts.limits import CONFIG_BYTES
 from ..contracts.models import LoadedModel
-from ..contracts.reading import kind_of, read_json
+from ..errors import ModelError
+from ..util.input_files import kind_of, read_json
+from ..util.limits import CONFIG_BYTES
 from .digests import embedding_sha256
 from .resolve import resolve
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import processes
+from . import distributed
+from .cpu_contention import Waiting
 from .device import lines_of, pick_device, pick_dtype
-from .waiting import Waiting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ def choose_wait_policy(read: Callable[[], list[str]] = lambda: lines_of("/proc/s
     if CHOSEN in os.environ:  # chosen by the process that started this one, at another time
         for name in (CHOSEN, *PASSIVE):
             os.environ.pop(name, None)
-    if "torch" in sys.modules or processes.count() > 1 or any(name in os.environ for name in NUMBER + POLICY):
+    if "torch" in sys.modules or distributed.count() > 1 or any(name in os.environ for name in NUMBER + POLICY):
         return
     mine = _processors()
     before = read()
@@ -246,7 +246,7 @@ _choices: dict[tuple[Any, ...], Choice] = {}
 def thread_count(lm: Any) -> ThreadCount:
     """The one of a target; targets with equal layers share their choice, so that not every call measures anew."""
     most = _threads()
-    layers = [] if most == 1 or _set_by_user(most) or processes.count() > 1 else sampled_layers(lm)
+    layers = [] if most == 1 or _set_by_user(most) or distributed.count() > 1 else sampled_layers(lm)
     if not layers:
         return ThreadCount(most)
     key = (most, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..contracts.errors import ModelError, first_line, quoted
-from ..contracts.limits import MOST_WIDTH
 from ..contracts.models import TRANSFORMERS
+from ..errors import ModelError, first_line, quoted
+from ..util.limits import MOST_WIDTH
 from .resolve import resolve
 
 #: Files that may name the ids that end a sequence.

@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..contracts.errors import CrossdraftError, UsageError
+from ..api.build import Configured
+from ..contracts.misconfiguration import Suspect
 from ..contracts.sampling import Sampling
-from ..contracts.suspect import Suspect
-from ..decoding.build import Configured
-from ..runs.intervals import LEAST_PIECES, Estimate, pieces_needed
-from .force import Asked, deepened
+from ..errors import CrossdraftError, UsageError
+from ..metrics.intervals import LEAST_PIECES, Estimate, pieces_needed
+from .aggregate import Row, Tally, difference
 from .replay import Candidate, replay, rules_for
 from .response import Response
-from .side_by_side import SideBySide
-from .tally import Row, Tally, difference
-from .target import Target
+from .teacher_forcing.forcing import Asked, deepened
+from .teacher_forcing.lazy_models import Target
+from .teacher_forcing.shared_passes import SideBySide
 
 #: What undoing a mistake has to add to the tokens accepted a round, as a share of them, to explain anything.
 CLEAR = 0.2

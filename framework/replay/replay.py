@@ -18,21 +18,21 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from .. import plugins
-from ..contracts.errors import ContractError, UsageError
-from ..contracts.files import writing_output
+from ..api.build import Configured, configured
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
-from ..decoding.build import Configured, configured
-from .forced import Forced
-from .identities import RULES, SEQUENCES, certain, no_identity, survival
-from .recorded_log_p import RecordedLogP
+from ..errors import ContractError, UsageError
+from ..util.output_files import writing_output
+from .acceptance_formulas import RULES, SEQUENCES, certain, no_identity, survival
+from .aggregate import Pieces, Tally
+from .recorded_logprobs import RecordedLogP
 from .response import Response
-from .rounds import Acceptance, Rounds, expected
-from .tally import Pieces, Tally
+from .step_chain import Acceptance, Rounds, expected
+from .teacher_forcing.forced_draft import Forced
 
 #: Responses that are added up together.
 WINDOW = 256
-#: In the file's metadata: `contracts.files.check_output` recognises it by that.
+#: In the file's metadata: `util.output_files.check_output` recognises it by that.
 MARK = b"crossdraft replay"
 _POSITIONS = pa.schema(
     [

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from ..contracts.errors import UsageError, quoted
-from ..contracts.limits import MOST_TOKENS, MOST_WIDTH
 from ..contracts.sampling import Sampling
+from ..errors import UsageError, quoted
 from ..models.tokenizer import TokenizerOf, load_tokenizer
+from ..util.limits import MOST_TOKENS, MOST_WIDTH
 
 #: A log-probability below this is no drawn token's (engines write -9999 for minus infinity).
 LEAST = -100.0

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..contracts.errors import UsageError, printable, quoted
-from ..contracts.limits import LINE_BYTES, RESPONSE_FILE_BYTES
-from ..contracts.reading import kind_of, parse_json, path_of, read_lines
+from ..errors import UsageError, printable, quoted
 from ..models.chat import encode, encode_text
-from ..runs.prompts import Prompt, rows
+from ..recipe.prompts import Prompt, rows
 from ..runs.run_directory import RunDirectory, read_config
-from .lines import response_of
+from ..util.input_files import kind_of, parse_json, path_of, read_lines
+from ..util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
+from .jsonl_formats import response_of
 from .response import Reading, Response, described, log_probabilities, token_ids
 
 #: Said of texts that nobody knows to be a target's.

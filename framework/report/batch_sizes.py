@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from .. import plugins
 from ..cost.finished_cells import last_paying, speed_ups_of
 from ..cost.prediction import pays_until
+from ..runs.labels import group_title, verifier_title
 from ..runs.marks import mark_of
-from ..runs.titles import group_title, verifier_title
-from .layout import tabulated
+from .table_utils import tabulated
 
 if TYPE_CHECKING:
-    from ..runs.recipe import CellConfig
+    from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
     from .summary import Summary
 

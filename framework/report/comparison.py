@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import UsageError, printable
-from ..runs.component_times import ComponentTimes, Withheld, speed_up_ratio
-from ..runs.intervals import Estimate
+from ..errors import UsageError, printable
+from ..metrics.cell_metrics import free, paired_difference, prompts_of_pieces
+from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
+from ..metrics.intervals import Estimate
+from ..recipe.recipe import RUN_KEYS
+from ..runs.labels import group_title, verifier_title
 from ..runs.marks import mark_of
-from ..runs.metrics import free, paired_difference, prompts_of_pieces
-from ..runs.recipe import RUN_KEYS
 from ..runs.records import cells_of
-from ..runs.titles import group_title, verifier_title
-from .layout import estimate_text, tabulated
 from .selection import shown
+from .table_utils import estimate_text, tabulated
 
 if TYPE_CHECKING:
-    from ..runs.recipe import CellConfig
+    from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
-    from .finished import FinishedRun
+    from .load_run import FinishedRun
 
 #: What runs may differ in as a whole, beside the models themselves.
 _WHOLE = (*RUN_KEYS, "device", "attn_implementation")

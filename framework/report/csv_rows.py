@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..metrics.cell_metrics import TIMES
+from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
-from ..runs.metrics import TIMES
-from ..runs.titles import is_lossless
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
@@ -30,7 +30,7 @@ def summary_csv(summary: Summary) -> str:
 
 
 def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
-    """A cell's line of ``summary.csv``; `runs.columns` says what each column means."""
+    """A cell's line of ``summary.csv``; `metrics.columns` says what each column means."""
     config = result.config.model_dump(mode="json")
     row: dict[str, Any] = {"cell": result.config.hash}
     for kind in ("drafter", "verifier"):

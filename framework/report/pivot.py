@@ -10,11 +10,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..contracts.errors import UnknownNameError, UsageError
-from ..runs.columns import ENDS, explained
+from ..errors import UnknownNameError, UsageError
+from ..metrics.columns import ENDS, explained
 from .csv_rows import row_of
-from .layout import tabulated
 from .selection import SETTINGS, Chosen, check_keys
+from .table_utils import tabulated
 
 FORMATS = ("github", "latex", "csv")
 #: Keys whose values speak for themselves.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import UnknownNameError, UsageError, printable, quoted
-from ..runs.recipe import RUN_KEYS, SAMPLING_KEYS
-from ..runs.titles import verifier_title
+from ..errors import UnknownNameError, UsageError, printable, quoted
+from ..recipe.recipe import RUN_KEYS, SAMPLING_KEYS
+from ..runs.labels import verifier_title
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
-    from .finished import FinishedRun
+    from .load_run import FinishedRun
 
 #: Keys that every cell has; the options of drafters and verifiers come on top.
 NAMES = ("run", "drafter", "verifier")

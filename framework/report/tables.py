@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..runs.titles import verifier_title
+from ..runs.labels import verifier_title
 from .batch_sizes import by_batch_size
-from .layout import estimate_text, groups_of, speed_up_text, tabulated
-from .remarks import differences, remarks_of, shortened
+from .caveats import differences, remarks_of, shortened
+from .table_utils import estimate_text, groups_of, speed_up_text, tabulated
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction

@@ -6,7 +6,7 @@ from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
 from ..runs.records import Outcome
 from ..runs.run_directory import RunDirectory
-from .charts import draw
+from .charts.charts import draw
 from .csv_rows import summary_csv
 from .summary import Summary
 from .tables import summary_markdown

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import plugins
-from . import ledger
-from .recipe import CellConfig
+from ..recipe.recipe import CellConfig
+from . import certified_registry
 
 if TYPE_CHECKING:
     from .records import CellResult
@@ -77,7 +77,7 @@ def mark_of(cell: CellConfig | CellResult) -> Mark:
         return then or mark_of_rule(rule, options)
     if then is None and not plugins.traits_of("verifiers", rule, options).lossless:
         return Mark("lossy")
-    now = _of(ledger.certificate(rule, options, source, str(recorded.get("crossdraft") or "")))
+    now = _of(certified_registry.certificate(rule, options, source, str(recorded.get("crossdraft") or "")))
     return now or then or Mark("certified" if source.get("distribution") == "crossdraft" else "uncertified")
 
 
@@ -90,10 +90,10 @@ def mark_of_rule(rule: type[Any], options: Any) -> Mark:
     if not plugins.traits_of("verifiers", rule, options).lossless:
         return Mark("lossy")
     own = rule.__module__.partition(".")[0] == "crossdraft"
-    return _of(ledger.certificate(rule, options)) or Mark("certified" if own else "uncertified")
+    return _of(certified_registry.certificate(rule, options)) or Mark("certified" if own else "uncertified")
 
 
-def _of(found: ledger.Certificate | None) -> Mark | None:
+def _of(found: certified_registry.Certificate | None) -> Mark | None:
     if found is None:
         return None
     return Mark("certified") if found.lossless else Mark("failed", found.tv, found.where)

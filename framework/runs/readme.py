@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from .columns import QUANTITIES, RESPONSE_KEYS, ROUND_COLUMNS
-from .recipe import Recipe
+from ..metrics.columns import QUANTITIES, RESPONSE_KEYS, ROUND_COLUMNS
+from ..recipe.recipe import Recipe
 
 FILE = "README.md"
 _FILES = {

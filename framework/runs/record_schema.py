@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ..contracts.errors import UsageError, printable, quoted
-from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, LINE_BYTES, RESPONSE_FILE_BYTES
 from ..contracts.options import fault
-from ..contracts.reading import parse_json, read_json, read_lines, read_text
-from .metrics import Metrics
-from .pieces import Piece
+from ..errors import UsageError, printable, quoted
+from ..metrics.cell_metrics import Metrics
+from ..metrics.pieces import Piece
+from ..util.input_files import parse_json, read_json, read_lines, read_text
+from ..util.limits import CONFIG_BYTES, INDEX_BYTES, LINE_BYTES, RESPONSE_FILE_BYTES
 
 T = TypeVar("T")
 #: Greater than any number of a run: bytes, tokens, seconds.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .component_times import CellPieces
-from .metrics import Metrics, RoundRecord
-from .pieces import Piece
-from .recipe import CellConfig, Recipe, Strategy
+from ..metrics.cell_metrics import Metrics, RoundRecord
+from ..metrics.component_times import CellPieces
+from ..metrics.pieces import Piece
+from ..recipe.recipe import CellConfig, Recipe, Strategy
 
 
 @dataclass

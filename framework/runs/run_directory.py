@@ -30,13 +30,13 @@ from filelock import FileLock, Timeout
 from pyarrow import parquet
 from pydantic import ValidationError
 
-from ..contracts.errors import UsageError, first_line, printable, quoted
-from ..contracts.files import replace_text
-from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
-from ..contracts.reading import open_file, read_json, refuse_special_files
-from .metrics import RoundRecord
-from .pieces import Piece
-from .recipe import CellConfig
+from ..errors import UsageError, first_line, printable, quoted
+from ..metrics.cell_metrics import RoundRecord
+from ..metrics.pieces import Piece
+from ..recipe.recipe import CellConfig
+from ..util.input_files import open_file, read_json, refuse_special_files
+from ..util.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
+from ..util.output_files import replace_text
 from .record_schema import Head, Provenance, check, read_numbers, read_responses
 from .records import CellResult
 

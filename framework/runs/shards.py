@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..contracts.errors import UsageError, quoted
+from ..errors import UsageError, quoted
 
 T = TypeVar("T")
 #: In the directory of a shard.

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
-from ..contracts.errors import UsageError, first_line, printable
-from ..contracts.limits import CONFIG_BYTES, INDEX_BYTES
-from ..contracts.reading import read_text
+from ..errors import UsageError, first_line, printable
+from ..util.input_files import read_text
+from ..util.limits import CONFIG_BYTES, INDEX_BYTES
 from .run_directory import LOCK, OWNER, RunDirectory
 
 FILE = "state.json"

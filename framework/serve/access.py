@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..contracts.errors import quoted
+from ..errors import quoted
 from .errors import error_response
 
 #: Paths that need no API key: they return counts only.

@@ -19,17 +19,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..contracts.errors import CrossdraftError, first_line
-from ..contracts.limits import BODY_BYTES
-from ..contracts.reading import parse_json
-from ..contracts.rounds import Chunk
-from ..contracts.rounds import Response as Answer
-from ..decoding.outputs import Output
+from ..api.output_processor import Output
+from ..contracts.steps import Chunk
+from ..contracts.steps import Response as Answer
+from ..errors import CrossdraftError, first_line
+from ..util.input_files import parse_json
+from ..util.limits import BODY_BYTES
 from .access import AccessControl
-from .asked import Asked, Refused, asked
+from .decoder_pool import Served
 from .errors import error_object, error_response
-from .laws import Served
-from .told import Telling
+from .protocol import Asked, Refused, asked
+from .response import Telling
 from .worker import Client, Failed, Full, Job, Worker
 
 #: Seconds that clients have to fetch what there is when the server ends.

@@ -17,11 +17,11 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ..contracts.errors import CrossdraftError, first_line
-from ..contracts.rounds import Chunk, Request
+from ..api.output_processor import Output, Outputs
 from ..contracts.sampling import Sampling
-from ..decoding.outputs import Output, Outputs
-from .laws import MOST_OTHERS, Served
+from ..contracts.steps import Chunk, Request
+from ..errors import CrossdraftError, first_line
+from .decoder_pool import MOST_OTHERS, Served
 
 
 class Failed(CrossdraftError):

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from ..api.build import build_decoder
 from ..certificate import effort
 from ..certificate.certify import TOLERANCE, certify
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.rng import CounterRng
-from ..contracts.rounds import Response
 from ..contracts.sampling import Sampling
+from ..contracts.steps import Response
 from ..contracts.verifier import incompatible
-from ..decoding.build import build_decoder
-from ..decoding.loop import Decoder, Step
-from ..decoding.validation import validate_draft
+from ..engine.decoder import Decoder, Step
+from ..engine.validation import validate_draft
 from ..plugins import get
-from ..replay.force import forced
 from ..replay.response import Response as Recorded
+from ..replay.teacher_forcing.forcing import forced
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .one_thread import OneThread

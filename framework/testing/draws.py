@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, take_rows
-from ..contracts.rounds import RoundEvent
+from ..contracts.steps import RoundEvent
 
 
 class Counted:

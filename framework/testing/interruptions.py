@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..decoding.loop import Decoder
+from ..engine.decoder import Decoder
 
 Place = Literal["drafter", "target", "verifier"]
 

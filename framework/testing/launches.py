@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..decoding.ragged_lm import RaggedLM
+from ..lm.ragged_lm import RaggedLM
 
 #: They make room or another view, and launch nothing.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")

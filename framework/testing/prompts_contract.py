@@ -11,7 +11,7 @@ import pytest
 
 from ..contracts.hookspecs import hookimpl
 from ..plugins import manager
-from ..runs.prompts import Prompt, load_prompts
+from ..recipe.prompts import Prompt, load_prompts
 
 #: What the source is called while it is tried.
 UNDER_TEST = "prompts-under-test"

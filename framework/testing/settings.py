@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..certificate.tablelm import Toy, ToyContext
+from ..api.build import ModuleContext
+from ..certificate.table_lm import Toy, ToyContext
 from ..certificate.toys import built_in_toys
 from ..contracts.drafter import DraftContext
 from ..contracts.lm import LM
 from ..contracts.models import Checkpoint
 from ..contracts.sampling import Sampling
-from ..decoding.build import ModuleContext
-from ..decoding.transformers_lm import TransformersLM
+from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
 
 

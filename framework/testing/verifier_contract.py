@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..api.build import build_decoder
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
 from ..certificate.toys import built_in_toys
 from ..contracts.draft import DenseScores, Draft, Verdict
 from ..contracts.rng import CounterRng, RoundRng
-from ..contracts.rounds import RoundEvent
 from ..contracts.sampling import Sampling
+from ..contracts.steps import RoundEvent
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
-from ..decoding.build import build_decoder
-from ..decoding.validation import validate_verdict
+from ..engine.validation import validate_verdict
 from ..plugins import get
 from .one_thread import OneThread
 from .settings import Toys

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..api.generate import generate
 from ..contracts.models import LoadedModel
 from ..contracts.training import Text, public
-from ..decoding.generate import generate
 from ..models.chat import encode
 from ..models.digests import weights_sha256
 from ..models.resolve import resolve
-from ..runs.prompts import Prompt
+from ..recipe.prompts import Prompt
 from .files import replace_text
 from .search import Searcher
 from .trainer import Trainer

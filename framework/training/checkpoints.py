@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts.errors import UsageError
+from ..errors import UsageError
 from .files import replace
 
 #: What an entry of the log holds.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contracts.errors import UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.training import Batch, Text
+from ..errors import UsageError
 from .texts import pad
 
 

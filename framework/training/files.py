@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..contracts.errors import CrossdraftError, UsageError
-from ..contracts.files import PART, replacing
-from ..contracts.reading import kind_of, path_of, refuse_special_files
+from ..errors import CrossdraftError, UsageError
+from ..util.input_files import kind_of, path_of, refuse_special_files
+from ..util.output_files import PART, replacing
 
 #: Begins the name of a directory that is not whole yet.
 _ASIDE = ".export-"

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..api.build import make_slots
 from ..contracts.draft import on_device
-from ..contracts.errors import ModelError, NumericalError, UsageError
-from ..contracts.extras import need
-from ..contracts.limits import CONFIG_BYTES
 from ..contracts.models import TRANSFORMERS, LoadedModel
-from ..contracts.reading import read_json
 from ..contracts.sampling import Sampling
 from ..contracts.training import SearchConfig, Text
-from ..decoding.build import make_slots
+from ..errors import ModelError, NumericalError, UsageError
 from ..runs.interrupts import until_told
+from ..util.extras import need
+from ..util.input_files import read_json
+from ..util.limits import CONFIG_BYTES
 from .files import replace_text
 
 

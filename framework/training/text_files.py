@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..contracts.errors import UsageError
 from ..contracts.models import LoadedModel
 from ..contracts.training import Text
+from ..errors import UsageError
 from .writer import Chat
 
 #: Longest line of a file of texts, in bytes.

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..contracts.errors import UsageError
 from ..contracts.training import Text
+from ..errors import UsageError
 from .files import replace_text, writing
 from .text_files import drop_half_line, line_of, read
 from .writer import MOST_INVENTED, Writer

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..contracts.errors import NumericalError, UsageError
-from ..contracts.extras import need
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.training import Text, TrainingConfig
+from ..errors import NumericalError, UsageError
 from ..models.digests import weights_sha256
 from ..models.resolve import resolve
 from ..runs.interrupts import until_told
+from ..util.extras import need
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .features import Features, check_head
 from .files import replace_text, staged

@@ -6,11 +6,11 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from ..contracts.errors import UsageError
+from ..api.build import TargetContext, build_decoder, configured, make_slots
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
-from ..decoding.build import TargetContext, build_decoder, configured, make_slots
+from ..errors import UsageError
 
 #: Most tokens of a question that the target invents.
 MOST_INVENTED = 48

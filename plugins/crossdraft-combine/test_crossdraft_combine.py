@@ -156,7 +156,7 @@ def test_options_are_checked_at_once() -> None:
 
 
 def test_the_model_makes_no_pass_where_a_copy_is_found() -> None:
-    from crossdraft.framework.decoding.build import build_decoder
+    from crossdraft.framework.api.build import build_decoder
     from crossdraft.testing import Toys
 
     passes = []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.framework.advise.acceptance import Acceptance
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
 

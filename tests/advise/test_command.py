@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from advise_runs import GOOD, POOR, cell, curves, write_run
 from engine_schemas import LlamaCpp, vllm
-from made_runs import GOOD, POOR, cell, curves, write_run
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 
 from crossdraft import Engine
 from crossdraft.framework.advise.cost_tables import read_cost_table
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}

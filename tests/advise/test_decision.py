@@ -3,17 +3,17 @@
 from typing import Any, ClassVar
 
 import pytest
+from advise_runs import GOOD, POOR, cell, curves
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import GOOD, POOR, cell, curves
 
 from crossdraft import Acceptance, Engine, Schedule, Settings
 from crossdraft.framework.advise.candidates import Candidate, Machine, imported, of_run
 from crossdraft.framework.advise.decision import decide, schedule_for
 from crossdraft.framework.advise.engine import Range
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.finished_cells import predictions
 from crossdraft.framework.cost.prediction import CellStatistics, predict
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.records import CellResult
 
 TARGET, DRAFT, _ = curves()

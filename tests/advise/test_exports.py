@@ -13,8 +13,8 @@ from tiny_models import save_model
 from crossdraft import Acceptance, Engine, Schedule, Settings, Source
 from crossdraft.framework import plugins
 from crossdraft.framework.advise.engine import Range
-from crossdraft.framework.contracts.errors import ContractError, UsageError
-from crossdraft.framework.runs.intervals import Estimate
+from crossdraft.framework.errors import ContractError, UsageError
+from crossdraft.framework.metrics.intervals import Estimate
 
 RATES = (0.8, 0.6, 0.5, 0.4, 0.3)
 PARSERS: dict[str, Any] = {"vllm": vllm, "sglang": Sglang, "tensorrt-llm": trt, "llama.cpp": LlamaCpp}

@@ -9,8 +9,8 @@ import pytest
 from crossdraft import Source
 from crossdraft.framework import plugins
 from crossdraft.framework.advise.acceptance import Acceptance
-from crossdraft.framework.advise.source import read_source
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.advise.engine_log import read_source
+from crossdraft.framework.errors import UsageError
 
 VLLM_LOG = """\
 INFO 11-20 10:00:00 [loggers.py:123] Engine 000: Avg generation throughput: 100 tokens/s, Running: 4 reqs

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.cli import advise_replay as module
-from crossdraft.framework.cli import decoded
+from crossdraft.framework.cli import baseline_responses
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.advise_options import add_arguments
+from crossdraft.framework.cli.advise import replay as module
+from crossdraft.framework.cli.advise.options import add_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,14 @@ def test_from_prompts_to_a_decision(
     warnings = " ".join(found["remarks"]["warnings"])
     assert "tokens are few" in warnings
     # A second call decodes nothing, and says the same.
-    monkeypatch.setattr(decoded, "_responses", None)
+    monkeypatch.setattr(baseline_responses, "_responses", None)
     again, said = advised(capsys, *options)
     assert again == found and "were decoded before" in said
 
 
 def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """Of recorded responses: what `crossdraft replay` says at each gamma is what the advice is judged by."""
-    from crossdraft.framework.advise.remarks import Remarks
+    from crossdraft.framework.advise.caveats import Remarks
 
     path = tmp_path / "said.jsonl"
     rows = [

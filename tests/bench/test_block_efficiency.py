@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.certificate.tablelm import ToyContext
+from crossdraft.framework.api.build import build_decoder, configured
+from crossdraft.framework.certificate.table_lm import ToyContext
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.build import build_decoder, configured
-from crossdraft.framework.runs.metrics import Metrics, RoundRecord, measure
-from crossdraft.framework.runs.pieces import Piece
+from crossdraft.framework.metrics.cell_metrics import Metrics, RoundRecord, measure
+from crossdraft.framework.metrics.pieces import Piece
 
 GAMMA = 8
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import fresh
+from in_process_launcher import fresh
 from tiny_runs import said
 
 from crossdraft.framework.bench.launchers import local, processes

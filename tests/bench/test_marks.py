@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certifying import AcceptAll
+from certificate_verifiers import AcceptAll
 from tiny_runs import ONE_GROUP, cells
 
-from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.drafters.draft_model.draft_model import SmallLM
 from crossdraft.framework.advise.candidates import of_run
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.report_settings import settings_of
+from crossdraft.framework.cli.report.engine_settings import settings_of
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.report import write
-from crossdraft.framework.report.charts import draw
-from crossdraft.framework.report.finished import read_run
-from crossdraft.framework.report.html_table import best_of
+from crossdraft.framework.report.charts.charts import draw
+from crossdraft.framework.report.html.cell_table import best_of
+from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.write import write_summary
-from crossdraft.framework.runs import ledger
+from crossdraft.framework.runs import certified_registry
 from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_rule
 from crossdraft.verifiers.token import Token
 
@@ -176,11 +176,13 @@ def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
 def test_the_html_page(measured: Path) -> None:
     pytest.importorskip("bokeh", reason="the extra html is not installed")
     pytest.importorskip("itables", reason="the extra html is not installed")
-    from crossdraft.framework.report.html import html_page
+    from crossdraft.framework.report.html.document import html_page
 
     finished = read_run(measured)
     liar = next(r for r in finished.summary.results if r.config.verifier.name == "liar")
-    ledger.remember([(Liar, Liar.Config(), ledger.Certificate(0.5, False, "on toy 'T0' with draft 'chain'"))])
+    certified_registry.remember(
+        [(Liar, Liar.Config(), certified_registry.Certificate(0.5, False, "on toy 'T0' with draft 'chain'"))]
+    )
     page = html_page([finished])
     assert mark_of(liar) == Mark("failed", 0.5, "on toy 'T0' with draft 'chain'")
     assert page.count("liar (FAILED, TV 0.5)") > 4  # table, filter, legends
@@ -193,8 +195,8 @@ def test_the_html_page(measured: Path) -> None:
 
 
 def test_legends_of_charts(measured: Path) -> None:
-    from crossdraft.framework.report.chart_style import style
-    from crossdraft.framework.report.charts import KINDS
+    from crossdraft.framework.report.charts.charts import KINDS
+    from crossdraft.framework.report.charts.style import style
 
     results = read_run(measured).summary.results
     for kind in ("block_efficiency", "target_rows", "speed_up", "acceptance"):
@@ -244,7 +246,7 @@ def test_results_keep_their_mark_when_the_code_changes(measured: Path) -> None:
     results = {r.config.verifier.name: r for r in read_run(measured).summary.results if not r.config.is_baseline}
     assert results["token"].provenance["mark"]["kind"] == "certified"
     assert results["honest"].provenance["mark"]["kind"] == "lossy"
-    ledger.remember([(Liar, Liar.Config(), ledger.Certificate(0.5, False))])
+    certified_registry.remember([(Liar, Liar.Config(), certified_registry.Certificate(0.5, False))])
     assert mark_of(results["liar"]).kind == "failed"
     results["liar"].provenance["verifier"]["sha256"] = "0" * 64
     assert mark_of(results["liar"]) == Mark("uncertified")

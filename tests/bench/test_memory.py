@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossdraft.framework.bench.memory import exhausted, explain, peak, total
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 CPU = torch.device("cpu")
 

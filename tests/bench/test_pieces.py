@@ -17,12 +17,12 @@ from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.cost.finished_cells import batch_rounds
-from crossdraft.framework.decoding import fused, loop, stopwatch
-from crossdraft.framework.decoding.fitted import FittedLM
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine import compiled_verifier, decoder, stopwatch
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.lm.vocab_adapter import FittedLM
 from crossdraft.framework.models.load import load_model
+from crossdraft.framework.recipe.prompts import Prompt
 from crossdraft.framework.report import write
-from crossdraft.framework.runs.prompts import Prompt
 
 
 def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
     """Every look at the clock takes a second, of which a round books seven."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    monkeypatch.setattr(loop, "FIRST", 0)  # a validated round looks once more
-    monkeypatch.setattr(loop, "EVERY", 10**9)
+    monkeypatch.setattr(decoder, "FIRST", 0)  # a validated round looks once more
+    monkeypatch.setattr(decoder, "EVERY", 10**9)
     settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
     outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
     for result in outcome.results:
@@ -100,7 +100,7 @@ def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypat
         on_the_clock.clear()
         return found
 
-    monkeypatch.setattr(fused, "compile_step", compile_)
+    monkeypatch.setattr(compiled_verifier, "compile_function", compile_)
     monkeypatch.setattr(Cell, "run", run_)
     one = ["sampling.temperature=1", "exclude=[]", "drafters.0={name: prompt-lookup, gamma: 2}"]
     code, out, _ = bench("matrix={compile_verifier: [false, true]}", *one, "verifiers=[token, greedy-block]")

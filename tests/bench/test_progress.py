@@ -7,7 +7,7 @@ import pytest
 
 from crossdraft.framework.bench import progress
 from crossdraft.framework.bench.progress import Meter, duration
-from crossdraft.framework.runs.recipe import CellConfig
+from crossdraft.framework.recipe.recipe import CellConfig
 
 
 def config(drafter: str = "prompt-lookup", batch_size: int = 1) -> CellConfig:

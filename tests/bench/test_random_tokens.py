@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from tiny_models import VOCAB, save_model
 from tiny_runs import ONE_GROUP
 
-from crossdraft.framework.runs.random_tokens import LEAST, distance, warning
+from crossdraft.framework.recipe.random_tokens import LEAST, distance, warning
 
 V = 50_000
 

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorder import Recorder
+from fake_cuda_graphs import Recorder
 from tiny_runs import ONE_GROUP, cells, said
 
-from crossdraft.framework.bench import cell_runner, passes
+from crossdraft.framework.api import build
+from crossdraft.framework.bench import cell_runner, pass_timing
 from crossdraft.framework.bench.cell_runner import Cell
-from crossdraft.framework.decoding import build, forks, ragged_lm
-from crossdraft.framework.decoding.graphs import Graphs
+from crossdraft.framework.lm import layer_subset, ragged_lm
+from crossdraft.framework.lm.cuda_graphs import Graphs
 
 DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: small-lm, model: {same}, gamma: 3}}]"
 
@@ -24,7 +25,7 @@ def recorded(monkeypatch: Any) -> list[Graphs]:
         found.append(Graphs(Recorder(), type(model).__name__))
         return found[-1]
 
-    for module in (ragged_lm, forks, build):
+    for module in (ragged_lm, layer_subset, build):
         monkeypatch.setattr(module, "runner_for", runner)
     monkeypatch.setattr(ragged_lm, "BUCKET", 16)
     return found
@@ -67,7 +68,7 @@ def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Grap
     """The first time round records every point; whatever is timed replays."""
     made: list[int] = []
     advance = lambda n: made.append(sum(one._recorder.recorded for one in recorded))  # type: ignore[union-attr] # noqa: E731
-    passes.measure_passes(
+    pass_timing.measure_passes(
         tiny_model("llama"), batch_sizes=(1, 2), widths=(1, 3), contexts=(8, 40), repeats=2, advance=advance
     )
     points = 8

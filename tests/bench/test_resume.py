@@ -15,8 +15,8 @@ from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.bench import group
 from crossdraft.framework.bench.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.report.finished import read_run
-from crossdraft.framework.report.page import page
+from crossdraft.framework.report.load_run import read_run
+from crossdraft.framework.report.markdown import page
 from crossdraft.framework.runs.run_directory import RunDirectory
 
 SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
@@ -195,7 +195,7 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     import importlib
     import sys
 
-    from crossdraft.framework.runs import sources
+    from crossdraft.framework.runs import code_digest
 
     text = (
         "from helping import LENGTH\n"
@@ -206,13 +206,13 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     (tmp_path / "helping.py").write_text("LENGTH = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     install("drafters", ("mine", "my_drafter:Mine"))
-    for known in (sources._digest, sources._file, sources._installed, sources._imports):
+    for known in (code_digest._digest, code_digest._file, code_digest._installed, code_digest._imports):
         known.cache_clear()  # of tests that had a module of this name
     settings = [*SETTINGS, "drafters=[mine]"]
     assert "running 2 cells" in bench(*settings)[2]
     assert "reusing 2 cells" in bench(*settings)[2]
     (tmp_path / "helping.py").write_text("LENGTH = 2\n", encoding="utf-8")
-    sources._digest.cache_clear()  # another process would read the files anew
+    code_digest._digest.cache_clear()  # another process would read the files anew
     assert "measured again, because these have changed: the code of the drafter\n" in bench(*settings)[2]
     found = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
     assert all(one["provenance"]["verifier"]["distribution"] == "crossdraft" for one in found)
@@ -229,7 +229,7 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     assert bench(*wrapping)[0] == 0
     assert "reusing 2 cells" in bench(*wrapping)[2]
     (tmp_path / "helping.py").write_text("LENGTH = 3\n", encoding="utf-8")
-    sources._digest.cache_clear()
+    code_digest._digest.cache_clear()
     assert "measured again, because these have changed: the code of the drafter\n" in bench(*wrapping)[2]
     for name in ("my_drafter", "my_wrapper", "helping"):
         sys.modules.pop(name)

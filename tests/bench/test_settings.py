@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from crossdraft.framework.api.build import TargetContext
 from crossdraft.framework.bench.provenance import changes, models_used
 from crossdraft.framework.contracts.drafter import DraftContext
-from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.decoding.build import TargetContext
+from crossdraft.framework.errors import UsageError
 
 
 def context() -> TargetContext:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import fresh
+from in_process_launcher import fresh
 from tiny_runs import ONE_GROUP
 
 from crossdraft.framework.bench.trackers.numbers import numbers, options, title

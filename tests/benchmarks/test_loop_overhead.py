@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from crossdraft.drafters.draft_model.draft_model import SmallLM
 from crossdraft.drafters.none import NoDrafter
-from crossdraft.drafters.small_lm.small_lm import SmallLM
 from crossdraft.verifiers.token import Token
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loop_overhead.py"

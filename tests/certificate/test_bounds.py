@@ -12,7 +12,7 @@ from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate import bounds as module
-from crossdraft.framework.certificate import tablelm
+from crossdraft.framework.certificate import table_lm
 from crossdraft.framework.certificate.bounds import (
     Bounds,
     DraftLaw,
@@ -20,7 +20,7 @@ from crossdraft.framework.certificate.bounds import (
 )
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
@@ -180,7 +180,7 @@ def run(capsys: Any, options: str) -> tuple[int, str, str]:
 @pytest.fixture
 def only(tmp_path: Path) -> Callable[[str], str]:
     """``only("G1")``: the option that leaves this one of the built-in toys."""
-    built_in = json.loads(Path(tablelm.__file__).with_name("toys.json").read_text(encoding="utf-8"))
+    built_in = json.loads(Path(table_lm.__file__).with_name("toys.json").read_text(encoding="utf-8"))
 
     def option(toy: str) -> str:
         path = tmp_path / "toy.json"

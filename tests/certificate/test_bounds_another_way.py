@@ -16,7 +16,7 @@ from crossdraft.framework.certificate.bounds import (
     transport_iid,
 )
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 
 
 def by_subsets(sets: dict[frozenset, float], p: dict[Any, float]) -> float:

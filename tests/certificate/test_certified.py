@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certifying import AcceptAll, WrongLater
-from wrong_rules import accepts_from
+from certificate_verifiers import AcceptAll, WrongLater
+from wrong_verifiers import accepts_from
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate import effort
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.rows import TooMuch, certify_row
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.drafter import DraftTraits, StrategyConfig
-from crossdraft.framework.runs import ledger, sources
+from crossdraft.framework.runs import certified_registry, code_digest
 from crossdraft.framework.runs.marks import Mark, mark_of_rule
 
 
@@ -64,7 +64,7 @@ def loaded(file: Path, code: str) -> Any:
     assert spec is not None and spec.loader is not None
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sources._digest.cache_clear()  # as in a new process
+    code_digest._digest.cache_clear()  # as in a new process
     return module.Match
 
 
@@ -199,7 +199,7 @@ def test_the_whole_table_is_noted_and_parts_are_not(
         assert mark_of_rule(match, match.Config()) == Mark("uncertified")
     assert cli.main(["certify", "--verifier", "match"]) == 0
     assert mark_of_rule(match, match.Config()) == Mark("certified")
-    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
+    (entry,) = json.loads((cache / certified_registry.FILE).read_text(encoding="utf-8"))["certificates"]
     assert entry["name"] == "match" and len(entry["sha256"]) == 64 and entry["crossdraft"] and entry["lossless"]
     capsys.readouterr()
 
@@ -217,51 +217,51 @@ def test_a_failure_is_noted_whatever_part_it_is_of(
     assert mark_of_rule(mended, mended.Config()) == Mark("uncertified")
 
 
-PASSED, FAILED = ledger.Certificate(1e-16), ledger.Certificate(0.5, False, "on toy 'T0'")
+PASSED, FAILED = certified_registry.Certificate(1e-16), certified_registry.Certificate(0.5, False, "on toy 'T0'")
 
 
 def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
     options = match.Config()
-    ledger.remember([(match, options, FAILED)])
-    assert ledger.certificate(match, options) == FAILED
+    certified_registry.remember([(match, options, FAILED)])
+    assert certified_registry.certificate(match, options) == FAILED
     changed = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("cumprod", "cumprod  ") + "\n")
-    assert ledger.certificate(changed, options) is None
-    ledger.remember([(changed, options, PASSED)])
-    assert ledger.certificate(changed, options) == PASSED
+    assert certified_registry.certificate(changed, options) is None
+    certified_registry.remember([(changed, options, PASSED)])
+    assert certified_registry.certificate(changed, options) == PASSED
     # That of the older code stays, for what was measured with it.
-    assert len(json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]) == 2
-    ledger.remember([(changed, options, FAILED)])
-    assert ledger.certificate(changed, options) == FAILED
+    assert len(json.loads((cache / certified_registry.FILE).read_text(encoding="utf-8"))["certificates"]) == 2
+    certified_registry.remember([(changed, options, FAILED)])
+    assert certified_registry.certificate(changed, options) == FAILED
 
 
 def test_the_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ledger, "_MOST", 2)
+    monkeypatch.setattr(certified_registry, "_MOST", 2)
     for name in "abc":
         monkeypatch.setattr(of_known_source, "name", name)
-        ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
-    entries = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
+        certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
+    entries = json.loads((cache / certified_registry.FILE).read_text(encoding="utf-8"))["certificates"]
     assert [entry["name"] for entry in entries] == ["b", "c"]
 
 
 def test_another_crossdraft_certifies_again(of_known_source: Any, monkeypatch: Any) -> None:
-    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
-    now = ledger.version("crossdraft")
-    monkeypatch.setattr(ledger, "version", lambda name: "99")
-    assert ledger.certificate(of_known_source, StrategyConfig()) is None
-    assert ledger.certificate(of_known_source, StrategyConfig(), crossdraft=now) == PASSED
+    certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
+    now = certified_registry.version("crossdraft")
+    monkeypatch.setattr(certified_registry, "version", lambda name: "99")
+    assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
+    assert certified_registry.certificate(of_known_source, StrategyConfig(), crossdraft=now) == PASSED
 
 
 def test_crossdrafts_own_rules_are_certified_unless_a_certificate_failed() -> None:
     token = plugins.get("verifiers", "token")
     assert mark_of_rule(token, token.Config()) == Mark("certified")
-    ledger.remember([(token, token.Config(), FAILED)])
+    certified_registry.remember([(token, token.Config(), FAILED)])
     assert mark_of_rule(token, token.Config()) == Mark("failed", 0.5, "on toy 'T0'")
     assert str(mark_of_rule(token, token.Config())) == "FAILED (TV 0.5)"
 
 
 def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
     made = type("Made", (AcceptAll,), {"name": "made", "__module__": "__nowhere__"})
-    ledger.remember([(made, made.Config(), PASSED)])
+    certified_registry.remember([(made, made.Config(), PASSED)])
     assert mark_of_rule(made, made.Config()) == Mark("uncertified") and not cache.exists()
 
 
@@ -269,7 +269,7 @@ def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
 def of_known_source(monkeypatch: Any) -> Any:
     """A rule whose code need not be looked for."""
     source = {"distribution": "rules", "version": "1", "sha256": "0" * 64}
-    monkeypatch.setattr(ledger, "source_of", lambda rule: source)
+    monkeypatch.setattr(certified_registry, "source_of", lambda rule: source)
     return type("Known", (AcceptAll,), {"name": "known", "__module__": "rules"})
 
 
@@ -288,19 +288,19 @@ def of_known_source(monkeypatch: Any) -> Any:
 )
 def test_damaged_notes_are_no_notes(of_known_source: Any, cache: Path, content: bytes) -> None:
     cache.mkdir()
-    (cache / ledger.FILE).write_bytes(content)
-    assert ledger.certificate(of_known_source, StrategyConfig()) is None
-    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
-    assert ledger.certificate(of_known_source, StrategyConfig()) == PASSED
-    assert [file.name for file in cache.iterdir()] == [ledger.FILE]
+    (cache / certified_registry.FILE).write_bytes(content)
+    assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
+    certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
+    assert certified_registry.certificate(of_known_source, StrategyConfig()) == PASSED
+    assert [file.name for file in cache.iterdir()] == [certified_registry.FILE]
 
 
 @pytest.mark.parametrize("change", [{"tv": None}, {"tv": float("nan")}, {"lossless": "yes"}, {"sha256": 5}, {"new": 1}])
 def test_damaged_entries_are_left_out(of_known_source: Any, cache: Path, change: dict) -> None:
-    ledger.remember([(of_known_source, StrategyConfig(), PASSED)])
-    (entry,) = json.loads((cache / ledger.FILE).read_text(encoding="utf-8"))["certificates"]
-    (cache / ledger.FILE).write_text(json.dumps({"certificates": [entry | change]}), encoding="utf-8")
-    assert ledger.certificate(of_known_source, StrategyConfig()) is None
+    certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
+    (entry,) = json.loads((cache / certified_registry.FILE).read_text(encoding="utf-8"))["certificates"]
+    (cache / certified_registry.FILE).write_text(json.dumps({"certificates": [entry | change]}), encoding="utf-8")
+    assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
 
 
 def test_a_cache_that_cannot_be_written_loses_no_table(

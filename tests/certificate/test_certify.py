@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from certifying import ByTurn, WrongLater, drawn_by, exact
+from certificate_verifiers import ByTurn, WrongLater, drawn_by, exact
 from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits
 

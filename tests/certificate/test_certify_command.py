@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from certifying import AcceptAll, drawn_by, exact
+from certificate_verifiers import AcceptAll, drawn_by, exact
 from verifier_traits import traits_of
 
 from crossdraft.framework import plugins

@@ -5,17 +5,15 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from wrong_rules import AcceptsAll, Inverted, NoResidual
+from wrong_verifiers import AcceptsAll, Inverted, NoResidual
 
 from crossdraft.framework import plugins
-from crossdraft.framework.certificate import first_token_law
-from crossdraft.framework.certificate.first_token_law import Case, PromptLaws, choose, first_token, judge, sample
+from crossdraft.framework.certificate import first_token_check
+from crossdraft.framework.certificate.first_token_check import Case, PromptLaws, choose, first_token, judge, sample
 from crossdraft.framework.certificate.goodness_of_fit import Fit, goodness_of_fit
 from crossdraft.framework.contracts.draft import Draft, Verdict
-from crossdraft.framework.contracts.errors import (
-    ContractError,
-)
 from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.errors import ContractError
 
 #: Two laws of ten tokens; each calls one token impossible that the other knows, and neither knows the last.
 P = torch.tensor([0.30, 0.20, 0.15, 0.12, 0.08, 0.08, 0.05, 0.02, 0.0, 0.0], dtype=torch.float64)
@@ -78,7 +76,7 @@ def test_one_batch_or_many(monkeypatch: Any) -> None:
     cases = [case("token"), case("spectr", "iid-2")]
     at_once, in_parts = (sample(P, Q, cases, 5000, rng=CounterRng(1), batch=b) for b in (5000, 777))
     assert all(torch.equal(a, b) for a, b in zip(at_once, in_parts, strict=True))
-    monkeypatch.setattr(first_token_law, "BATCH_BYTES_CPU", 1)  # smaller than a single row
+    monkeypatch.setattr(first_token_check, "BATCH_BYTES_CPU", 1)  # smaller than a single row
     assert torch.equal(sample(P, Q, cases[:1], 20, rng=CounterRng(1))[0].sum(), torch.tensor(20))
 
 

@@ -13,18 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-from wrong_rules import Inverted
+from wrong_verifiers import Inverted
 
-from crossdraft.framework.certificate.first_token_law import laws_after
-from crossdraft.framework.cli import certify_model
-from crossdraft.framework.contracts.errors import (
-    CrossdraftError,
-    ModelError,
-    NumericalError,
-    UnknownNameError,
-    UsageError,
-)
+from crossdraft.framework.certificate.first_token_check import laws_after
+from crossdraft.framework.cli.certify.command import model
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import CrossdraftError, ModelError, NumericalError, UnknownNameError, UsageError
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
 
@@ -32,8 +26,8 @@ WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
 def run(capsys: Any, options: str, *more: str) -> tuple[int, str]:
     """Exit code and standard output of a command that has these options."""
     parser = argparse.ArgumentParser()
-    certify_model.add_arguments(parser)
-    code = certify_model.main(parser.parse_args([*options.split(), *more]))
+    model.add_arguments(parser)
+    code = model.main(parser.parse_args([*options.split(), *more]))
     return code, capsys.readouterr().out
 
 
@@ -146,9 +140,9 @@ def test_options_that_a_parser_has_already() -> None:
     """`crossdraft certify` declares some for its exact models."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gamma", type=int, default=7)
-    certify_model.add_arguments(parser)
+    model.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--rounds", "2"])
     assert (args.gamma, args.draws) == (7, 5)
     with pytest.raises(UsageError, match="--rounds is for the exact models"):
-        certify_model.main(args)
+        model.main(args)

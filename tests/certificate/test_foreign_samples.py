@@ -12,8 +12,8 @@ from simulated_samplers import ROWS, markov_decision, markov_sequences, power_la
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
-from crossdraft.framework.certificate.sampler_verdict import Evidence, PrefixDraws, _cell_ends
-from crossdraft.framework.certificate.token_tree import TokenTree, subtrees
+from crossdraft.framework.certificate.samples.sampler_verdict import Evidence, PrefixDraws, _cell_ends
+from crossdraft.framework.certificate.samples.token_tree import TokenTree, subtrees
 from crossdraft.framework.cli.main import main
 
 N = 20_000
@@ -236,9 +236,9 @@ def test_on_a_model(tmp_path: Path, capsys: Any) -> None:
 
 def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
     """Prompts of several lengths, sequences that share beginnings, subtrees smaller than the trees."""
-    from crossdraft.framework.certificate import token_tree
+    from crossdraft.framework.api.build import make_slots
+    from crossdraft.framework.certificate.samples import token_tree
     from crossdraft.framework.contracts.sampling import Sampling
-    from crossdraft.framework.decoding.build import make_slots
     from crossdraft.framework.models.load import load_model
 
     name = save_model(tmp_path / "target")

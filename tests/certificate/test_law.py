@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.rng import CounterRng, CounterRound
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 VOCAB, LENGTH, GAMMA = 6, 4, 2
 #: Repeats itself, so that prompt lookup drafts.

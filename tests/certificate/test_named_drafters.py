@@ -14,11 +14,11 @@ from crossdraft.framework import plugins
 from crossdraft.framework.certificate import rows
 from crossdraft.framework.certificate.certify import Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS, named_drafter
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 
 class Counts(Drafter):

@@ -12,10 +12,10 @@ import torch
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import TableLM, Toy
+from crossdraft.framework.certificate.table_lm import TableLM, Toy
 from crossdraft.framework.certificate.toys import LARGEST_FILE, built_in_toys, read_toys
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 GOOD = {
     "V": 2,

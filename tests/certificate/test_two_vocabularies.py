@@ -8,7 +8,7 @@ import pytest
 
 from crossdraft.framework.certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 MODEL = {
     "V": 2,

@@ -17,8 +17,8 @@ from tiny_models import save_model
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import ModelError, UsageError
 from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.errors import ModelError, UsageError
 
 
 def test_list_prints_every_kind(capsys: Any) -> None:

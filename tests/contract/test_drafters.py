@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crossdraft.framework.certificate.tablelm import ToyContext
+from crossdraft.framework.certificate.table_lm import ToyContext
 from crossdraft.framework.certificate.toys import toys_of_two_vocabularies
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.testing import DrafterContract, TinyModel, Toys

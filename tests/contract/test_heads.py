@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from written_heads import write_heads
+from head_checkpoints import write_heads
 
 from crossdraft.testing import DrafterContract, TinyModel
 

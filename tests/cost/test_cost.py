@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.bench import passes
-from crossdraft.framework.bench.passes import measure_passes
+from crossdraft.framework.bench import pass_timing
+from crossdraft.framework.bench.pass_timing import measure_passes
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.curve import stored_curves
 from crossdraft.framework.cost.finished_cells import (
     predicted,
     predictions,
 )
+from crossdraft.framework.errors import UsageError
 
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
 def test_passes_are_those_of_the_loop(tiny_model: Any, monkeypatch: Any) -> None:
-    from crossdraft.framework.decoding.transformers_lm import TransformersLM
+    from crossdraft.framework.lm.transformers_lm import TransformersLM
 
     seen: list[tuple[int, int, list[int]]] = []
     grow = TransformersLM.grow
@@ -75,9 +75,9 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
     assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     slow = found["speed_up"]["a = 0.7"]["1"]
-    passes, step = found["target_seconds"]["1"], found["draft_step_seconds"]["1"]
-    assert step == passes["1"]  # the drafter is the target
-    assert slow == pytest.approx((1 - 0.7**5) / 0.3 * passes["1"] / (passes["5"] + 4 * step))
+    pass_timing, step = found["target_seconds"]["1"], found["draft_step_seconds"]["1"]
+    assert step == pass_timing["1"]  # the drafter is the target
+    assert slow == pytest.approx((1 - 0.7**5) / 0.3 * pass_timing["1"] / (pass_timing["5"] + 4 * step))
     assert found["stops_paying"] == {"a = 0.7": 1}
 
 
@@ -137,7 +137,7 @@ def test_from_measuring_to_a_run_and_back(
     capsys.readouterr()
     assert next(c for c in stored_curves() if c.model == models["narrow"]).widths == [1, 2, 4, 5]
 
-    monkeypatch.setattr(passes, "measure_curve", lambda *args, **options: pytest.fail("measured twice"))
+    monkeypatch.setattr(pass_timing, "measure_curve", lambda *args, **options: pytest.fail("measured twice"))
     assert cli.main([*measure, "--acceptance", "0.5", "--gamma", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["speed_up"]) == {"a = 0.5"} and len(found["curves"]) == 2

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from cost_curves import HERE, curve, seconds
 
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.curve import CostCurve, find_curve, save_curve, stored_curves
+from crossdraft.framework.errors import UsageError
 
 
 def test_measured_points_are_reproduced() -> None:

@@ -6,7 +6,6 @@ import pytest
 from cost_curves import HERE, curve, piece, rows, seconds
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.curve import CostCurve
 from crossdraft.framework.cost.finished_cells import (
     BatchRound,
@@ -17,9 +16,10 @@ from crossdraft.framework.cost.finished_cells import (
     statistics,
 )
 from crossdraft.framework.cost.prediction import CellStatistics, predict
-from crossdraft.framework.runs.metrics import Estimate, Metrics, RoundRecord, measure
-from crossdraft.framework.runs.pieces import Piece
-from crossdraft.framework.runs.recipe import CellConfig, Strategy
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.cell_metrics import Estimate, Metrics, RoundRecord, measure
+from crossdraft.framework.metrics.pieces import Piece
+from crossdraft.framework.recipe.recipe import CellConfig, Strategy
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy
 

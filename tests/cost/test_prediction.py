@@ -3,8 +3,8 @@
 import pytest
 from cost_curves import curve, seconds
 
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.prediction import CellStatistics, predict, schedule, stops_paying
+from crossdraft.framework.errors import UsageError
 
 
 def test_predicted_round_by_hand() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from crossdraft.framework.contracts.errors import ModelError, UnknownNameError, UsageError
 from crossdraft.framework.cost.accelerators import Accelerator, accelerator, accelerators
 from crossdraft.framework.cost.roofline import (
     ALL_REDUCE_LATENCY,
@@ -16,6 +15,7 @@ from crossdraft.framework.cost.roofline import (
     Shape,
     read_shape,
 )
+from crossdraft.framework.errors import ModelError, UnknownNameError, UsageError
 
 DEVICE = Accelerator("toy", bandwidth=1e9, flops=1e12, memory=1e9, link=1e8, source="made up")
 

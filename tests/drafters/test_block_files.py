@@ -22,14 +22,14 @@ from block_heads import (
     p_eagle,
     random,
 )
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from torch import Tensor
 
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.errors import ModelError, UsageError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from block_heads import BLOCK, FILES, LAYERS, Plain, dspark, kept, overfit, written
+from draft_contexts import GivenContext
 from feature_heads import PROMPTS, START, taus_of
-from given_context import GivenContext
 from tiny_models import argmax_text
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 NAMES = tuple(FILES)
 #: Drafted tokens of a whole block.

@@ -16,14 +16,14 @@ from training_target import save_chat_model
 from crossdraft import generate
 from crossdraft.drafters.autoregressive.disco import Classifier, DiscoLength, features
 from crossdraft.drafters.autoregressive.disco_training import DiscoTraining, best_f1
-from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.drafters.draft_model.draft_model import SmallLM
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.training import Batch
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.load import load_model
 
 #: Reads the probability of the token alone: yes from 0.45 on.

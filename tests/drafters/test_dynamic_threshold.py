@@ -10,11 +10,11 @@ import torch
 from pydantic import ValidationError
 
 from crossdraft.drafters.autoregressive.policies import ConfidenceLength, LengthPolicy
+from crossdraft.drafters.draft_model.dynamic_threshold import DynamicThreshold
 from crossdraft.drafters.none import NoDrafter
-from crossdraft.drafters.small_lm.dynamic_threshold import DynamicThreshold
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy, ToyContext
+from crossdraft.framework.certificate.table_lm import Toy, ToyContext
 from crossdraft.framework.contracts.draft import Draft, Sequences
 from crossdraft.framework.contracts.drafter import DraftContext
 from crossdraft.framework.contracts.rng import CounterRng

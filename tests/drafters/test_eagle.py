@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from draft_contexts import GivenContext
 from feature_heads import check_pairs
-from given_context import GivenContext
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from crossdraft.drafters.heads.eagle import Eagle
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 H, FF, HEADS, KV, D, V, EPS = 32, 40, 4, 2, 10, 97, 1e-5
 CONFIG: dict[str, Any] = dict(

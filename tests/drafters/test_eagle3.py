@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.drafters.heads.eagle3 import Eagle3, Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Sizes of the heads: none divides another by accident. The target's hidden size is 48, its vocabulary 97.
 H, FF, HEADS, KV, D, V, TARGET_H, EPS = 24, 40, 3, 1, 10, 97, 48, 1e-5

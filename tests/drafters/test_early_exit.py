@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from tiny_models import generated, save_model
 
 import crossdraft
 from crossdraft.drafters.self_speculation.early_exit import EarlyExit
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.errors import ContractError, ModelError
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding import forks
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import ContractError, ModelError
+from crossdraft.framework.lm import layer_subset
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
 NEW = 14
@@ -118,7 +118,7 @@ def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, tem
 
 def test_without_taking_up_the_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
     """What the test before would look like if nothing was shared: it can fail."""
-    monkeypatch.setattr(forks, "_continues", lambda model, shared: False)
+    monkeypatch.setattr(layer_subset, "_continues", lambda model, shared: False)
     seen: list[Any] = []
     loop = decoder(deep, 1, 0.0, on_round=seen.append)
     counted = Counted(deep)
@@ -205,7 +205,7 @@ def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, t
     kept: list[Any] = []
     first.register_forward_hook(lambda *call: kept.append(call[2]))
     last.register_forward_hook(lambda _, args, out: out + 0.5 * kept[-1] if kept[-1].shape == out.shape else out * 0)
-    assert not forks._continues(model, 1) and forks._continues(deep, 2)
+    assert not layer_subset._continues(model, 1) and layer_subset._continues(deep, 2)
 
 
 def test_an_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:
@@ -239,9 +239,9 @@ def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
 
 def test_graphs_replay_all_three_parts(deep: Any, monkeypatch: Any) -> None:
     """Drafting, what the first layers lack, and the rest: functions of tensors, so that a recording is right."""
-    from recorder import Recorder
+    from fake_cuda_graphs import Recorder
 
-    from crossdraft.framework.decoding.graphs import Graphs
+    from crossdraft.framework.lm.cuda_graphs import Graphs
 
     reference = answers(decoder(deep, 2, 1.0, max_new_tokens=24))
     recorders = []
@@ -250,6 +250,6 @@ def test_graphs_replay_all_three_parts(deep: Any, monkeypatch: Any) -> None:
         recorders.append(Recorder())
         return Graphs(recorders[-1], "test")
 
-    monkeypatch.setattr(forks, "runner_for", runner_for)
+    monkeypatch.setattr(layer_subset, "runner_for", runner_for)
     assert answers(decoder(deep, 2, 1.0, max_new_tokens=24)) == reference
     assert sum(recorder.replayed > 2 for recorder in recorders) == 3

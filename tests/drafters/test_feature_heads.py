@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from draft_contexts import GivenContext
 from feature_heads import DRAFTS, GAMMA, LAYERS, NAMES, NEW, PROMPTS, START, features_of, make_head, overfit
-from given_context import GivenContext
 from pydantic import ValidationError
 from tiny_models import argmax_text
 from torch import Tensor
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.errors import ContractError, ModelError, NumericalError
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ContractError, ModelError, NumericalError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from crossdraft.drafters.draft_model.heuristic_schedule import HeuristicSchedule
 from crossdraft.drafters.none import NoDrafter
-from crossdraft.drafters.small_lm.heuristic_schedule import HeuristicSchedule
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.rng import CounterRng
-from crossdraft.framework.contracts.rounds import Response
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import Response
 from crossdraft.framework.contracts.verifier import incompatible
 from crossdraft.verifiers.greedy import Greedy
 from crossdraft.verifiers.token import Token

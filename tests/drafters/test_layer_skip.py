@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from pydantic import ValidationError
 from tiny_models import generated
 from torch import nn
 
 from crossdraft.drafters.self_speculation.layer_skip import LayerSkip
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.errors import ModelError, UsageError
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
 NEW = 14

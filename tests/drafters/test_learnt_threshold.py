@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from crossdraft.drafters.autoregressive.learnt_threshold import LearntThresholdLength, best_threshold
-from crossdraft.drafters.small_lm.small_lm import SmallLM
+from crossdraft.drafters.draft_model.draft_model import SmallLM
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.drafter import DraftContext
 from crossdraft.framework.contracts.sampling import Sampling
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from pydantic import ValidationError
 from tiny_models import generated
 
@@ -15,11 +15,11 @@ from crossdraft.drafters.self_speculation.jacobi import Jacobi
 from crossdraft.drafters.self_speculation.lookahead import Guesses, Lookahead
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
 NEW = 24

@@ -16,10 +16,10 @@ import crossdraft
 from crossdraft.drafters.heads.medusa import Medusa
 from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.errors import CrossdraftError, ModelError, UsageError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import CrossdraftError, ModelError, UsageError
 
 # -- heads that were trained ----------------------------------------------------------------------------
 

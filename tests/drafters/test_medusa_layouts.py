@@ -12,8 +12,8 @@ import torch
 from medusa_heads import HEADS, LAYOUTS, MEDUSA, PROMPTS, H, V, Weights, hidden_of, layout, propose, write
 
 from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
-from crossdraft.framework.contracts.errors import ModelError, NumericalError
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import ModelError, NumericalError
 
 # -- layouts --------------------------------------------------------------------------------------------
 

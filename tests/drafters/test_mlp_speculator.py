@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from block_heads import random, written
+from draft_contexts import GivenContext
 from feature_heads import PROMPTS, taus_of
-from given_context import GivenContext
 from torch import Tensor
 
 from crossdraft.drafters.heads.mlp_speculator import MlpSpeculator
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 H, INNER, V, STAGES = 32, 20, 97, 3
 CONFIG: dict[str, Any] = dict(

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from draft_contexts import GivenContext
 from feature_heads import check_pairs
-from given_context import GivenContext
 from safetensors.torch import load_file
 from torch import Tensor
 
 from crossdraft.drafters.heads.mtp import Mtp, MtpHead
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 H, V, TARGET_LAYERS = 32, 97, 2
 #: Which family a target is of: with and without query and key norms.

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from draft_contexts import GivenContext
 from feature_heads import check_pairs
-from given_context import GivenContext
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from crossdraft.drafters.heads.mtp import Mtp
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 H, V, EXPERTS, FF, LAYERS = 32, 97, 4, 24, 3
 PREFIX = f"model.layers.{LAYERS}."

@@ -9,17 +9,17 @@ from tiny_models import save_model
 from torch.nn import functional
 
 from crossdraft import Sampling, load_model
-from crossdraft.drafters.small_lm.online import Online
+from crossdraft.drafters.draft_model.online import Online
 from crossdraft.framework import plugins
+from crossdraft.framework.api.build import TargetContext, build_decoder, configured, make_slots
 from crossdraft.framework.certificate.certify import Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy, ToyContext
+from crossdraft.framework.certificate.table_lm import Toy, ToyContext
 from crossdraft.framework.certificate.toys import built_in_toys
 from crossdraft.framework.cli.main import main
-from crossdraft.framework.contracts.errors import CrossdraftError
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.decoding.build import TargetContext, build_decoder, configured, make_slots
-from crossdraft.framework.decoding.loop import Decoder
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import CrossdraftError
 
 TOYS = {toy.name: toy for toy in built_in_toys()}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_context import GivenContext
+from draft_contexts import GivenContext
 from medusa_heads import propose
 from safetensors.torch import save_file
 from tiny_models import generated, save_model
@@ -21,17 +21,17 @@ from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
 from crossdraft.framework.certificate.drafts import named_drafter
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.certificate.toys import built_in_toys
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.errors import CrossdraftError, ModelError
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
-from crossdraft.framework.decoding import forks
-from crossdraft.framework.decoding.loop import Decoder
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import CrossdraftError, ModelError
+from crossdraft.framework.lm import layer_subset
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Of different lengths; the first has no committed token before its root.
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
@@ -118,9 +118,9 @@ def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
 
 
 def test_graphs_replay_the_pass(tiny_model: Callable, monkeypatch: Any) -> None:
-    from recorder import Recorder
+    from fake_cuda_graphs import Recorder
 
-    from crossdraft.framework.decoding.graphs import Graphs
+    from crossdraft.framework.lm.cuda_graphs import Graphs
 
     model = tiny_model("llama", copy="pass")
     reference, recorders = answers(decoder(model, 2, Sampling(), max_new_tokens=24)), []
@@ -129,7 +129,7 @@ def test_graphs_replay_the_pass(tiny_model: Callable, monkeypatch: Any) -> None:
         recorders.append(Recorder())
         return Graphs(recorders[-1], "test")
 
-    monkeypatch.setattr(forks, "runner_for", runner_for)
+    monkeypatch.setattr(layer_subset, "runner_for", runner_for)
     assert answers(decoder(model, 2, Sampling(), max_new_tokens=24)) == reference
     assert [recorder.replayed > 2 for recorder in recorders] == [True]
 

@@ -15,15 +15,15 @@ from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import TRANSLATED, named_drafter
 from crossdraft.framework.certificate.rows import certify_row
-from crossdraft.framework.certificate.tablelm import ToyContext, tokenizer_of
+from crossdraft.framework.certificate.table_lm import ToyContext, tokenizer_of
 from crossdraft.framework.certificate.toys import toys_of_two_vocabularies
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Sequences
-from crossdraft.framework.contracts.errors import ModelError, UsageError
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.replay.force import forced
+from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.replay.response import Response as Recorded
+from crossdraft.framework.replay.teacher_forcing.forcing import forced
 
 MODES = ["tli", "slem"]
 #: Ragged prompts: characters of several bytes, a mark of no token's, code, one token.
@@ -125,7 +125,7 @@ def test_text_that_does_not_fit_is_read_from_a_later_place(tmp_path: Path, loade
 
 def test_an_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> None:
     """The drafter calls it otherwise; what it says before that is text."""
-    from crossdraft.framework.decoding.build import TargetContext, make_slots
+    from crossdraft.framework.api.build import TargetContext, make_slots
 
     target = loaded["target"]
     slots = make_slots(target, 1, 128)
@@ -231,24 +231,24 @@ def test_refusals(loaded: Any, models: Any) -> None:
 
 
 def parts() -> Any:
-    from crossdraft.drafters.other_tokenizer import retelling, spelling
+    from crossdraft.drafters.other_tokenizer import retokenize, token_bytes
 
-    return SimpleNamespace(**vars(spelling), Retelling=retelling.Retelling)
+    return SimpleNamespace(**vars(token_bytes), Retelling=retokenize.Retelling)
 
 
 @pytest.mark.parametrize("make", [lambda: byte_level(300), metaspace], ids=["byte-level", "metaspace"])
 def test_tokens_spell_their_text(make: Any) -> None:
-    spelling = parts().Spelling(make())
-    assert spelling.faithful
+    token_bytes = parts().Spelling(make())
+    assert token_bytes.faithful
     for text in [*PROMPTS, "x\ty  z", "\n", "é", "dog"]:
         data = text.encode()
-        inside = spelling.encode(data, False)
-        assert spelling.spelt(inside) == data
-        assert spelling.spelt(spelling.encode(data, True)) in (data, b" " + data)
+        inside = token_bytes.encode(data, False)
+        assert token_bytes.spelt(inside) == data
+        assert token_bytes.spelt(token_bytes.encode(data, True)) in (data, b" " + data)
         for cut in range(len(data)):
-            assert spelling.spelt(spelling.encode(data[:cut], False)) == data[:cut]
+            assert token_bytes.spelt(token_bytes.encode(data[:cut], False)) == data[:cut]
     canonical = make()
-    assert spelling.encode(b"the dog", True) == canonical.encode("the dog", add_special_tokens=False)
+    assert token_bytes.encode(b"the dog", True) == canonical.encode("the dog", add_special_tokens=False)
     assert not parts().Spelling(make_tokenizer()).faithful and parts().Spelling(tokenizer_of(("x", "yz"))).faithful
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from cost_curves import curve
 
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.cost.accelerators import Accelerator
 from crossdraft.framework.cost.curve import curves_dir, save_curve, stored_curves
 from crossdraft.framework.cost.roofline import Roofline, Shape
+from crossdraft.framework.errors import UsageError
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip

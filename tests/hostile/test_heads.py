@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from draft_contexts import GivenContext
 from feature_heads import make_head
-from given_context import GivenContext
 from medusa_heads import Weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from crossdraft.drafters.heads.eagle import Eagle
 from crossdraft.drafters.heads.medusa_weights import read_heads
-from crossdraft.framework.contracts.errors import ModelError
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 SMALL = torch.zeros(32, 32)

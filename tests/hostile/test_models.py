@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from crossdraft import ModelSource
-from crossdraft.framework.contracts.errors import CrossdraftError
-from crossdraft.framework.decoding.generate import generate
+from crossdraft.framework.api.generate import generate
+from crossdraft.framework.errors import CrossdraftError
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.resolve import resolve
 

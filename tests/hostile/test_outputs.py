@@ -13,8 +13,8 @@ import pytest
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.contracts.files import check_output, replacing, writing_output
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.output_files import check_output, replacing, writing_output
 
 
 @pytest.fixture

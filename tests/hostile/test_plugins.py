@@ -362,8 +362,8 @@ def test_recipes_and_backends(refused: Any, recipe: str, install: Any, tmp_path:
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0)])
 def test_a_backend_that_fails_to_look(error: BaseException, install: Any, tmp_path: Path) -> None:
-    from crossdraft.framework.contracts.errors import ContractError
     from crossdraft.framework.contracts.models import Backend
+    from crossdraft.framework.errors import ContractError
     from crossdraft.framework.models.load import load_model
 
     def takes(self: Any, path: Path) -> bool:

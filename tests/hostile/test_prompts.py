@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.runs.prompts import load_prompts
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.recipe.prompts import load_prompts
 
 FINE = b'{"question_id": 1, "turns": ["fine"]}\n'
 

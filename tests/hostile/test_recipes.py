@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from crossdraft.framework.bench.matrix import load_recipe, plan
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 
 BASE = "target: TARGET\ndrafters: [prompt-lookup]\nverifiers: [token]\n"
 

@@ -64,7 +64,7 @@ def test_an_error_that_nobody_reads(tmp_path: Path) -> None:
 
 
 def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    code = "import os; from crossdraft.framework.cli import streams; streams.open_closed();"
+    code = "import os; from crossdraft.framework.cli import standard_streams as streams; streams.open_closed();"
     code += "print('x', flush=True); print('y', file=__import__('sys').stderr, flush=True);"
     code += "raise SystemExit(0 if os.open('f', os.O_CREAT | os.O_WRONLY) > 2 else 3)"
     assert shell(f"'{sys.executable}' -c \"{code}\" <&- >&- 2>&-", tmp_path).returncode == 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.advise import source
-from crossdraft.framework.contracts.limits import Limit
+from crossdraft.framework.advise import engine_log
+from crossdraft.framework.util.limits import Limit
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def drip(connection: socket.socket, text: bytes) -> None:
 
 @pytest.mark.parametrize("start", ["", "\r\n", "\r\n\r\n", "\r\nContent-Length: 9000\r\n\r\n"])
 def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(source, "PATIENCE", 1.0)
+    monkeypatch.setattr(engine_log, "PATIENCE", 1.0)
     with server(lambda connection: drip(connection, f"HTTP/1.1 200 OK{start}".encode())) as url:
         refused(["advise", url], "was not complete after 1 s")
 
@@ -70,7 +70,7 @@ def test_an_answer(answer: bytes, says: str, refused: Any) -> None:
 
 
 def test_an_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(source, "METRICS_BYTES", Limit(100, "for a test"))
+    monkeypatch.setattr(engine_log, "METRICS_BYTES", Limit(100, "for a test"))
     with server(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 200)) as url:
         refused(["advise", url], "answers with too much", "for a test")
 

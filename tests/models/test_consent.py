@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from crossdraft import generate, load_model
 from crossdraft.framework.cli.main import main
-from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.errors import ModelError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.shared_embedding import SHARED, save_sharing_embedding
 

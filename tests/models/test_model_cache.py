@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from crossdraft.framework.contracts.errors import ModelError
+from crossdraft.framework.errors import ModelError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 # Of the plug-in pack, which need not be installed.

@@ -19,8 +19,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.errors import ModelError, UnknownNameError, UsageError
 from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.errors import ModelError, UnknownNameError, UsageError
 from crossdraft.framework.models import device
 from crossdraft.framework.models.load import load_model, same_tokenizer
 from crossdraft.framework.models.resolve import from_directory, resolve

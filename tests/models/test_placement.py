@@ -9,8 +9,8 @@ import torch
 from tiny_models import save_model
 
 from crossdraft import UsageError, generate, load_model
-from crossdraft.framework.contracts.errors import ModelError
-from crossdraft.framework.decoding.kvcache import Placement, RaggedCache
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.kv_cache import Placement, RaggedCache
 from crossdraft.framework.models.placement import input_device
 
 #: Half of the weights stay on the disk, and are read in every pass.

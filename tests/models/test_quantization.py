@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from crossdraft import generate
 from crossdraft.framework import plugins
 from crossdraft.framework.bench import memory
-from crossdraft.framework.contracts.errors import ModelError, UsageError
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.cost.roofline import read_shape
+from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.models import quantization
 from crossdraft.framework.models.digests import weights_sha256
 from crossdraft.framework.models.load import load_model

@@ -12,6 +12,7 @@ import torch
 
 from crossdraft import generate, load_model
 from crossdraft.framework.models import threads
+from crossdraft.framework.models.cpu_contention import Waiting
 from crossdraft.framework.models.threads import (
     MOST_PATIENCE,
     PATIENCE,
@@ -23,7 +24,6 @@ from crossdraft.framework.models.threads import (
     free_processors,
     thread_count,
 )
-from crossdraft.framework.models.waiting import Waiting
 
 
 class Cores:

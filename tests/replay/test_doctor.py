@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from feature_heads import LAYERS, SHAPE, START, make_head, overfit
-from replaying import configured
+from replay_fixtures import configured
 from safetensors.torch import load_file, save_file
 from tiny_models import argmax_text, save_model
 from transformers import LlamaForCausalLM
@@ -18,10 +18,12 @@ from transformers import LlamaForCausalLM
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.contracts.misconfiguration import Suspect
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.suspect import Suspect
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.intervals import Estimate, pieces_needed
 from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.replay.aggregate import Pieces, Tally
 from crossdraft.framework.replay.doctor import (
     Examined,
     Trial,
@@ -32,9 +34,7 @@ from crossdraft.framework.replay.doctor import (
     undecided,
 )
 from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.tally import Pieces, Tally
-from crossdraft.framework.replay.target import Target
-from crossdraft.framework.runs.intervals import Estimate, pieces_needed
+from crossdraft.framework.replay.teacher_forcing.lazy_models import Target
 
 SIZE = 4.0
 WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -11,18 +11,18 @@ import strategies
 import torch
 from feature_heads import LAYERS, make_head
 from medusa_heads import MEDUSA, Weights
-from replaying import Run, Said, configured, fresh, making, run
+from replay_fixtures import Run, Said, configured, fresh, making, run
 from safetensors.torch import save_file
 
 from crossdraft import Drafter
 from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
-from crossdraft.framework.replay.force import Asked, forced, together
-from crossdraft.framework.replay.identities import survival
-from crossdraft.framework.replay.rounds import Acceptance
-from crossdraft.framework.replay.rounds import expected as rounds_of
-from crossdraft.framework.replay.walk import ForcedRound
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.replay.acceptance_formulas import survival
+from crossdraft.framework.replay.step_chain import Acceptance
+from crossdraft.framework.replay.step_chain import expected as rounds_of
+from crossdraft.framework.replay.teacher_forcing.drafter_walk import ForcedRound
+from crossdraft.framework.replay.teacher_forcing.forcing import Asked, forced, together
 
 #: Few tokens, so that drafts of random heads are right now and then.
 V = 11

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from replaying import Said, configured, making
+from replay_fixtures import Said, configured, making
 
 from crossdraft import Draft, Drafter, DraftTraits, RoundRng, Sampling, Sequences
-from crossdraft.framework.contracts.errors import CrossdraftError, NumericalError, UsageError
-from crossdraft.framework.replay.force import drafted, forced
-from crossdraft.framework.replay.walk import walk
+from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
+from crossdraft.framework.replay.teacher_forcing.drafter_walk import walk
+from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
 
 V = 11
 WARM = Sampling(temperature=1.0)

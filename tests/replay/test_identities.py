@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-import exact_rounds as exact
+import exact_steps as exact
 import numpy as np
 import pytest
 
-from crossdraft.framework.contracts.errors import NumericalError, UsageError
-from crossdraft.framework.replay import identities
-from crossdraft.framework.replay.forced import Forced
-from crossdraft.framework.replay.identities import survival
-from crossdraft.framework.replay.sequences import Sums, sums
+from crossdraft.framework.errors import NumericalError, UsageError
+from crossdraft.framework.replay import acceptance_formulas
+from crossdraft.framework.replay.acceptance_formulas import survival
+from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
+from crossdraft.framework.replay.teacher_forcing.iid_chains import Sums, sums
 
 CLOSE = 1e-12
 
@@ -72,9 +72,9 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
             logs = np.full((gamma + 1, gamma), -np.inf)
             logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
             given = Forced(logs, np.full(gamma + 1, gamma), forced(p, p, output).log_p)
-            for rule in identities.RULES:
+            for rule in acceptance_formulas.RULES:
                 assert survival(rule, given)[1][0].tolist() == wanted
-            shortcut = identities.certain([given])
+            shortcut = acceptance_formulas.certain([given])
             assert shortcut is not None and shortcut[0][0].tolist() == wanted
 
 
@@ -122,7 +122,7 @@ def _with_rho(found: Sums | None, p: exact.Model, q: exact.Model, output: tuple[
 @pytest.mark.parametrize(
     "wrong",
     [
-        identities.token,  # token's identity for block verification
+        acceptance_formulas.token,  # token's identity for block verification
         lambda log_r: np.exp(np.minimum(np.cumsum(log_r, -1), 0)),  # R_i without the running minimum
     ],
 )
@@ -140,7 +140,7 @@ def test_a_wrong_identity_of_block_verification_is_found_out(wrong: Callable) ->
 
 def test_block_accepts_no_less_than_token() -> None:
     logs = np.random.default_rng(0).normal(size=(1000, 16))
-    assert np.all(identities.block(logs) >= identities.token(logs) - 1e-15)
+    assert np.all(acceptance_formulas.block(logs) >= acceptance_formulas.token(logs) - 1e-15)
 
 
 def test_rho_is_that_of_the_rule() -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Run, configured, making, run
+from replay_fixtures import Run, configured, making, run
 
 from crossdraft import Drafter
 from crossdraft.drafters.autoregressive import policies
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.replay import lengths
-from crossdraft.framework.replay.force import drafted, forced
-from crossdraft.framework.replay.identities import survival
-from crossdraft.framework.replay.lengths import confident, heuristic
-from crossdraft.framework.replay.rounds import Acceptance
-from crossdraft.framework.replay.rounds import expected as rounds_of
+from crossdraft.framework.replay import length_policies
+from crossdraft.framework.replay.acceptance_formulas import survival
+from crossdraft.framework.replay.length_policies import confident, heuristic
+from crossdraft.framework.replay.step_chain import Acceptance
+from crossdraft.framework.replay.step_chain import expected as rounds_of
+from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
 
 V, G = 11, 5
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8], [3], [1, 2, 1, 2, 1, 2, 3], [4, 0, 10]]
@@ -110,7 +110,7 @@ def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
     """A drafter that is always right, or never: the lengths are those of `HeuristicLength`, step by step."""
-    assert (lengths.MORE, lengths.FEWER) == (policies.MORE, policies.FEWER)
+    assert (length_policies.MORE, length_policies.FEWER) == (policies.MORE, policies.FEWER)
     n, gamma = 40, 7
     own, at, drafts = policies.HeuristicLength(gamma, 1, 3), 0, []
     own.begin(0)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.drafters.retrieval.recorded import drafts_along
+from crossdraft.drafters.retrieval.prompt_lookup_replay import drafts_along
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.errors import ContractError, UsageError
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.replay.model_free import forced, needs_no_model, of_drafts
+from crossdraft.framework.errors import ContractError, UsageError
+from crossdraft.framework.replay.teacher_forcing.model_free import forced, needs_no_model, of_drafts
 
 SAMPLING = Sampling()
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
@@ -62,14 +62,14 @@ def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
     together = list(drafts_along(texts, 4, range(3, 0, -1), False))
-    monkeypatch.setattr("crossdraft.drafters.retrieval.recorded.BATCH", 60)
+    monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
     for one, other in zip(together, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(one, other)
 
 
 def test_texts_are_asked_for_as_they_are_needed(monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.drafters.retrieval.recorded.BATCH", 100)
-    monkeypatch.setattr("crossdraft.framework.replay.model_free.WINDOW", 3)
+    monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 100)
+    monkeypatch.setattr("crossdraft.framework.replay.teacher_forcing.model_free.WINDOW", 3)
     asked = []
 
     def texts() -> Any:

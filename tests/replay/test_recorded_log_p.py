@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.replay.forced import Forced
-from crossdraft.framework.replay.recorded_log_p import RecordedLogP
+from crossdraft.framework.replay.recorded_logprobs import RecordedLogP
 from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
 
 PROMPT = [5, 6, 7]
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from crossdraft.framework.contracts.errors import ContractError, UsageError
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import ContractError, UsageError
+from crossdraft.framework.metrics.cell_metrics import RoundRecord, paired_difference
 from crossdraft.framework.replay import replay as module
-from crossdraft.framework.replay.forced import Forced, ahead
-from crossdraft.framework.replay.identities import survival
+from crossdraft.framework.replay.acceptance_formulas import survival
+from crossdraft.framework.replay.aggregate import difference
 from crossdraft.framework.replay.replay import Candidate, replay, rules_for
 from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.rounds import Acceptance, expected
-from crossdraft.framework.replay.sequences import sums
-from crossdraft.framework.replay.tally import difference
-from crossdraft.framework.runs.metrics import RoundRecord, paired_difference
+from crossdraft.framework.replay.step_chain import Acceptance, expected
+from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced, ahead
+from crossdraft.framework.replay.teacher_forcing.iid_chains import sums
 
 V, DEPTH = 5, 4
 
@@ -129,7 +129,7 @@ def test_a_drafter_that_gives_too_little_is_named() -> None:
 
 
 def test_which_rules_fit() -> None:
-    from crossdraft.framework.decoding.build import configured
+    from crossdraft.framework.api.build import configured
 
     chain = configured("drafters", {"name": "small-lm", "model": "x"})
     several = configured("drafters", {"name": "small-lm-iid", "model": "x", "K": 3})

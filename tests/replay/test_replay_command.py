@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.runs.metrics import Metrics
+from crossdraft.framework.runs.record_schema import read_numbers
 
 RECIPE = """\
 target: {target}
@@ -62,7 +62,7 @@ def test_as_the_run_itself_counted(run: Path, capsys: Any) -> None:
         found = replayed(capsys, cell, "--drafter", "{name: prompt-lookup, gamma: 3}", "--verifier", rule)
         (row,) = found["rows"]
         numbers = json.loads((cell / "metrics.json").read_text(encoding="utf-8"))["metrics"]
-        metrics = Metrics.from_json(numbers)
+        metrics = read_numbers(cell / "metrics.json").metrics
         assert metrics.rounds_cut and metrics.mean_tau > 0
         assert metrics.block_efficiency is not None
         assert row["rounds"] == pytest.approx(metrics.rounds) and row["tokens"] == metrics.tokens
@@ -136,15 +136,15 @@ def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
-    from crossdraft.framework.replay import tally
+    from crossdraft.framework.replay import aggregate
 
-    monkeypatch.setattr(tally, "MOST_PIECES", 4)
-    monkeypatch.setattr(tally, "MOST_CATEGORIES", 2)
-    pieces = tally.Pieces()
+    monkeypatch.setattr(aggregate, "MOST_PIECES", 4)
+    monkeypatch.setattr(aggregate, "MOST_CATEGORIES", 2)
+    pieces = aggregate.Pieces()
     numbers = [pieces.number("a", str(i)) for i in range(50)] + [pieces.number("b", "x"), pieces.number("c", "x")]
     assert sorted(set(numbers)) == [0, 1, 2, 3, 4, 5]
     assert numbers[:50] == [pieces.number("a", str(i)) for i in range(50)]
-    assert pieces.category == ["a", "a", "a", "a", "b", tally.OTHERS]
+    assert pieces.category == ["a", "a", "a", "a", "b", aggregate.OTHERS]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import make_tokenizer
 
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.tokenizer import TokenizerOf
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.responses import Reader

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
-from crossdraft.framework.certificate.tablelm import Toy
-from crossdraft.framework.replay.forced import Forced
-from crossdraft.framework.replay.identities import survival
-from crossdraft.framework.replay.rounds import Acceptance, expected, law_of_tau
-from crossdraft.framework.replay.sequences import sums
+from crossdraft.framework.certificate.table_lm import Toy
+from crossdraft.framework.replay.acceptance_formulas import survival
+from crossdraft.framework.replay.step_chain import Acceptance, expected, law_of_tau
+from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
+from crossdraft.framework.replay.teacher_forcing.iid_chains import sums
 
 GAMMA = 2
 
@@ -167,7 +167,7 @@ def test_batches_and_pieces_change_nothing(monkeypatch: Any) -> None:
         alone = expected([given[i]], range(1, 5))
         assert together.rounds[i] == pytest.approx(alone.rounds[0])
         assert together.accepted[i] == pytest.approx(alone.accepted[0])
-    monkeypatch.setattr("crossdraft.framework.replay.rounds.BATCH", 7)
+    monkeypatch.setattr("crossdraft.framework.replay.step_chain.BATCH", 7)
     assert expected(given, range(1, 5)).rounds == pytest.approx(together.rounds)
 
 

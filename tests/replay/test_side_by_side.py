@@ -13,8 +13,8 @@ import pytest
 
 from crossdraft import load_model
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
-from crossdraft.framework.replay import target as module
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.replay.teacher_forcing import lazy_models as module
 
 
 @pytest.fixture

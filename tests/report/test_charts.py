@@ -6,18 +6,18 @@ from typing import Any
 
 import matplotlib
 import pytest
+from cell_results import SERIES, cell, outcome
 from html_runs import RECIPE, finished_run, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_cells import SERIES, cell, outcome
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.report.chart_pairs import front, rows_in_a_round
-from crossdraft.framework.report.chart_series import break_even
-from crossdraft.framework.report.chart_style import COLOURS, PLAIN, WIDTHS, marks, style
-from crossdraft.framework.report.charts import KINDS, draw, draw_to
-from crossdraft.framework.runs.metrics import acceptance
+from crossdraft.framework.metrics.cell_metrics import acceptance
+from crossdraft.framework.report.charts.charts import KINDS, draw, draw_to
+from crossdraft.framework.report.charts.pairs import front, rows_in_a_round
+from crossdraft.framework.report.charts.series import break_even
+from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
 from crossdraft.framework.runs.records import CellResult
 
 #: Two drafters with three rules at three batch sizes.
@@ -204,7 +204,7 @@ def test_names_are_text(tmp_path: Path) -> None:
 
 
 def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.framework.report.charts.save", lambda figure, path: None)
+    monkeypatch.setattr("crossdraft.framework.report.charts.charts.save", lambda figure, path: None)
     made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
     made.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
     drawn = KINDS["target_rows"].draw(made.results, "page")
@@ -217,7 +217,9 @@ def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_what_a_run_draws(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.framework.report.charts.save", lambda figure, path: path.write_text("", "utf-8"))
+    monkeypatch.setattr(
+        "crossdraft.framework.report.charts.charts.save", lambda figure, path: path.write_text("", "utf-8")
+    )
     assert draw(outcome(tmp_path, {1: {"token": 1.0}})) == []
     assert draw(outcome(tmp_path, {1: {}})) == []
     assert draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})) == ["block_efficiency.png", "target_rows.png"]

@@ -12,11 +12,11 @@ import pytest
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
-from crossdraft.framework.report import finished
-from crossdraft.framework.report.html import html_page
-from crossdraft.framework.report.html_responses import fates
-from crossdraft.framework.runs.metrics import RoundRecord
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.cell_metrics import RoundRecord
+from crossdraft.framework.report import load_run
+from crossdraft.framework.report.html.document import html_page
+from crossdraft.framework.report.html.responses import fates
 
 pytest.importorskip("bokeh", reason="the extra html is not installed")
 pytest.importorskip("itables", reason="the extra html is not installed")
@@ -215,7 +215,7 @@ def test_settings_of_engines(tmp_path: Path) -> None:
 def test_a_note_that_follows_from_the_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
     """What the run's own summary says of them is left to whoever reads the cells again; its other notes are kept."""
     path = on_disk(finished_run(tmp_path, SMALL))
-    monkeypatch.setattr(finished, "remarks_of", lambda summary: [["note: this machine was busy"], []])
+    monkeypatch.setattr(load_run, "remarks_of", lambda summary: [["note: this machine was busy"], []])
     with (path / "summary.md").open("a", encoding="utf-8") as file:
         file.write("\n- note: this machine was busy\n- note: no charts: no matplotlib\n")
-    assert finished.read_run(path).remarks == ["- note: no charts: no matplotlib"]
+    assert load_run.read_run(path).remarks == ["- note: no charts: no matplotlib"]

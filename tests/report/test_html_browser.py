@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from html_runs import finished_run
 
-from crossdraft.framework.report.html import html_page
+from crossdraft.framework.report.html.document import html_page
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 def test_the_page_follows_the_run(tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
-    from crossdraft.framework.report.live import Live
+    from crossdraft.framework.report.watch import Live
 
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)
@@ -52,7 +52,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_failed_is_told(tmp_path: Path) -> None:
-    from crossdraft.framework.report.finished import read_runs
+    from crossdraft.framework.report.load_run import read_runs
 
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)

@@ -10,7 +10,7 @@ from html_runs import RECIPE, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import row_of
-from crossdraft.framework.report.finished import FinishedRun
+from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.pivot import pivot, rendered, untold
 from crossdraft.framework.report.selection import Chosen, finished_cells
 

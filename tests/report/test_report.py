@@ -5,17 +5,17 @@ import io
 from pathlib import Path
 
 import pytest
-from made_cells import SERIES, outcome
+from cell_results import SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
+from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, RoundRecord
+from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
+from crossdraft.framework.report.caveats import differences
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.finished import FinishedRun
-from crossdraft.framework.report.html_table import best_of, cells_of
-from crossdraft.framework.report.remarks import differences
+from crossdraft.framework.report.html.cell_table import best_of, cells_of
+from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.tables import summary_markdown, terminal
-from crossdraft.framework.runs.component_times import FAULT, TOO_FEW
-from crossdraft.framework.runs.metrics import CategoryMetrics, Estimate, RoundRecord
 
 
 def words(text: str, *first: str) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from html_runs import SMALL, finished_run
 
-from crossdraft.framework.runs.recipe import CellConfig
+from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory, cell_name
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.run_directory import RunDirectory
 from crossdraft.framework.runs.state import Reporter, RunState, runs_in, state_of
 

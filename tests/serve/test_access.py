@@ -13,14 +13,14 @@ from tiny_models import save_model
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from serving import Running, arguments, serving  # noqa: E402
+from server_thread import Running, arguments, serving  # noqa: E402
 
 from crossdraft.framework.cli import serve  # noqa: E402
-from crossdraft.framework.contracts.errors import UsageError  # noqa: E402
-from crossdraft.framework.contracts.limits import BODY_BYTES  # noqa: E402
+from crossdraft.framework.errors import UsageError  # noqa: E402
 from crossdraft.framework.serve.access import AccessControl, is_loopback  # noqa: E402
 from crossdraft.framework.serve.app import application  # noqa: E402
 from crossdraft.framework.serve.worker import Worker  # noqa: E402
+from crossdraft.framework.util.limits import BODY_BYTES  # noqa: E402
 
 KEY = "a-key"
 JSON = {"Content-Type": "application/json"}

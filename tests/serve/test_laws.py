@@ -12,14 +12,14 @@ from tiny_models import save_model
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from serving import serving  # noqa: E402
+from server_thread import serving  # noqa: E402
 
 from crossdraft import generate, load_model  # noqa: E402
-from crossdraft.framework.contracts.rounds import Request  # noqa: E402
+from crossdraft.framework.api.generate import pair_decoder  # noqa: E402
+from crossdraft.framework.api.output_processor import Output  # noqa: E402
 from crossdraft.framework.contracts.sampling import Sampling  # noqa: E402
-from crossdraft.framework.decoding.generate import pair_decoder  # noqa: E402
-from crossdraft.framework.decoding.outputs import Output  # noqa: E402
-from crossdraft.framework.serve.laws import Served  # noqa: E402
+from crossdraft.framework.contracts.steps import Request  # noqa: E402
+from crossdraft.framework.serve.decoder_pool import Served  # noqa: E402
 from crossdraft.framework.serve.worker import Client, Failed, Session, Worker  # noqa: E402
 
 PROMPT = "w5 w6 w7 w5 w6"

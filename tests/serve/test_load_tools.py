@@ -16,7 +16,7 @@ from tiny_models import save_model
 
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 
-from serving import serving
+from server_thread import serving
 
 from crossdraft import generate, load_model
 

@@ -17,7 +17,7 @@ from tiny_models import save_model
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from serving import Running, serving  # noqa: E402
+from server_thread import Running, serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PROMPT = "w5 w6 w7 w5 w6"

@@ -10,11 +10,11 @@ from tiny_models import save_model
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from serving import Running, arguments, serving  # noqa: E402
+from server_thread import Running, arguments, serving  # noqa: E402
 
 from crossdraft import generate, load_model  # noqa: E402
 from crossdraft.framework.cli import serve  # noqa: E402
-from crossdraft.framework.contracts.errors import UsageError  # noqa: E402
+from crossdraft.framework.errors import UsageError  # noqa: E402
 
 PROMPT = "w5 w6 w7 w5 w6"
 TEXTS = [f"w{5 + i} w{9 + i % 7} w{5 + i}" for i in range(20)]

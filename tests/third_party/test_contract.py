@@ -17,9 +17,9 @@ import torch
 from tiny_models import VOCAB, save_model
 
 import crossdraft
+from crossdraft.framework.api.build import load_drafting_model
 from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
-from crossdraft.framework.decoding.build import load_drafting_model
 from crossdraft.framework.plugins import manager
 from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
 
@@ -180,7 +180,7 @@ def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dic
         write_recipe(tmp_path, models["target"], drafters=["prompt-lookup"], verifiers=[*verifiers, "token"])
     )
     cells = plan(recipe).cells
-    from crossdraft.framework.runs.titles import verifier_title
+    from crossdraft.framework.runs.labels import verifier_title
 
     titles = [verifier_title(cell) for cell in cells if not cell.is_baseline]
     assert titles == ["wrapped rule=token (not certified)", "wrapped rule=lenient (lossy)", "token"]

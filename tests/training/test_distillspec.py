@@ -8,11 +8,11 @@ import pytest
 import torch
 from training_target import tied_llama
 
-from crossdraft.drafters.small_lm.own_texts import own_answers
-from crossdraft.drafters.small_lm.training import SmallLMTraining, student_of
-from crossdraft.framework.contracts.errors import UsageError
+from crossdraft.drafters.draft_model.on_policy_texts import own_answers
+from crossdraft.drafters.draft_model.training import SmallLMTraining, student_of
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text, public
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.training import trainer as trainer_module
 from crossdraft.framework.training.losses import SampledHead
 from crossdraft.framework.training.texts import split

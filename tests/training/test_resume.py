@@ -14,13 +14,13 @@ import torch
 from accelerate.state import AcceleratorState
 from training_target import tied_llama
 
+from crossdraft.drafters.draft_model.training import SmallLMTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
-from crossdraft.drafters.small_lm.training import SmallLMTraining
-from crossdraft.framework.contracts.errors import CrossdraftError, NumericalError, UsageError
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
 from crossdraft.framework.training import files, trainer
 from crossdraft.framework.training.checkpoints import Checkpoint
 from crossdraft.framework.training.texts import split

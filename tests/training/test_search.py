@@ -14,8 +14,8 @@ from torch import nn
 from crossdraft import generate
 from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.training import search as module
 from crossdraft.framework.training.search import Searcher
 

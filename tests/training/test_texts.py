@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_target import tied_llama
 
-from crossdraft.framework.contracts.errors import CrossdraftError, UsageError
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.training import text_files, texts, writer
 from crossdraft.framework.training.text_files import drop_half_line, line_of, read, read_finished, rows
 from crossdraft.framework.training.texts import Questions, split, write

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.autoregressive.disco_training import DiscoTraining
+from crossdraft.drafters.draft_model.training import SmallLMTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
 from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
-from crossdraft.drafters.small_lm.training import SmallLMTraining
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.train import CardOptions, RunOptions, StepOptions, TextOptions
-from crossdraft.framework.contracts.errors import CrossdraftError, UsageError
 from crossdraft.framework.contracts.training_options import Options, integers, numbers, option
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.training import files, text_files
 
 EVERY = [

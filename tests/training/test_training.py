@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional
 from training_target import tied_llama
 
-from crossdraft.drafters.small_lm.training import SmallLMTraining, student_of
+from crossdraft.drafters.draft_model.training import SmallLMTraining, student_of
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.digests import weights_sha256
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.training.features import Features

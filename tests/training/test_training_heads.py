@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
-from crossdraft.framework.contracts.errors import CrossdraftError, UsageError
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.training import Text
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.training.features import Features
 from crossdraft.framework.training.losses import SampledHead, distil_many, most_frequent, overlap

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
-from crossdraft.framework.contracts.errors import UsageError
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.training import Text
-from crossdraft.framework.decoding.transformers_lm import TransformersLM
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.training.texts import split
 from crossdraft.framework.training.trainer import Trainer

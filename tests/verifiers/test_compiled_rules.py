@@ -12,8 +12,9 @@ import torch
 from random_trees import ONE_SHAPE, PAIRS, RULES, random_draft, shipped_rng, tokens_of
 
 from crossdraft.framework.contracts.verifier import VerifierTraits
-from crossdraft.framework.decoding import fused
-from crossdraft.framework.decoding.fused import MOST_SHAPES, CompiledVerifier
+from crossdraft.framework.engine import compiled_verifier
+from crossdraft.framework.engine.compiled_verifier import MOST_SHAPES, CompiledVerifier
+from crossdraft.framework.util import compilation
 
 
 def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
@@ -33,7 +34,7 @@ def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> i
 
 @pytest.mark.parametrize("name, shape", ONE_SHAPE)
 def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: lambda tensors: step(*tensors))
+    monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: lambda tensors: step(*tensors))
     assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
 
 
@@ -52,7 +53,7 @@ def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
 @pytest.mark.parametrize("name", ["token", "greedy-block", "specinfer"])
 def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> None:
     """`torch.compile` up to code for a device: the graph that it made, run as it is."""
-    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: fused.just_in_time(step))
+    monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: compilation.jit_compile(step))
     asked: list[Any] = []
     compile_ = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", lambda step, **options: asked.append(options) or compile_(step, **options))
@@ -64,7 +65,7 @@ def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) ->
     def failing(step: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here\nand much more")
 
-    monkeypatch.setattr(fused, "compile_step", failing)
+    monkeypatch.setattr(compiled_verifier, "compile_function", failing)
     assert fused_as_usual("token", "chain", range(3), 9) == 0
     assert [r.getMessage() for r in caplog.records] == [
         "crossdraft: verifier 'token' runs uncompiled: no compiler here"
@@ -72,7 +73,7 @@ def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) ->
 
 
 def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr(fused, "compile_step", lambda step, inputs: lambda tensors: step(*tensors))
+    monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: lambda tensors: step(*tensors))
     compiled = CompiledVerifier(RULES["token"]())
     compiled.compiling = False
     draft, p = random_draft("chain", 1, 3, 3, 9)

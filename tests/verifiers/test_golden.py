@@ -17,7 +17,7 @@ from verifier_traits import traits_of
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lossy_judges import CHAINS, LOSSY, TOYS, TREE_RULES, Recording, rule, shipped_rng
+from lossy_reference import CHAINS, LOSSY, TOYS, TREE_RULES, Recording, rule, shipped_rng
 from pydantic import ValidationError
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.metrics.cell_metrics import RoundRecord, measure
+from crossdraft.framework.metrics.pieces import Piece
+from crossdraft.framework.recipe.recipe import CellConfig, Recipe
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
-from crossdraft.framework.runs.metrics import RoundRecord, measure
-from crossdraft.framework.runs.pieces import Piece
-from crossdraft.framework.runs.recipe import CellConfig, Recipe
 from crossdraft.framework.runs.records import CellResult
 
 # -- typical acceptance: the threshold ------------------------------------------------------------------

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy_judges import CHAINS, LOSSY, SEEDS, SETTINGS, TOYS, TREE_RULES, TREES, Judge, Recording, favourite, rule
+from lossy_reference import CHAINS, LOSSY, SEEDS, SETTINGS, TOYS, TREE_RULES, TREES, Judge, Recording, favourite, rule
 from random_drafts import random_laws
 from torch import Tensor
 
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft
 
 

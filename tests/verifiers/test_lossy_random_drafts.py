@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy_judges import LOSSY, SEEDS, TREE_RULES, Judge, Recording, rule, shipped_rng, top_k, typical
+from lossy_reference import LOSSY, SEEDS, TREE_RULES, Judge, Recording, rule, shipped_rng, top_k, typical
 from random_drafts import random_chains, random_laws
 from torch import Tensor
 

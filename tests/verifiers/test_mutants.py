@@ -14,7 +14,7 @@ from golden_numbers import number
 from torch import Tensor
 
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
 

@@ -12,7 +12,7 @@ from random_drafts import random_chains
 from torch import Tensor
 
 from crossdraft.framework import plugins
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.rng import CounterRng
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft
 
 TOYS = ("T0", "G1", "G2", "G3", "G4")

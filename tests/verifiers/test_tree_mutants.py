@@ -12,7 +12,7 @@ from golden_numbers import number
 from textbook_trees import KSeq, Law, MultiPath, MultiStep, Row, Textbook, Traversal, positive
 
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
-from crossdraft.framework.certificate.tablelm import Toy
+from crossdraft.framework.certificate.table_lm import Toy
 
 TOYS = ("T0", "G1", "G3")
 

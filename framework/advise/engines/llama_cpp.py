@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
+from ..engine_log import Source
+from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
-from ..source import Source
-from ..windows import Window, from_windows
 
 _MARK = "draft acceptance = "
 _LINE = re.compile(

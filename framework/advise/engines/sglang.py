@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
+from ..engine_log import Source
 from ..histograms import per_request
 from ..prometheus import samples
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell
-from ..source import Source
 
 _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
-from ..source import Source
+from ..engine_log import Source
 from .vllm import Vllm
 
 #: How far rounded rates may be from one another.

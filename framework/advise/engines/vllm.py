@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
+from ..engine_log import Source
 from ..histograms import per_request
+from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, shell
-from ..source import Source
-from ..windows import Window, from_windows
 
 _MARK = "SpecDecoding metrics: "
 #: What a line must hold; the last one says that it is whole.

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from ...contracts.errors import UsageError
 from ...contracts.launcher import Work
+from ...errors import UsageError
 
 
 def start(

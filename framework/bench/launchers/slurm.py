@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ...contracts.errors import UsageError, first_line
-from ...contracts.extras import need
 from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
+from ...errors import UsageError, first_line
+from ...util.extras import need
 from . import processes
 
 

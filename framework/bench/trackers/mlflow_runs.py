@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...contracts.errors import UsageError, first_line
-from ...contracts.extras import need
 from ...contracts.hookspecs import hookimpl
+from ...errors import UsageError, first_line
+from ...util.extras import need
 from .numbers import numbers, options, title
 
 #: In the directory of a run, what is kept with it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...runs.metrics import TIMES
+from ...metrics.cell_metrics import TIMES
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

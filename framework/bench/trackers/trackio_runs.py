@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...contracts.extras import need
 from ...contracts.hookspecs import hookimpl
+from ...util.extras import need
 from .numbers import numbers, options, title
 
 

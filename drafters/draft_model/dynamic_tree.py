@@ -1,0 +1,87 @@
+"""A small language model drafts the dynamic tree of EAGLE-2.
+
+Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP
+2024, section 4. The shape follows the drafter's confidence; nodes are point masses, because they are chosen by
+their probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
+from ..autoregressive.draft_model import DraftModel
+from ..autoregressive.trees import check_candidates, dynamic_room, grow_dynamic
+
+
+class SmallLMDynamicTree(Drafter):
+    """Expands the ``top_k`` most probable nodes of each level, keeps the ``nodes`` most probable of all."""
+
+    name = "small-lm-dynamic-tree"
+
+    class Config(StrategyConfig):
+        model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
+        depth: int = Field(
+            default=4, ge=1, le=MOST_LEVELS, description="levels of the tree, one pass of the small model each"
+        )
+        top_k: int = Field(
+            default=4, ge=1, le=MOST_SIBLINGS, description="nodes expanded per level, and children of each"
+        )
+        nodes: int = Field(default=12, ge=1, le=MOST_NODES, description="nodes kept")
+        temperature: None = Field(None, description="ranking does not depend on it")
+
+        @model_validator(mode="after")
+        def _enough(self) -> Any:
+            check_candidates(self.depth, self.top_k, self.nodes)
+            return self
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        # More nodes may be fed than are kept.
+        room = dynamic_room(self.config.depth, self.config.top_k, self.config.nodes)
+        self.model = DraftModel(context.load_lm(self.config.model, room=room))
+        self._place: Tensor | None = None
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes, levels=config.depth)
+
+    @property
+    def passes(self) -> int:
+        return self.model.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.model.prefill(prompts)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.begin(row, prompt)
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self.model.retire(row)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        depth = min(self.config.depth, max(sequences.limit))
+        self._place = None
+        if depth == 0:
+            return Draft.empty(sequences.batch_size, sequences.device)
+        root, limit = self.model.root(sequences), on_device(sequences.limit, sequences.device)
+        top_k = min(self.config.top_k, root.shape[1])
+        draft, self._place = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.grow, limit)
+        return draft
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        if self._place is not None:
+            # Only leaves may never have been fed, so all but the last accepted node are kept for certain.
+            self.model.keep(verdict, [max(tau - 1, 0) for tau in accepted], self._place)

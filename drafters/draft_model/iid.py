@@ -1,0 +1,112 @@
+"""A small language model draws K sequences, independently.
+
+Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023; X. Miao et al.,
+"SpecInfer", ASPLOS 2024. Prefixes on which sequences agree are one node each, so the target evaluates them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
+from ...framework.contracts.rng import RoundRng, draw_each
+from ...framework.contracts.sampling import Sampling
+from ...framework.util.limits import MOST_SIBLINGS
+from ...framework.util.tensors import Gathered, counting
+from ..autoregressive.trees import check_size
+from .draft_model import ChainConfig, SmallLM
+
+
+class SmallLMIid(Drafter):
+    """K sequences of gamma tokens from gamma passes over K rows each. At temperature 0, or K = 1: one chain."""
+
+    name = "small-lm-iid"
+
+    class Config(ChainConfig):
+        K: int = Field(default=2, ge=1, le=MOST_SIBLINGS, description="number of draft sequences")
+
+        @model_validator(mode="after")
+        def _size(self) -> Any:
+            check_size(self.gamma * self.K)
+            return self
+
+    config: Config
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        self.chain = SmallLM(config, context)  # what is left of it for one sequence
+        self.model, self.sampling = self.chain.model, self.chain.sampling
+        #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels; None for a chain.
+        self._place: Tensor | None = None
+        self._levels = 0
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        chain = SmallLM.traits(config, sampling)
+        if config.K == 1 or chain.point_mass:
+            return chain
+        return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)
+
+    @property
+    def passes(self) -> int:
+        return self.model.passes
+
+    def text_law(self) -> TextLaw | None:
+        return self.chain.text_law()
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.chain.prefill(prompts)
+
+    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.chain.begin(row, prompt)
+
+    def retire(self, row: int, finish: str | None = None) -> None:
+        self.chain.retire(row)
+
+    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        self._place = None
+        steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
+        if k == 1 or self.sampling.temperature == 0 or steps == 0:
+            return self.chain.propose(sequences, rng)
+        law, laws = self.sampling.law(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
+        laws.add(law)
+        tokens = [draw_each(rng, law.expand(-1, k, -1), "draft", range(k))]
+        order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # as nodes are fed
+        for i in range(1, steps):
+            above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
+            law = self.sampling.law(self.model.grow(tokens[-1], above))
+            laws.add(law)
+            tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
+        length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
+        q = laws.tensor()
+        draft = Draft.iid(torch.stack(tokens, 2), length, q)
+        draft.finite = self.sampling.sound(q).all(1)
+        # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
+        assert draft.sequences is not None
+        slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # past its end a sequence lands in a spare column
+        place = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
+        self._place = place.scatter_(1, slot, _fed(k, steps, slot.device).expand_as(slot))[:, : draft.width]
+        self._levels = steps - 1
+        return draft
+
+    def observe(
+        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+    ) -> None:
+        if self._place is None:
+            self.chain.observe(sequences, draft, verdict, accepted, scores)
+        else:
+            self.model.keep(verdict, accepted, self._place, self._levels)
+
+
+@cache
+def _fed(k: int, steps: int, device: torch.device) -> Tensor:
+    """``[k * steps]``: when each token of k sequences was fed, -1 for the last of each, which was not."""
+    with torch.inference_mode(False):
+        return on_device([i * k + j if i < steps - 1 else -1 for j in range(k) for i in range(steps)], device)

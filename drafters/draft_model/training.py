@@ -1,0 +1,260 @@
+"""Distil a small LM drafter from the target.
+
+The student starts as a few of the target's own layers with the target's embedding, final norm and head; the
+embedding (tied to the head) stays the target's and is not stored. It learns to match the target's whole law on
+text the target wrote: Y. Zhou et al., "DistillSpec: Improving Speculative Decoding via Knowledge Distillation",
+2024. Untrained, such a student accepts next to nothing.
+
+What is learnt is chosen as there: the divergence (word by word, or of whole sequences, which is ``nll`` on what the
+target wrote), and who wrote the texts: the target, the student itself as it is at that step (``on_policy: 1``), or each
+a share. A student that is to draft beside others learns what they miss (``misses_of``): the boost-tuning of X. Miao et
+al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and Verification",
+ASPLOS 2024, section 3.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor
+
+from ...framework.contracts.models import LoadedModel
+from ...framework.contracts.training import Batch, Divergence, Text, Trainee, TrainingConfig, public
+from ...framework.contracts.training_options import integers, option
+from ...framework.errors import UsageError
+from ...framework.models.load import load_model
+from ...framework.models.shared_embedding import save_sharing_embedding, shares_embedding
+from ...framework.training.losses import SampledHead, distil, overlap
+from .on_policy_texts import own_answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallLMTraining(TrainingConfig):
+    """How to distil a small LM. The head is most of the cost, which ``sampled_vocab`` lowers."""
+
+    name = "small-lm"
+
+    divergence: str = option(
+        "forward-kl",
+        "what is minimised between the target's law and the student's; nll: of whole sequences, -log q of the texts",
+        choices=(*get_args(Divergence), "nll"),
+    )
+    on_policy: float = option(
+        0.0,
+        "share of the texts of a step whose answers the student writes itself, as it is then (1: on-policy)",
+        at_least=0,
+        at_most=1,
+    )
+    misses_of: str = option(
+        "", "small LMs made before this one, with commas between: learn what none of them says (boost-tuning)"
+    )
+    layers: tuple[int, ...] = option(
+        (),
+        "target layers the student starts from, in order, e.g. 0,1,29 (default: first two, last)",
+        type=integers,
+        at_least=0,
+        at_most=4095,
+    )
+    sampled_vocab: int = option(
+        2048,
+        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        at_least=0,
+        at_most=10_000_000,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_policy and self.divergence == "nll":
+            raise UsageError(
+                f"--on-policy {self.on_policy:g}: must be 0 with --divergence nll, which would teach the student "
+                "what it says already"
+            )
+        if self.on_policy and self.misses_of:
+            raise UsageError(
+                f"--on-policy {self.on_policy:g}: must be 0 with --misses-of, because what others miss is told by the "
+                "target's texts"
+            )
+
+    @property
+    def others(self) -> list[str]:
+        """The small LMs of ``misses_of``."""
+        return [name.strip() for name in self.misses_of.split(",") if name.strip()]
+
+    def fitted(self, target: LoadedModel) -> Self:
+        last = target.model.config.get_text_config().num_hidden_layers - 1
+        return self if self.layers else replace(self, layers=tuple(sorted({0, min(1, last), last})))
+
+    def trainee(self, target: LoadedModel) -> Trainee:
+        return SmallLMTrainee(target, self)
+
+
+class SmallLMTrainee(Trainee):
+    """The student of :func:`student_of`."""
+
+    def __init__(self, target: LoadedModel, recipe: SmallLMTraining):
+        super().__init__(target, recipe)
+        self.drafter = {"name": "small-lm"}
+        self.student: Any = student_of(target.model, recipe.layers)
+        self._others = {name: self._load(name) for name in recipe.others}
+        # By text and length of its answer: it follows from them, and need not be found again in each epoch.
+        self._missed: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        if self._others:
+            names = ", ".join(map(public, self._others))
+            self.measured_by += f", where the most probable token of none of {names} is the text's"
+
+    def _load(self, name: str) -> LoadedModel:
+        """Another student of this target."""
+        if not shares_embedding(name, self.target):
+            raise UsageError(
+                f"{name} has an embedding of its own; a student shares the target's, as what crossdraft train small-lm "
+                "writes does"
+            )
+        return load_model(name, dtype=torch.float32, share_with=self.target)
+
+    def made_with(self) -> dict[str, str]:
+        return {f"misses of {name}": other.sha256 for name, other in self._others.items()}
+
+    def start_from(self, name: str) -> None:
+        start: Any = self._load(name).model
+        own, found = self.student.state_dict(), start.state_dict()
+        if {key: t.shape for key, t in own.items()} != {key: t.shape for key, t in found.items()}:
+            layers = start.config.get_text_config().num_hidden_layers
+            raise UsageError(
+                f"{name} has {layers} layers or another shape than the {len(self.recipe.layers)} layers of the target "
+                "that --layers names; name as many"
+            )
+        with torch.no_grad():
+            for key, weight in self.trained.items():
+                weight.copy_(found[key])
+
+    def prepare(self, texts: Sequence[Text]) -> None:
+        occurring = (token for text in texts for token in text.response)
+        self._rows = SampledHead(self.head, occurring, self.recipe.sampled_vocab, self.recipe.seed)
+
+    def rewritten(self, texts: Sequence[Text], step: int) -> Sequence[Text]:
+        """Each answer is the student's own with probability ``on_policy``, and no longer than the target's was."""
+        share = self.recipe.on_policy
+        if not share:
+            return texts
+        chosen = [i for i, draw in enumerate(torch.rand(len(texts)).tolist()) if draw < share]
+        if not chosen:
+            return texts
+        mine, found = [texts[i] for i in chosen], list(texts)
+        prompts, most = [text.prompt for text in mine], [len(text.response) for text in mine]
+        answers = own_answers(self.student, prompts, most, self.target.eos_token_ids)
+        for i, text, answer in zip(chosen, mine, answers, strict=True):
+            found[i] = Text(text.prompt, answer, "student")
+        return found
+
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        states, target = self._states(batch)
+        tokens = None
+        if self.recipe.divergence == "nll":
+            tokens = self._rows.places(batch.ids[:, 1:][self._learnt(batch)[:, :-1]])
+        rows, bias = self._rows.at(step)
+        return distil(states, target, rows, bias, self.recipe.divergence, beta=self.recipe.beta, tokens=tokens)
+
+    def acceptance(self, batch: Batch) -> list[Tensor]:
+        states, target = self._states(batch)
+        return list(overlap(states[None], target, self.head, self.head))
+
+    def _states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``[tokens, H]`` final hidden states of student and target that predict response tokens to be learnt."""
+        learnt = self._learnt(batch)
+        out = self.student.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
+        return out.last_hidden_state[learnt], batch.hidden[learnt][:, 0]
+
+    def _learnt(self, batch: Batch) -> Tensor:
+        """``[n, L]`` bool: `Batch.predicts`, without what others say already."""
+        if not self._others:
+            return batch.predicts
+        learnt = batch.predicts.clone()
+        sizes = torch.stack([batch.mask.sum(1), batch.predicts.sum(1)], 1).tolist()
+        for row, (ids, (size, answer)) in enumerate(zip(batch.ids.tolist(), sizes, strict=True)):
+            text = tuple(ids[:size]), answer
+            if text not in self._missed:
+                self._missed[text] = self._misses(batch.ids[row : row + 1, :size], batch.predicts[row, :size])
+            learnt[row, :size] &= self._missed[text]
+        return learnt
+
+    @torch.no_grad()
+    def _misses(self, ids: Tensor, predicts: Tensor) -> Tensor:
+        """``[L]`` bool: of what ``predicts [L]`` says, where no other's most probable token is the next of ``ids``."""
+        missed = predicts.clone()
+        places = predicts.nonzero().squeeze(1)
+        for other in self._others.values():
+            states = other.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, places]
+            said = (states @ self.head.to(states.dtype).T).argmax(-1)
+            missed[places] &= said != ids[0, places + 1]
+        return missed
+
+    def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
+        student = copy.deepcopy(self.student).to(torch.bfloat16)
+        student.set_input_embeddings(copy.deepcopy(self.target.model.get_input_embeddings()).to(torch.bfloat16))
+        student.tie_weights()
+        save_sharing_embedding(student, directory, embedding_of=self.target.name)
+
+    def describe(self) -> tuple[str, str, str]:
+        r, size = self.recipe, sum(weight.numel() for weight in self.trained.values())
+        start = r.start_from and f"another small LM (`{self.start_name}`)"
+        start = start or f"the target's layers {', '.join(map(str, r.layers))}"
+        return (
+            f"A small LM drafter for {self.target_name}",
+            f"A causal LM of {len(r.layers)} layers ({size / 1e6:.1f} M trained parameters) that drafts for "
+            f"`{self.target_name}`. It starts from {start} and shares the target's embedding and "
+            "head, which are not stored here.",
+            f"{_objective(r)} on response tokens (DistillSpec){_sources(r)}, over the tokens that occur in the texts "
+            f"and {r.sampled_vocab} random ones a step standing for the rest (0: the full vocabulary)",
+        )
+
+
+def _objective(recipe: SmallLMTraining) -> str:
+    """What is minimised, for people."""
+    if recipe.divergence == "nll":
+        return "sequence-level -log q"
+    return f"jsd with beta {recipe.beta:g}" if recipe.divergence == "jsd" else recipe.divergence
+
+
+def _sources(recipe: SmallLMTraining) -> str:
+    """Which of them, and of whose texts, where these are not simply all."""
+    if recipe.on_policy:
+        return f", {recipe.on_policy:.0%} of the answers written by the student itself at each step"
+    if recipe.others:
+        return f", those that {', '.join(map(public, recipe.others))} {'misses' if len(recipe.others) == 1 else 'miss'}"
+    return ""
+
+
+def student_of(target: Any, layers: Sequence[int]) -> Any:
+    """A model with ``layers`` of ``target``, sharing its embedding tensor.
+
+    Raises:
+        UsageError: a layer the target does not have, or an untied head (the student could not share it).
+    """
+    config = copy.deepcopy(target.config)
+    count = config.num_hidden_layers
+    if not layers or any(not 0 <= i < count for i in layers):
+        raise UsageError(f"--layers must name layers 0 to {count - 1} of the target, got {list(layers)}")
+    if target.get_input_embeddings().weight is not target.get_output_embeddings().weight:
+        raise UsageError(
+            "the target's head is not tied to its embedding; a student that shares both needs tied weights"
+        )
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    student = type(target)(config).to(target.device, torch.float32)
+    source = target.state_dict()
+    state = {}
+    for key in student.state_dict():
+        old = re.sub(r"\.(\d+)\.", lambda m: f".{layers[int(m[1])]}.", key, count=1)
+        state[key] = source[old]
+    student.load_state_dict(state)
+    student.set_input_embeddings(target.get_input_embeddings())
+    student.tie_weights()
+    student.get_input_embeddings().weight.requires_grad_(False)
+    return student

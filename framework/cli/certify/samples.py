@@ -1,0 +1,214 @@
+"""``crossdraft certify --samples FILE``: an engine's sampler against the target, see `certificate.samples`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UsageError
+from ..sampling_args import sampling_from
+from ..trust_args import trusted
+from .model import OWN
+
+if TYPE_CHECKING:
+    from ...certificate.samples.foreign_samples import Decision, Distributions, Draws
+    from ...certificate.samples.sampler_verdict import Verdict
+    from ...certificate.samples.token_tree import TokenTree
+
+#: Options that say how the distributions are made; all others of ``certify`` mean nothing here.
+OPTIONS = ("samples", "deviation", "first_tokens", "model", "raw", "temperature", "top_k", "top_p", "seed", "dtype")
+OPTIONS += ("device", "json")
+#: The TV in question by default.
+DEVIATION = 0.02
+#: Exit codes. 2 is that of wrong requests.
+EXIT = {"yes": 0, "no": 1, "undecided": 3}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Return 0 if the draws are the target's within the deviation in question, 1 if not, 3 if they are too few.
+
+    Raises:
+        UsageError: an option, a line of the file or a token that is not valid.
+        ModelError, NumericalError: a model that cannot be loaded, or returns NaN.
+    """
+    _check(args)
+    deviation = DEVIATION if args.deviation is None else args.deviation
+    from tqdm import tqdm
+
+    from ...certificate.samples.foreign_samples import judge, read_draws
+
+    every = read_draws(args.samples)
+    trees = [draws.tree() for draws in every]
+    distributions = _distributions(args, every, trees)
+    total = sum(sum(1 for counts in tree.counts if counts) for tree in trees)
+    with tqdm(total=total, unit=" prefixes", disable=None, leave=False, file=sys.stderr) as bar:
+        decision = judge(
+            every,
+            trees,
+            distributions,
+            deviation=deviation,
+            seed=args.seed,
+            first_tokens=args.first_tokens,
+            progress=bar.update,
+        )
+    if args.json:
+        print(json.dumps(_as_json(decision), indent=2))
+    else:
+        _print(decision, args.temperature)
+    return EXIT[decision.verdict.outcome]
+
+
+def _check(args: argparse.Namespace) -> None:
+    other = ("toy", "verifier", "draft", "drafter", "drafter_option", "rounds", "gamma")
+    defaults = {**dict.fromkeys(other), "bounds": False, **OWN}
+    for name, default in defaults.items():
+        if name not in (*OPTIONS, "trust_remote_code") and getattr(args, name) != default:
+            raise UsageError(
+                f"--{name.replace('_', '-')} means nothing with --samples, whose draws are made; leave it out"
+            )
+    if args.deviation is not None and not 0 < args.deviation < 0.5:
+        raise UsageError(f"--deviation must be above 0 and below 0.5, not {args.deviation:g}")
+    trusted(args, [args.model])
+
+
+def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
+    """Distributions of the target after every drawn token that another one follows."""
+    from ...api.build import make_slots
+    from ...certificate.samples.foreign_samples import check_vocabulary, given_distributions
+    from ...certificate.samples.token_tree import distributions
+    from ...models.chat import encode
+    from ...models.load import load_model
+
+    sampling = sampling_from(args)
+    without = [draws for draws in every if draws.law is None]
+    if not without:
+        if args.model:
+            raise UsageError(f"--model: every line of {args.samples} gives its own law; leave it out")
+        return given_distributions(every)
+    if not args.model:
+        raise UsageError(f"{without[0].where}: whose law follows this prefix? Name the target with --model")
+    if len(without) < len(every):
+        given = next(draws for draws in every if draws.law is not None)
+        raise UsageError(
+            f"{given.where}: this line gives a law, and {without[0].where} a prefix of {args.model}; test them apart"
+        )
+    loaded = load_model(
+        args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code
+    )
+    prompts: list[list[int]] = []
+    for draws in every:
+        tokens = draws.prefix
+        if isinstance(tokens, str):
+            tokens = encode(loaded.tokenizer, [tokens], chat=False if args.raw else None)
+        if not tokens:
+            raise UsageError(f"{draws.where}: the prompt has no tokens")
+        # Nothing is requested of what follows the last token of a sequence.
+        length = len(tokens) + max(map(len, draws.sequences), default=1) - 1
+        if loaded.context_length is not None and length > loaded.context_length:
+            raise UsageError(
+                f"{draws.where}: {length} tokens are too long for {loaded.name}, whose context is "
+                f"{loaded.context_length}"
+            )
+        prompts.append(tokens)
+    size = make_slots(loaded, 1, 1).vocab_size
+    for draws, tokens in zip(every, prompts, strict=True):
+        if max(tokens) >= size:
+            raise UsageError(f"{draws.where}: token {max(tokens)} is beyond the vocabulary, which has {size}")
+        check_vocabulary(draws, size)
+
+    def make(rows: int, length: int) -> Any:
+        return make_slots(loaded, rows, length)
+
+    return distributions(make, prompts, trees, sampling, f"target '{args.model}'", loaded.context_length)
+
+
+# -- output ------------------------------------------------------------------------------------------------------
+
+
+def _as_json(decision: Decision) -> dict[str, Any]:
+    from ...certificate.samples.sampler_verdict import LEVEL
+
+    found = {"verdict": decision.verdict.outcome, "level": LEVEL, **_fields(decision.verdict)}
+    first = decision.first_tokens
+    return found | {"first_tokens": None if first is None else {"verdict": first.outcome, **_fields(first)}}
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    fields = asdict(verdict)
+    del fields["outcome"]
+    fields["by_prefix"] = [{"prefix": where, "draws": n, "p_value": p} for where, n, p in verdict.by_prefix]
+    return fields
+
+
+def _print(decision: Decision, temperature: float) -> None:
+    from tabulate import tabulate
+
+    verdict, first = decision.verdict, decision.first_tokens
+    table = [
+        {
+            "statistic": one.name,
+            "draws": f"{one.draws:,}",
+            "estimate": one.estimate,
+            "TV at least": "-" if one.tv_at_least is None else f"{one.tv_at_least:.3f}",
+            "TV at most": "-" if one.tv_at_most is None else f"{one.tv_at_most:.3f}",
+            "p": f"{one.p_value:.3g}",
+        }
+        for one in verdict.statistics
+    ]
+    print(tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True))
+    print(
+        f"{verdict.draws:,} draws after {verdict.prefixes:,} prefixes; mean log P of the drawn tokens "
+        f"{verdict.log_p:.3f}, expected {verdict.expected_log_p:.3f}. TV is averaged over draws, bounds hold at 95 %."
+    )
+    if first is not None:
+        print(
+            f"First tokens of sequences ({first.draws:,}) come from the prefill pass and have no part in the verdict "
+            f"(--first-tokens includes them): {_sentence(first)}"
+        )
+    elif decision.has_next_tokens:
+        print(
+            "Next tokens of a prefix that is sent as a prompt come from the prefill pass, before anything is drafted; "
+            "record sequences to test what speculation emits."
+        )
+    print(_sentence(verdict))
+    if verdict.outcome == "yes":
+        print(_scope(verdict))
+
+
+def _sentence(verdict: Verdict) -> str:
+    from ...certificate.samples.sampler_verdict import LEVEL
+
+    d, n = f"{verdict.deviation:g}", f"{verdict.more_draws:,}"
+    if verdict.outcome == "yes":
+        differs = verdict.p_value < LEVEL
+        seen = f"; a difference of at least {verdict.tv_at_least:.3f} is there" if differs else ""
+        return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{seen})."
+    if verdict.outcome == "no":
+        impossible = f"; {verdict.impossible:,} draws have probability 0" if verdict.impossible else ""
+        return f"no: differs (p = {verdict.p_value:.3g}, TV at least {verdict.tv_at_least:.3f}{impossible})."
+    if not verdict.each_prefix:
+        return f"too few draws: {n} more draws needed, after any prefixes, to decide TV {d}."
+    each = -(-verdict.more_draws // verdict.prefixes)
+    prefixes = "this prefix" if verdict.prefixes == 1 else f"these {verdict.prefixes:,} prefixes ({each:,} each)"
+    return f"too few draws: {n} more draws needed at {prefixes} to decide TV {d}."
+
+
+def _scope(verdict: Verdict) -> str:
+    """Return the deviations that a yes covers, in a sentence."""
+    text = (
+        "It covers another temperature, and shifts of probability between more and less probable tokens that prefixes "
+        "have in common (truncation, a mixture with a flatter or sharper distribution, tail against head)"
+    )
+    if verdict.each_prefix:
+        return (
+            f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
+            "the most probable ones by themselves. Exchanges within a group are not covered."
+        )
+    return (
+        f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
+        "probability, are not covered: that takes many draws at each prefix."
+    )

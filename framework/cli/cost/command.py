@@ -1,0 +1,360 @@
+"""``crossdraft cost``: measure what a pass costs here, or compute it for a machine by the roofline, and predict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ModelError, UsageError
+from .options import add_arguments as add_arguments
+from .options import check
+
+if TYPE_CHECKING:
+    from ...cost.curve import CostCurve, Curve
+    from ...cost.prediction import CellStatistics
+    from ...runs.records import CellResult
+
+ELSEWHERE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT_ELSEWHERE = 1024
+ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: done; 2 (as UsageError): options that do not fit, a name that nothing provides, no curve measured."""
+    check(args)
+    if args.on:
+        report = _elsewhere(args)
+    elif args.target:
+        report = _here(args)
+    else:
+        report = _of_run(args)
+    print(json.dumps(report["json"], indent=2) if args.json else "\n\n".join(report["text"]))
+    return 0
+
+
+# -- this machine -----------------------------------------------------------------------------------------------
+
+
+def _here(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the target and the drafting model, unless that was done before; predict if asked to."""
+    from ...cost.curve import BATCH_SIZES, CONTEXTS, WIDTHS
+
+    batch_sizes: list[int] = sorted({1, *(args.batch_size or BATCH_SIZES)})
+    widths: list[int] = sorted({1, *(args.width or WIDTHS), *([args.gamma + 1] if args.gamma else [])})
+    contexts: list[int] = sorted(set(args.context or CONTEXTS))
+    loaded = None
+    curves: list[CostCurve] = []
+    for name, grid in ((args.target, widths), (args.drafter, [1, 2, 4])):
+        if name:
+            curve, loaded = _curve(args, name, loaded, batch_sizes, grid, contexts)
+            curves.append(curve)
+    text = [_curve_table(curve) for curve in curves]
+    if args.drafter:
+        text.append(_ratio_table(*curves))
+    report: dict[str, Any] = {"json": {"curves": [curve.to_json() for curve in curves]}, "text": text}
+    if args.run:
+        report = _joined(report, _of_run(args))
+    elif args.acceptance or args.gamma:
+        chains, gamma, remarks = _chains(args, contexts[-1])
+        target, drafter = curves[0], curves[1] if args.drafter else None
+        found = _by_batch_size(chains, gamma, target, drafter, args.batch_size or batch_sizes, contexts[-1])
+        text.append(f"context {contexts[-1]}")
+        report = _joined(report, found | {"text": [*found["text"], *remarks, *_free(args)]})
+        report = _joined(report, _schedules(args, target, drafter, args.batch_size or batch_sizes, contexts[-1]))
+    return report
+
+
+def _free(args: argparse.Namespace) -> list[str]:
+    return [] if args.drafter else ["without --drafter, drafting counts as free"]
+
+
+def _curve(
+    args: argparse.Namespace, name: str, owner: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
+) -> tuple[CostCurve, Any]:
+    """The kept curve of a model if it has all of these points, else a new one; and the model, if it was loaded."""
+    from transformers.utils import logging
+
+    from ...bench.pass_timing import device_identity
+    from ...cost.curve import find_curve, save_curve, stored_curves
+    from ...models.device import pick_device, pick_dtype
+    from ...models.digests import model_sha256
+    from ...models.load import load_model
+    from ...models.resolve import resolve
+    from ...models.shared_embedding import shares_embedding
+
+    device = pick_device(args.device)
+    dtype = str(pick_dtype(args.dtype, device)).removeprefix("torch.")
+    if not args.fresh:
+        sha256 = model_sha256(resolve(name))
+        kept = find_curve(stored_curves(), sha256, dtype, device_identity(device))
+        if kept and kept.covers(batch_sizes, widths, contexts):
+            return kept, owner
+        if kept:  # a new curve replaces the old one, so it must not know less
+            batch_sizes = sorted({*batch_sizes, *kept.batch_sizes})
+            widths, contexts = sorted({*widths, *kept.widths}), sorted({*contexts, *kept.contexts})
+    logging.disable_progress_bar()
+    options: dict[str, Any] = {"dtype": args.dtype, "device": device}
+    shared = owner if owner is not None and shares_embedding(name, owner) else None
+    consent = name in args.trust_remote_code
+    loaded = load_model(name, share_with=shared, trust_remote_code=consent, **options)
+    curve = _measured(args, loaded, batch_sizes, widths, contexts)
+    save_curve(curve)
+    return curve, owner or loaded
+
+
+def _measured(
+    args: argparse.Namespace, loaded: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
+) -> CostCurve:
+    from tqdm import tqdm
+
+    from ...bench import memory
+    from ...bench.pass_timing import measure_curve
+
+    total = len(batch_sizes) * len(widths) * len(contexts) * (args.repeats + 1)
+    disable = True if args.quiet else None  # None: no bar unless standard error is a terminal
+    with tqdm(total=total, unit="pass", desc=loaded.name, leave=False, disable=disable) as bar:
+        grid = {"batch_sizes": batch_sizes, "widths": widths, "contexts": contexts}
+        try:
+            return measure_curve(loaded, **grid, repeats=args.repeats, advance=bar.update)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.exhausted(error):
+                raise
+            most = f"{max(batch_sizes)} rows of {max(contexts)} tokens and {max(widths)} new ones"
+            raise ModelError(
+                f"there is not enough memory to measure {loaded.name} with {most}; ask for less"
+            ) from error
+
+
+def _curve_table(curve: CostCurve) -> str:
+    """Medians and quartiles in milliseconds: a line for B and C, a column for W."""
+    cells = {(p.batch_size, p.context, p.width): p for p in curve.points}
+    rows = []
+    for context in curve.contexts:
+        for b in curve.batch_sizes:
+            found = [cells[b, context, width] for width in curve.widths]
+            shown = [f"{1e3 * p.median:.1f} [{1e3 * p.low:.1f}, {1e3 * p.high:.1f}]" for p in found]
+            rows.append([str(context), str(b), *shown])
+    where = ", ".join(f"{key} {value}" for key, value in curve.device.items())
+    head = f"{curve.model}, {curve.dtype}, {where}: ms a pass, median of {curve.repeats} [quartiles], {curve.measured}"
+    return f"{head}\n\n{_table(['context', 'B', *(f'W = {width}' for width in curve.widths)], rows)}"
+
+
+def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
+    context = target.contexts[-1]
+    rows = []
+    for b in target.batch_sizes:
+        own, step = target.seconds(b, 1, context), drafter.seconds(b, 1, context)
+        rows.append([str(b), f"{1e3 * own:.1f}", f"{1e3 * step:.1f}", f"{step / own:.2f}"])
+    return f"context {context}: a draft step against a pass over one token\n\n" + _table(
+        ["B", "target ms", "draft step ms", "ratio"], rows
+    )
+
+
+# -- a finished run ---------------------------------------------------------------------------------------------
+
+
+def _of_run(args: argparse.Namespace) -> dict[str, Any]:
+    """Every cell of a run: what was measured, and what the kept curves say; then other batch sizes."""
+    from ...cost.curve import stored_curves
+    from ...cost.finished_cells import curves_of, predictions, statistics
+    from ...cost.prediction import predict
+    from ...report.load_run import read_run
+
+    results, curves = read_run(args.run).summary.results, stored_curves()
+    predicted = predictions(results, curves)
+    rows, data, lacking = [], [], set()
+    for result in results:
+        found = predicted.get(result.config.hash)
+        if found is None or result.metrics is None:
+            lacking.add(result.config.target)
+            continue
+        measured, ratio = result.metrics.tokens_per_second, result.metrics.speed_up
+        off = found.tokens_per_second / measured - 1
+        row = {"cell": result.config.hash, "measured": measured, "predicted": found.tokens_per_second, "off": off}
+        row |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": found.speed_up}
+        line = [*_pair(result), f"{measured:.1f}", f"{found.tokens_per_second:.1f}", f"{100 * off:+.0f}"]
+        line += [f"{ratio.value:.2f}" if ratio else "", f"{found.speed_up:.2f}"]
+        if args.batch_size:
+            (target, drafter), cell = curves_of(result, curves), statistics(result)
+            assert target is not None and cell is not None
+            elsewhere = [predict(cell.at(b), target, drafter).speed_up for b in args.batch_size]
+            row["by_batch_size"] = dict(zip(args.batch_size, elsewhere, strict=True))
+            line += [f"{speed_up:.2f}" for speed_up in elsewhere]
+        rows.append(line)
+        data.append(row)
+    if not rows:
+        names = ", ".join(sorted(lacking)) or "its target"
+        raise UsageError(
+            f"no cost curve of {names} was measured on the device that {args.run} ran on, with as many threads; "
+            f"measure it there: crossdraft cost --target {next(iter(sorted(lacking)), 'MODEL')}"
+        )
+    header = ["drafter", "verifier", "T", "B", "tok/s", "predicted", "off %", "speed-up", "predicted"]
+    header += [f"at B = {b}" for b in args.batch_size or ()]
+    text = [_table(header, rows)]
+    error = 100 * median(abs(row["off"]) for row in data)
+    text.append(f"median error of the predicted tok/s: {error:.0f} % over {len(data)} cells")
+    text += [f"no curve for {name}: crossdraft cost --target {name}" for name in sorted(lacking)]
+    return {"json": {"cells": data}, "text": text}
+
+
+def _pair(result: CellResult) -> list[str]:
+    from ...runs.labels import verifier_title
+
+    config = result.config
+    return [config.drafter.title, verifier_title(result), f"{config.sampling.temperature:g}", str(config.batch_size)]
+
+
+# -- another machine --------------------------------------------------------------------------------------------
+
+
+def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
+    """The roofline of a target, and of a drafting model, on named accelerators."""
+    from ...cost.accelerators import accelerator
+    from ...cost.roofline import EFFICIENCY, Roofline, read_shape
+
+    device, context = accelerator(args.on), (args.context or [CONTEXT_ELSEWHERE])[0]
+    options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
+    options |= {"cache_bytes": args.cache_bytes, "efficiency": tuple(args.efficiency or EFFICIENCY)}
+    target = Roofline(read_shape(args.target), device, **options)
+    drafter = Roofline(read_shape(args.drafter), device, **options) if args.drafter else None
+    batch_sizes = args.batch_size or list(ELSEWHERE)
+    pairs, gamma, remarks = (_measured_pairs if args.run else _chains)(args, context)
+    report = _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
+    if not args.run:
+        report = _joined(report, _schedules(args, target, drafter, batch_sizes, context))
+
+    shape, (memory, compute) = target.shape, options["efficiency"]
+    head = (
+        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in products) on {args.devices} x {device.name}, "
+        f"context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and {100 * compute:.0f} % of the "
+        f"FLOP rate of: {device.source}"
+    )
+    report["text"].insert(0, head)
+    held = [sum(r.held(b, context) for r in (target, drafter) if r) for b in batch_sizes]
+    report["text"].append("\n".join([*remarks, *_free(args)]))
+    if full := [b for b, bytes_ in zip(batch_sizes, held, strict=True) if bytes_ > device.memory]:
+        size = f"{device.memory / 1e9:.0f} GB"
+        report["text"].append(f"weights and cache exceed the memory of a device, {size}, from B = {full[0]} on")
+    report["json"] |= {"target": shape.name, "accelerator": device.name, "devices": args.devices, "context": context}
+    report["json"]["bytes_held"] = dict(zip(batch_sizes, held, strict=True))
+    return report
+
+
+# -- predictions by batch size ----------------------------------------------------------------------------------
+
+
+def _chains(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
+    """Token verification of chains at each acceptance asked for, by name; gamma; remarks."""
+    from ...cost.prediction import CellStatistics
+
+    gamma = args.gamma or 4
+    chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in args.acceptance or ACCEPTANCE}
+    return chains, gamma, [f"a: probability that a drafted token is accepted, in chains of {gamma}"]
+
+
+def _schedules(
+    args: argparse.Namespace, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
+) -> dict[str, Any]:
+    """The best draft length at each batch size, by acceptance, as the length policy ``batch-size`` takes it."""
+    from ...cost.prediction import schedule
+
+    gamma = args.gamma or 4
+    found = {
+        f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
+        for a in args.acceptance or ACCEPTANCE
+    }
+    lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in found.items()]
+    text = "\n".join([f"draft lengths up to {gamma} that pay best, from so many sequences on:", *lines])
+    return {"json": {"schedule": found}, "text": [text]}
+
+
+def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
+    """The pairs of a run: their acceptance stays the same on another machine, the seconds they took here do not."""
+    from ...cost.finished_cells import statistics
+    from ...report.load_run import read_run
+
+    pairs: dict[str, CellStatistics] = {}
+    remarks = ["verification and bookkeeping count as free"]
+    for result in read_run(args.run).summary.results:
+        cell = statistics(result)
+        if cell is None or result.config.is_baseline:
+            continue
+        cell = cell if args.gamma is None else cell.cut(args.gamma)
+        drafter, verifier, temperature, b = _pair(result)
+        name = f"pair {len(pairs) + 1}"
+        about = f"temperature {temperature}, batch size {b}, {cell.tokens_per_round:.2f} tokens a round"
+        remarks.append(f"{name}: {drafter} × {verifier}, {about}")
+        pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
+    if not pairs:
+        raise UsageError(f"{args.run} holds no finished cell but plain decoding; run a recipe with drafters")
+    return pairs, max(max(cell.widths) for cell in pairs.values()), remarks
+
+
+def _by_batch_size(
+    pairs: Mapping[str, CellStatistics],
+    gamma: int,
+    target: Curve,
+    drafter: Curve | None,
+    batch_sizes: Sequence[int],
+    context: float,
+) -> dict[str, Any]:
+    """Seconds of a pass and the speed-up of every pair, by batch size; where each stops paying."""
+    from ...cost.prediction import predict, stops_paying
+
+    speed_ups = {
+        name: [predict(cell.at(b), target, drafter).speed_up for b in batch_sizes] for name, cell in pairs.items()
+    }
+    passes = [[target.seconds(b, width, context) for width in (1, gamma + 1)] for b in batch_sizes]
+    steps = [drafter.seconds(b, 1, context) if drafter else None for b in batch_sizes]
+
+    def by_batch_size(values: Sequence[Any]) -> dict[int, Any]:
+        return dict(zip(batch_sizes, values, strict=True))
+
+    found = {
+        "gamma": gamma,
+        "target_seconds": by_batch_size([dict(zip((1, gamma + 1), both, strict=True)) for both in passes]),
+        "draft_step_seconds": by_batch_size(steps) if drafter else None,
+        "speed_up": {name: by_batch_size(values) for name, values in speed_ups.items()},
+        "stops_paying": {name: stops_paying(batch_sizes, values) for name, values in speed_ups.items()},
+    }
+    text = [_speed_up_table(batch_sizes, gamma, passes, steps, speed_ups)]
+    lines = []
+    for name, below in found["stops_paying"].items():
+        if below is None:
+            lines.append(f"{name} pays at every batch size listed")
+        elif below == min(batch_sizes):
+            lines.append(f"{name} pays at no batch size from {below} on")
+        else:
+            lines.append(f"{name} stops paying at B = {below}")
+    return {"json": found, "text": [*text, "\n".join(lines)]}
+
+
+def _speed_up_table(
+    batch_sizes: Sequence[int],
+    gamma: int,
+    passes: Sequence[Sequence[float]],
+    steps: Sequence[float | None],
+    speed_ups: Mapping[str, Sequence[float]],
+) -> str:
+    drafted = [f"{1e3 * step:.2f}" for step in steps if step is not None]
+    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if drafted else []), *speed_ups]
+    rows = []
+    for i, b in enumerate(batch_sizes):
+        found = [f"{values[i]:.2f}{'' if values[i] >= 1 else ' <'}" for values in speed_ups.values()]
+        rows.append([str(b), *(f"{1e3 * seconds:.2f}" for seconds in passes[i]), *drafted[i : i + 1], *found])
+    legend = "T(W): a pass over W tokens in each of B rows. Other columns: speed-up over plain decoding; <: below 1"
+    return f"{_table(header, rows)}\n\n{legend}"
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {"json": first["json"] | second["json"], "text": first["text"] + second["text"]}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from tabulate import tabulate
+
+    return tabulate(rows, headers=list(header), tablefmt="simple", disable_numparse=True, stralign="right")

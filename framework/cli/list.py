@@ -1,0 +1,182 @@
+"""``crossdraft list``, ``plugins`` and ``env``: what is installed, and where."""
+
+import argparse
+import json
+from typing import Any
+
+from .. import plugins
+from ..errors import UnknownNameError, UsageError
+from ..util.input_files import read_text
+from ..util.limits import RECIPE_BYTES
+
+#: The default of an option that has none.
+_REQUIRED = "(required)"
+
+
+def list_names(args: argparse.Namespace) -> int:
+    if args.name:
+        return _describe(args.kind, args.name, args.json)
+    marks = _marks() if args.kind == "verifiers" else {}
+    kinds = [args.kind] if args.kind else plugins.KINDS
+    found = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
+    if args.json:
+        _print_json(
+            {
+                kind: [
+                    {"name": e.name, "summary": e.summary, "provider": e.provider}
+                    | ({"mark": marks[e.name]} if e.name in marks else {})
+                    for e in entries
+                ]
+                for kind, entries in found.items()
+            }
+        )
+        return 0
+    for kind, entries in found.items():
+        header = [kind, *(["mark"] if marks else []), "", "from"]
+        rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
+        _print_table(header, rows)
+    if not args.kind:  # the marks follow from the classes, which import PyTorch
+        print("crossdraft list verifiers shows which are certified lossless, not certified, FAILED or lossy")
+    return 0
+
+
+def _marks() -> dict[str, str]:
+    """The mark of each verifier with its default options, as a text."""
+    from ..errors import CrossdraftError
+    from ..runs.marks import mark_of_rule
+
+    found = {}
+    for name in plugins.entries("verifiers"):
+        try:
+            rule = plugins.get("verifiers", name)
+            required = any(field.is_required() for field in rule.Config.model_fields.values())
+            found[name] = "follows from its options" if required else str(mark_of_rule(rule, rule.Config()))
+        except CrossdraftError:
+            found[name] = "unusable"
+    return found
+
+
+def _describe(kind: str, name: str, as_json: bool) -> int:
+    """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
+    from ..runs.marks import mark_of_rule
+
+    known = plugins.entries(kind)
+    if name not in known:
+        raise UnknownNameError.among(kind.removesuffix("s"), name, known)
+    entry = known[name]
+    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes", "launchers") else None
+    facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
+    lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
+    if kind == "recipes":
+        facts |= {"path": str(value)}
+        lines += [f"file: {value}", "", read_text(value, RECIPE_BYTES, what="the recipe").rstrip()]
+    elif value is not None:
+        with plugins.guarded(kind, name, "its Config"):
+            options = [_option(key, field) for key, field in value.Config.model_fields.items()]
+        facts |= {"options": options}
+        if kind == "drafters":
+            more, said = _drafts(value)
+            facts, lines = facts | more, lines + said
+        if kind == "verifiers" and not any(option["default"] == _REQUIRED for option in options):
+            with plugins.guarded(kind, name, "its Config"):
+                config = value.Config()
+            traits = plugins.traits_of(kind, value, config)
+            mark = mark_of_rule(value, config)
+            facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": sorted(traits.drawn)}
+            judged = ", ".join(sorted(traits.drawn))
+            lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; judges drafts: {judged}")
+    if as_json:
+        _print_json(facts)
+        return 0
+    print("\n".join(lines), end="\n\n")
+    if options:
+        _print_table(["option", "default", "meaning"], [list(option.values()) for option in options])
+    return 0
+
+
+def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
+    """What it drafts with its default options, and which verifiers fit: for programs, and for people."""
+    from ..api.build import configured, default_rule, fitting_rules
+    from ..contracts.sampling import Sampling
+
+    fields = drafter.Config.model_fields.items()
+    try:  # an option without a default is a model's name, which traits do not look at
+        given = configured("drafters", {"name": drafter.name} | {key: "?" for key, f in fields if f.is_required()})
+    except UsageError:
+        return {}, ["what it drafts follows from its options"]
+    zero = plugins.traits_of("drafters", *given, Sampling(temperature=0)).temperature_zero_only
+    sampling = Sampling(temperature=0 if zero else 1)
+    traits = plugins.traits_of("drafters", *given, sampling)
+    fitting, best = fitting_rules(given, sampling), default_rule(given, sampling)[0].name
+    facts = {"drawn": traits.drawn, "point_mass": traits.point_mass, "nodes": traits.nodes}
+    facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": best}
+    kind = f"{traits.drawn} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
+    return facts, [
+        f"with its default options: {'no drafts' if traits.drawn is None else kind}{', temperature 0 only' * zero}",
+        f"lossless verifiers that fit: {', '.join(fitting) or 'none'}",
+        f"where none is named: {best}{'' if zero else ' (greedy at temperature 0)'}",
+    ]
+
+
+def _option(key: str, field: Any) -> dict[str, str]:
+    default = _REQUIRED
+    if not field.is_required():
+        default = json.dumps(field.get_default(call_default_factory=True), default=_plain)
+    return {"option": key, "default": default, "meaning": str(field.description or "")}
+
+
+def _plain(value: Any) -> Any:
+    """A default that JSON does not know: a mapping of options, as recipes write it, or its text."""
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+
+
+def list_plugins(args: argparse.Namespace) -> int:
+    names = [(e.provider, kind, e.name) for kind in plugins.KINDS for e in plugins.entries(kind).values()]
+    providers: dict[str, dict[str, list[str]]] = {}
+    for provider, kind, name in names:
+        providers.setdefault(provider, {}).setdefault(kind, []).append(name)
+    broken = [{"provider": b.provider, "error": b.error} for b in plugins.broken()]
+    if args.json:
+        _print_json({"plugins": providers, "broken": broken})
+        return 0
+    rows = [[p, kind, ", ".join(names)] for p, kinds in providers.items() for kind, names in kinds.items()]
+    _print_table(["plug-in", "kind", "names"], rows)
+    if broken:
+        _print_table(["skipped", "because"], [list(b.values()) for b in broken])
+    return 0
+
+
+def show_environment(args: argparse.Namespace) -> int:
+    from ..models import threads
+    from ..models.environment import describe
+
+    found = describe()
+    found["cpu"]["threads"]["decoding"] = threads.example()
+    if args.json:
+        _print_json(found)
+    else:
+        _print_table(["", ""], [[key, value] for key, value in _flat(found)])
+    return 0
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key} ")
+        elif isinstance(value, list):
+            rows.append((prefix + key, ", ".join(map(str, value)) or "none"))
+        else:
+            rows.append((prefix + key, "none" if value is None else str(value)))
+    return rows
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    from tabulate import tabulate
+
+    print(tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True))
+    print()
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

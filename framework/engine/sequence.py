@@ -1,0 +1,73 @@
+"""State of one running sequence, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ..contracts.steps import Response, Round
+
+
+@dataclass
+class SequenceState:
+    """A sequence in a slot of the batch.
+
+    Attributes:
+        index, name: number of its prompt, and its name in messages.
+        prompt_length: tokens of the prompt.
+        max_new_tokens: most tokens to generate.
+        eos: token ids that end it.
+        context: most tokens of prompt and output, or None.
+        logprobs: log p of each generated token; None at temperature 0.
+        tokens: generated so far.
+        rounds: its steps so far.
+        ended: finish reason set from outside the loop (`Decoder.end`).
+        error: message, if its numbers cannot be right.
+    """
+
+    index: int
+    name: str
+    prompt_length: int
+    max_new_tokens: int
+    eos: Collection[int]
+    context: int | None
+    logprobs: list[float] | None
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    ended: str | None = None
+    error: str | None = None
+
+    def until_eos(self, new: list[int]) -> list[int]:
+        """``new`` tokens up to the first that ends the sequence, inclusive."""
+        for i, token in enumerate(new):
+            if token in self.eos:
+                return new[: i + 1]
+        return new
+
+    @property
+    def finish(self) -> str | None:
+        """Reason to finish now, see `Response.finish`; None if the sequence continues."""
+        if self.error is not None:
+            return "error"
+        if self.ended is not None:
+            return self.ended
+        if self.tokens and self.tokens[-1] in self.eos:
+            return "eos"
+        if len(self.tokens) >= self.max_new_tokens:
+            return "length"
+        if self.context is not None and self.prompt_length + len(self.tokens) >= self.context:
+            return "context"
+        return None
+
+    @property
+    def max_draft_len(self) -> int:
+        """Depth that the next draft may have."""
+        left = self.max_new_tokens - len(self.tokens)
+        if self.context is not None:
+            # The deepest draft token is fed at position length - 1 + depth, which must stay inside the context.
+            left = min(left, self.context - self.prompt_length - len(self.tokens))
+        return max(left - 1, 0)
+
+    def response(self, finish: str) -> Response:
+        """The finished sequence."""
+        return Response(self.index, self.tokens, finish, self.rounds, error=self.error, logprobs=self.logprobs)

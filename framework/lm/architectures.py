@@ -1,0 +1,273 @@
+"""Which architectures the decoder runs exactly, and why it refuses the others: docs/architectures.md is the list.
+
+A pass of the decoder holds rows of different length, in one cache, with masks and positions that it gives explicitly. A
+model that reads anything else about its input (the length of the batch, the padding, one offset for all rows) would go
+on without a complaint and say something else than it says alone. So what is known to do that is refused by name; and a
+model that is not known at all, because it came with its own code or with a newer transformers, is put to a trial once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from ..contracts.draft import on_device
+from ..errors import ModelError
+from .flex_attention import FLEX, refusals
+
+_EXACT = """
+AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
+BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM Cohere2ForCausalLM
+Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CTRLLMHeadModel CwmForCausalLM DbrxForCausalLM
+DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
+Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+FalconForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
+Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM GitForCausalLM Glm4ForCausalLM
+Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GotOcr2ForConditionalGeneration GPT2LMHeadModel
+GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM
+GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
+GraniteSWAForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+HyperCLOVAXForCausalLM HYV3ForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
+Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+MiniCPM3ForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+MistralForCausalLM MixtralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM
+NanoChatForCausalLM NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM
+OPTForCausalLM PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM
+Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM
+SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+XGLMForCausalLM YoutuForCausalLM
+"""
+#: Classes that the tests hold equal to transformers, logit for logit, in ragged batches of chains and of trees.
+EXACT = frozenset(_EXACT.split())
+#: Classes that are exact too, but not with every transformers that crossdraft runs with: older ones gave them no causal
+#: mask. They are put to the trial.
+BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})
+
+#: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.
+_ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Layers that look at no other token, where a model counts them among the others.
+_STATELESS_LAYERS = {"mlp", "moe", "dense", "sparse"}
+#: Layers that choose among keys, or merge them, with further keys of their own.
+_SPARSE_LAYERS = {
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
+
+
+def text_config(model: Any) -> Any:
+    """The config of the part of ``model`` that decodes text."""
+    try:
+        return model.config.get_text_config()
+    except ValueError:  # several of them
+        raise ModelError(
+            f"{type(model).__name__} has more than one text model in it, so crossdraft cannot tell which one to decode "
+            "with; load the one that you mean"
+        ) from None
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that sliding layers look back, themselves included; None = no window, or more than one."""
+    try:
+        return getattr(config, "sliding_window", None)
+    except RuntimeError:  # transformers says so where it differs between layers
+        return None
+
+
+def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
+    """Raise ModelError, naming the reason, for a model that this decoder would run wrongly.
+
+    Args:
+        max_length: tokens that a slot will hold; some models are right only as long as sequences are short.
+    """
+    for reason in _reasons(model, text_config(model), max_length):
+        raise ModelError(f"{type(model).__name__} {reason}")
+
+
+def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder model; crossdraft decodes decoder-only causal models"
+    if type(model).__name__ == "BltForCausalLM":
+        yield (
+            "cuts its text into patches of bytes, which have a cache and positions of their own; "
+            "use a model that reads tokens"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if sparse := sorted(kinds & _SPARSE_LAYERS):
+        yield (
+            f"has layers of type {', '.join(sparse)}: they choose keys with a cache of their own, which has one length "
+            "for all rows and crossdraft does not keep; use a model whose layers are all plain attention"
+        )
+    recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS)
+    if recurrent or getattr(model, "_is_stateful", False):
+        what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+        yield (
+            f"has {what}: their state cannot be rolled back when a draft is rejected, so speculative decoding "
+            "would silently continue from rejected tokens; use a model whose layers are all attention"
+        )
+    if (
+        "sliding_attention" in kinds
+        and getattr(config, "use_sliding_window", True) is not False
+        and sliding_window(config) is None
+    ):
+        yield "has sliding layers, but its config names no one sliding_window for them; use another model"
+    if getattr(config, "attention_chunk_size", None) is not None and not kinds:
+        yield "has chunks of attention without saying in which layers (layer_types in its config); use another model"
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        yield (
+            "was loaded with flash attention, which takes no masks of trees and of rows of different length; "
+            "load it with attn_implementation sdpa"
+        )
+    if getattr(config, "_attn_implementation", None) == FLEX:
+        yield from refusals(model)
+    inputs = inspect.signature(model.forward).parameters
+    if "past_key_values" not in inputs:
+        yield (
+            "takes no past_key_values: it keeps no keys and values between passes, or not in a cache that crossdraft "
+            "can fill; use a model with a cache"
+        )
+    if "position_ids" not in inputs:
+        yield (
+            "takes no position_ids (its positions follow from the padding mask), so rows of different "
+            "length cannot share a batch; use a model with explicit positions"
+        )
+    if getattr(config, "alibi", False):
+        yield (
+            "uses alibi, whose positions follow from a padding mask, so rows of different length cannot share a batch; "
+            "use a model with explicit positions"
+        )
+    if type(model).__name__ == "DogeForCausalLM" and config.is_moe:
+        yield (
+            "with experts (is_moe) routes each token by its neighbours in the pass, those of other rows included, "
+            "so it says something else in every batch; use a model without"
+        )
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    # Models that began as encoders are both; other configs have `is_decoder` and never read it.
+    encoder = getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention")
+    if both_ways or encoder or getattr(config, "is_causal", True) is False:
+        hint = "; set is_decoder in its config, if it was trained to be one" if encoder else ""
+        yield f"attends in both directions, so it is no causal language model as it is configured{hint}"
+    if model.get_output_embeddings() is None:
+        yield "has no output embedding, so it says nothing about the next token; load a causal language model"
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        yield (
+            "counts positions from its padding token's id, not from 0, and crossdraft's positions would be other ones; "
+            "use a model with plain positions"
+        )
+    if max_length is not None:
+        yield from _too_long(model, config, max_length)
+
+
+def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
+    """What is right as long as no slot is longer than some bound."""
+    shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
+    context = getattr(config, "max_position_embeddings", None)
+    positions = max_length if context is None else min(max_length, context)
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("longrope", "su") and original is not None and positions > original:
+            # Dynamic frequencies change beyond the context alone, where no sequence gets to.
+            yield (
+                f"has {kind} positions: once any row of a pass is beyond {original} tokens all rows get other "
+                f"frequencies, {shorter}"
+            )
+    name = type(model).__name__
+    if name == "GPTNeoForCausalLM":
+        if "local" in config.attention_layers and max_length > config.window_size:
+            yield (
+                "counts the windows of its local attention from the longest row of a batch: "
+                f"right up to {config.window_size} tokens, {shorter}"
+            )
+        if max_length > config.max_position_embeddings:
+            yield f"has a mask of {config.max_position_embeddings} positions, {shorter}"
+    if name == "DogeForCausalLM" and max_length > config.keep_window_size:
+        yield (
+            f"attends to the {config.keep_window_size} keys that it ranks highest, and which of equal ones that is "
+            f"depends on the length of the pass: right up to {config.keep_window_size} tokens, {shorter}"
+        )
+    if name == "MoshiForCausalLM" and max_length > config.sliding_window:
+        yield (
+            f"has a window of {config.sliding_window} tokens that depends on its cache, not on its mask: "
+            f"right up to {config.sliding_window} tokens, {shorter}"
+        )
+    if name == "Llama4ForCausalLM" and config.attn_temperature_tuning and max_length >= config.floor_scale:
+        yield (
+            f"scales its attention from position {config.floor_scale} on by the length of a cache that has one length "
+            f"for all rows, {shorter}"
+        )
+
+
+#: Tokens of a slot in a trial.
+TRIAL_LENGTH = 16
+#: Models that passed the trial.
+_tried: WeakSet[Any] = WeakSet()
+
+
+def needs_trial(model: Any) -> bool:
+    """Is it a whole model of an architecture that neither the tests nor an earlier trial know?"""
+    kind = type(model)
+    known = kind.__name__ in EXACT and kind.__module__.startswith("transformers.")
+    return isinstance(model, PreTrainedModel) and not known and model not in _tried
+
+
+@torch.inference_mode()
+def trial(lm: Any) -> None:
+    """Raise ModelError if a model says something else in a ragged batch with a tree than it says alone.
+
+    Two rows of different length, each with a root, its child, a sibling of that and a grandchild: three small passes
+    here, four of plain sequences, without a cache of ours. Windows and frequencies that begin to differ further on are
+    not seen; nor can they be, without sequences as long.
+
+    Args:
+        lm: two slots of `TRIAL_LENGTH` tokens; empty.
+    """
+    model, name = lm.model, type(lm.model).__name__
+    ids = [(7 * i + 3) % lm.vocab_size for i in range(16)]
+    texts, (child, sibling, grandchild) = (ids[:9], ids[9:12]), ids[12:15]
+    try:
+        for row, text in enumerate(texts):
+            lm.begin(row, text)
+        feed = [[[text[-1], child] for text in texts], [[sibling, grandchild] for _ in texts]]
+        parents = [[[-1, 0]] * 2, [[0, 1]] * 2]
+        here = [
+            lm.grow(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)
+        ]
+        said = torch.cat(here, 1).double()  # root, child, sibling, grandchild
+        worst = 0.0
+        for row, text in enumerate(texts):
+            for path, nodes in (([sibling], [0, 2]), ([child, grandchild], [0, 1, 3])):
+                alone = model(input_ids=on_device([text + path], lm.device), use_cache=False).logits[0].double()
+                off = (said[row, nodes] - alone[len(text) - 1 :]).square().mean().sqrt() / alone.std()
+                worst = max(worst, off.item() if off.isfinite() else float("inf"))
+    except Exception as error:
+        raise ModelError(
+            f"{name} failed a trial with rows of different length and a tree ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}), so crossdraft cannot decode with it; use another model"
+        ) from error
+    if worst > (1e-3 if lm.model.dtype in (torch.float32, torch.float64) else 0.1):
+        raise ModelError(
+            f"{name} failed a trial: with rows of different length and a tree its logits were {worst:.0%} off "
+            "from what it says alone, so its text would be wrong; use another model, or another version of transformers"
+        )
+    _tried.add(model)
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The descriptions of rotary positions in a config: one, or one for each type of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = getattr(config, name, None)
+        if isinstance(found, Mapping):
+            yield found
+            yield from (inner for inner in found.values() if isinstance(inner, Mapping))

@@ -1,0 +1,208 @@
+"""A model that several processes hold together: the first leads its slots, the others follow (`models.distributed`).
+
+Each process has its part of every weight that transformers' plan of the architecture splits, and the keys and values
+of its part of the heads. What a pass says is the same tensor in all of them: sums are made by one all-reduce, whose
+result every process takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CrossdraftError, ModelError, first_line
+from ..models import distributed
+from ..models.load import load_model
+from ..models.placement import input_device, is_split, split_of
+from .architectures import TRIAL_LENGTH, refuse_unsupported, trial
+from .layer_subset import LayerFork
+from .transformers_lm import TransformersLM
+
+#: Models that passed the trial.
+_tried: WeakSet[Any] = WeakSet()
+
+
+class SplitLM(TransformersLM):
+    """Slots of a split model, in the process that leads. Each of its passes is made by all processes.
+
+    Every model is put to the trial once: that a plan splits an architecture as its cache and attention expect is known
+    of few.
+    """
+
+    def __init__(self, model: Any, batch_size: int, max_length: int):
+        self._key, split = distributed.number(), split_of(model)
+        sizes = batch_size, max_length, split not in _tried
+        distributed.everywhere(lambda: _fill(self, model, *sizes), "slots", split.key, self._key, *sizes)
+        _tried.add(split)
+        finalize(self, distributed.drop, self._key)
+
+    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
+        return self._all("begin", super().begin, row, list(prompt))
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self._all("prefill", super().prefill, {row: list(tokens) for row, tokens in prompts.items()})
+
+    def grow(
+        self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._all("grow", super().grow, *([tokens] if parents is None else [tokens, parents]))
+
+    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        self._all("keep", super().keep, list(counts), *([] if path is None else [path]))
+
+    def retire(self, row: int) -> None:
+        if distributed.broken():  # nothing is decoded after that, and clearing up must not hide what went wrong
+            self.lengths[row] = 0
+        else:
+            self._all("retire", super().retire, row)
+
+    def fork(
+        self,
+        layers: Sequence[int],
+        *,
+        no_attention: Collection[int] = (),
+        no_mlp: Collection[int] = (),
+        embeddings: Tensor | None = None,
+    ) -> LayerFork:
+        raise ModelError(
+            f"the target is split over {distributed.count()} processes (device {distributed.SPLIT}), which run all of "
+            "its layers or none; take a drafter that is no part of its target, or a target on one device"
+        )
+
+    def _all(self, name: str, mine: Callable[..., Any], *arguments: Any) -> Any:
+        values = [one for one in arguments if not isinstance(one, Tensor)]
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        with distributed.together():
+            books = self._key, list(self.lengths), self.hidden_layers
+            distributed.tell("pass", *books, name, values, tensors=tensors)
+            return mine(*arguments)
+
+
+def _fill(lm: TransformersLM, model: Any, batch_size: int, max_length: int, untried: bool) -> TransformersLM:
+    """Make slots, after a trial where the first process says so: models may be other objects there."""
+    refuse_unsupported(model, max_length)
+    if untried:
+        apart = object.__new__(TransformersLM)
+        apart._prepare(model, 2, TRIAL_LENGTH)
+        trial(apart)
+    lm._prepare(model, batch_size, max_length)
+    return lm
+
+
+class Tables:
+    """What drafting heads may know of a target larger than one device: its embedding and head are put together, there
+    where it takes tokens. Of a split one there is its config beside them, and nothing else."""
+
+    def __init__(self, model: Any):
+        self.config, self.dtype, self.device = model.config, model.dtype, input_device(model)
+        self._model, self._found = model, list[Tensor]()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return nn.Embedding.from_pretrained(self._tables[0], freeze=True)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        weight = self._tables[1]
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        return linear
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._found)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not is_split(self._model):
+            return getattr(self._model, name)
+        raise ModelError(
+            f"a drafter that reads more of its target than embedding and head ({name}) cannot draft for one that is "
+            f"split over {distributed.count()} processes (device {distributed.SPLIT}); take another drafter"
+        )
+
+    @property
+    def _tables(self) -> list[Tensor]:
+        if not self._found and is_split(self._model):
+            with distributed.together():
+                distributed.tell("tables", split_of(self._model).key)
+                self._found = _tables(self._model)
+        elif not self._found:
+            self._found = [table.to(self.device) for table in _tables(self._model)]
+        return self._found
+
+
+@torch.no_grad()
+def _tables(model: Any) -> list[Tensor]:
+    """Embedding and head ``[V, H]``, whole; one tensor if they are tied."""
+    owners = model.get_input_embeddings(), model.get_output_embeddings()
+    if owners[0].weight is owners[1].weight:
+        return [_whole(owners[0])] * 2
+    return [_whole(owner) for owner in owners]
+
+
+def _whole(owner: nn.Module) -> Tensor:
+    weight: Any = owner.weight
+    if hasattr(weight, "full_tensor"):
+        return weight.full_tensor()
+    if weight.device.type == "meta":  # it is not in memory
+        from accelerate.utils import align_module_device
+
+        with align_module_device(owner):
+            return owner.weight.detach().clone()  # type: ignore[operator]
+    return weight.detach()
+
+
+def follow() -> int:
+    """What every process but the first does: make its part of each step, until there are no more."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # nothing of it is worth waiting for
+        signal.signal(number, signal.SIG_DFL)
+    from transformers.utils import logging as transformers_logging
+
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+    logging.getLogger("crossdraft").setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    distributed.join()
+    held: dict[int, Any] = {}
+    device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    while True:
+        try:
+            step, arguments, tensors, dropped = distributed.hear(device)
+        except RuntimeError:  # the first process has ended, and said why
+            return 0
+        for key in dropped:
+            held.pop(key, None)
+        if step == "end":
+            return 0
+        try:
+            _step(held, step, arguments, tensors)
+        except CrossdraftError:  # the first process knows, and tells
+            continue
+        except Exception as error:
+            if "closed by peer" not in str(error):
+                where = f"process {distributed.rank() + 1} of {distributed.count()}"
+                print(f"crossdraft: error: {where}: {first_line(error)}", file=sys.stderr)
+            return 1
+
+
+def _step(held: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+    if step == "load":
+        key, name, options = arguments
+        held[key] = load_model(name, device=distributed.SPLIT, **options).model
+    elif step == "slots":
+        model, key, *sizes = arguments
+        lm = object.__new__(TransformersLM)
+        held[key] = distributed.everywhere(lambda: _fill(lm, held[model], *sizes), step)
+    elif step == "tables":
+        _tables(held[arguments[0]])
+    else:
+        key, lengths, layers, name, values = arguments
+        lm = held[key]
+        lm.lengths, lm.hidden_layers = lengths, layers
+        getattr(lm, name)(*values, *tensors)

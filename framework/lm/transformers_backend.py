@@ -1,0 +1,42 @@
+"""The built-in backend: causal language models of transformers, from directories with a ``config.json``.
+
+Registered through the same door as anybody's (see :mod:`crossdraft.framework.contracts.hookspecs`); imports PyTorch
+only when a model is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..contracts.hookspecs import Register, hookimpl
+from ..contracts.models import TRANSFORMERS, Backend, LoadedModel, ResolvedModel
+
+if TYPE_CHECKING:
+    from ..contracts.lm import LM
+
+
+@hookimpl
+def crossdraft_register_backends(register: Register) -> None:
+    register(TRANSFORMERS, TransformersBackend, summary="directories with config.json and safetensors weights")
+
+
+class TransformersBackend(Backend):
+    """Any causal LM of transformers that `TransformersLM` runs."""
+
+    name = TRANSFORMERS
+
+    def takes(self, path: Path) -> bool:
+        return (path / "config.json").is_file()
+
+    def load(self, found: ResolvedModel, **options: Any) -> LoadedModel:
+        from ..models.load import load_transformers
+
+        return load_transformers(found, **options)
+
+    def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
+        from ..models.placement import is_split
+        from .tensor_parallel_lm import SplitLM
+        from .transformers_lm import TransformersLM
+
+        return (SplitLM if is_split(loaded.model) else TransformersLM)(loaded.model, batch_size, max_length)

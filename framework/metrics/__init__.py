@@ -1,0 +1,1 @@
+"""Metrics of a cell, their intervals, and the component times that speed-ups are computed from."""

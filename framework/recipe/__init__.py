@@ -1,0 +1,1 @@
+"""Recipes and prompts: parsing, validation, and positions for error messages."""

@@ -1,0 +1,1 @@
+"""Drafts that drafters would have made along recorded responses, by teacher forcing."""

@@ -1,0 +1,1 @@
+"""Charts for papers, drawn with Matplotlib."""

@@ -1,0 +1,197 @@
+"""One page of Markdown from the records of finished runs.
+
+A page is made from what `crossdraft run` left on disk and from nothing else, so that no number on it is typed: the
+tables of each run, its rules side by side as papers print them, and the conditions it was measured under.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from .. import plugins
+from ..models.threads import described
+from ..recipe.recipe import read_recipe
+from ..runs.labels import group_title, verifier_title
+from .load_run import FinishedRun, portable
+from .tables import summary_markdown
+
+if TYPE_CHECKING:
+    from ..recipe.recipe import Recipe
+    from ..runs.records import CellResult
+
+_INTRODUCTION = "Every number on this page was written by `crossdraft report` from the records of runs; none was typed."
+
+#: `util.output_files.check_output` recognises a page by it.
+MARK = _INTRODUCTION.encode()
+
+
+def page(runs: Sequence[FinishedRun]) -> str:
+    """The page: contents if there are several runs, then a section for each."""
+    titles = titles_of(runs)
+    parts = ["# Results", _INTRODUCTION]
+    if len(runs) > 1:
+        # A heading's link is its text in lower case without the dots.
+        links = [f"[{title}](#{title.lower().replace('.', '')})" for title in titles]
+        questions = [run.summary.recipe.question for run in runs]
+        parts.append("\n".join(f"- {link}: {q}".removesuffix(": ") for link, q in zip(links, questions, strict=True)))
+    for title, run in zip(titles, runs, strict=True):
+        parts += _section(title, run)
+    return "\n\n".join(parts) + "\n"
+
+
+def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
+    """What each run is called: its name, or its directory's where several have that name, or that one's path."""
+    names, directories = (
+        Counter(found) for found in ([r.name for r in runs], [r.summary.directory.name for r in runs])
+    )
+    titles = []
+    for run in runs:
+        directory = run.summary.directory
+        alone = directory.name if directories[directory.name] == 1 else str(directory)
+        titles.append(run.name if names[run.name] == 1 else alone)
+    return titles
+
+
+def _section(title: str, run: FinishedRun) -> list[str]:
+    summary = summary_markdown(run.summary).partition("\n")[2]
+    parts = [
+        f"## {title}",
+        *([f"**Partial results.** {run.partial}"] if run.partial else []),
+        re.sub(r"^#", "##", summary, flags=re.MULTILINE).strip(),
+    ]
+    if run.remarks:
+        parts.append("\n".join(run.remarks))
+    if table := side_by_side(run.summary.results):
+        parts += ["### Rules side by side", "In brackets: the gain over the first rule of the row.", table]
+    parts += ["### How it was measured", tabulate(conditions(run), headers=["", ""], tablefmt="github")]
+    return parts
+
+
+def side_by_side(results: Sequence[CellResult]) -> str:
+    """Block efficiency and speed-up with a column for each verifier, the form of the papers' tables.
+
+    A row is a group and a drafter, or several drafters that share no verifier: one draft for some rules, two for
+    others. Empty if no row has two verifiers.
+    """
+    rows = _rows(results)
+    if all(len(row) < 2 for row in rows.values()):
+        return ""
+    several = len({title for title, _ in rows}) > 1
+    verifiers = list(dict.fromkeys(name for row in rows.values() for name in row))
+    values = {"BE": lambda m: m.block_efficiency, "speed-up": lambda m: m.speed_up}
+    table = []
+    for (title, drafters), row in rows.items():
+        line = [title, drafters] if several else [drafters]
+        for value in values.values():
+            found = {name: value(result.metrics) for name, result in row.items()}
+            first = next(iter(found.values()))
+            for name in verifiers:
+                estimate = found.get(name)
+                text = f"{estimate.value:.2f}" if estimate else ""
+                if estimate and first and estimate is not first:
+                    text += f" ({100 * (estimate.value / first.value - 1):+.1f} %)"
+                line.append(text)
+        table.append(line)
+    header = [*(["group"] if several else []), "drafter", *(f"{what} {name}" for what in values for name in verifiers)]
+    return tabulate(table, headers=header, tablefmt="github", disable_numparse=True)
+
+
+def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, CellResult]]:
+    """By group and drafters: the cells by verifier."""
+    cells = [result.config for result in results]
+    groups: dict[str, dict[str, dict[str, CellResult]]] = {}
+    for result in results:
+        if not result.config.is_baseline:
+            drafters = groups.setdefault(group_title(result.config, cells), {})
+            drafters.setdefault(result.config.drafter.title, {})[verifier_title(result)] = result
+    rows = {}
+    for title, drafters in groups.items():
+        merged: list[tuple[list[str], dict[str, CellResult]]] = []
+        for drafter, row in drafters.items():
+            names, into = next((m for m in merged if not m[1].keys() & row.keys()), ([], {}))
+            if not names:
+                merged.append((names, into))
+            names.append(drafter)
+            into.update(row)
+        rows |= {(title, ", ".join(names)): row for names, row in merged}
+    return rows
+
+
+# -- conditions ---------------------------------------------------------------------------------------------------
+
+
+def conditions(run: FinishedRun) -> list[tuple[str, str]]:
+    """What a reader needs to judge the numbers and to make them again."""
+    environment, results = run.environment, run.summary.results
+    versions = environment.get("versions", {})
+    commit, _, changes = str(environment.get("git_commit") or "").partition("+")
+    software = [f"{name} {versions[name]}" for name in ("crossdraft", "torch", "transformers") if name in versions]
+    software += [f"Python {environment['python']}"] if "python" in environment else []
+    software += [f"commit {commit[:12]}{' with changes' if changes else ''}"] if commit else []
+    machine = [text for one in (environment, *environment.get("elsewhere", [])) for text in _machine(one)]
+    measured = sorted({result.measured[:10] for result in results})
+    devices = {", ".join(str(r.provenance[key]) for key in ("device", "dtype")): None for r in results}
+    threads = dict.fromkeys(text for r in results for text in _threads(r.provenance))
+    counts = {f"{r.prompts} of {r.planned} (time budget {r.budget})" if r.planned else str(r.prompts) for r in results}
+    models = {name: model["sha256"] for result in results for name, model in result.provenance["models"].items()}
+    rows = [
+        ("command", f"`{_command(run.summary.recipe)}`"),
+        ("measured", " to ".join(dict.fromkeys((measured[0], measured[-1])))),
+        ("machine", "; ".join(dict.fromkeys(machine))),
+        ("device, dtype", "; ".join(devices)),
+        ("threads", "; ".join(threads)),
+        ("software", ", ".join(software)),
+        ("prompts", f"{', '.join(sorted(counts))} of {run.summary.recipe.prompts.source}"),
+        *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),
+    ]
+    return [(what, text) for what, text in rows if text]
+
+
+def _threads(provenance: Mapping[str, Any]) -> list[str]:
+    """Thread settings of a cell: several, if it was resumed with others."""
+    used = provenance.get("decoding_threads")
+    found = [described(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
+    return list(filter(None, found)) or ([str(provenance["threads"])] if "threads" in provenance else [])
+
+
+def _machine(environment: Mapping[str, Any]) -> list[str]:
+    cpu = environment.get("cpu", {})
+    found = [f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])]
+    return found + (
+        [f"{cpu.get('model')}, {cpu.get('cores')} cores, {environment.get('memory_gib')} GiB"] if cpu else []
+    )
+
+
+def _command(recipe: Recipe) -> str:
+    """What runs the recipe again: the installed one of its name, with what differs from it."""
+    installed = next((name for name in plugins.entries("recipes") if name.rpartition("/")[2] == recipe.name), None)
+    if installed is None:
+        return f"crossdraft run {recipe.name}.yaml"
+    base = read_recipe(installed)
+    base = base.model_copy(update={"prompts": portable(base.prompts)})
+    own, theirs = recipe.model_dump(mode="json"), base.model_dump(mode="json")
+    settings: dict[str, Any] = {}
+    for key in own:
+        if own[key] == theirs[key] or key in ("description", "question"):
+            continue
+        if key == "prompts":
+            spec = recipe.prompts.model_dump(mode="json", exclude_defaults=True)
+            settings[key] = spec["name"] if spec.keys() == {"name"} else spec
+        elif key in ("matrix", "sampling") and own[key].keys() >= theirs[key].keys():
+            settings |= {f"{key}.{k}": value for k, value in own[key].items() if theirs[key].get(k) != value}
+        else:
+            settings[key] = own[key]
+    words = ["crossdraft", "run", installed]
+    for key, value in settings.items():
+        if key == "limit" and value is not None:
+            words += ["--limit", str(value)]
+            continue
+        words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"]
+    return shlex.join(words)

@@ -1,0 +1,66 @@
+"""Compilation of functions of tensors by PyTorch, just in time or ahead of time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .shared_patch import Meanwhile
+
+#: Compiled code: a list of tensors to a sequence of tensors.
+TensorFunction = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def compile_function(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
+    """Compile ``function`` for tensors laid out like ``inputs``. Raises, now or in a call, if that is not possible.
+
+    Ahead of time on a CPU: the guards that `torch.compile` evaluates on every call take longer than a small step.
+    """
+    return aot_compile(function, inputs) if inputs[0].device.type == "cpu" else jit_compile(function)
+
+
+def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[[list[Any]], Any]:
+    """Compile with `torch.compile`."""
+    # Compiled code is looked up by code object, one entry after the other; a copy of the code object has one entry.
+    own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    compiled = torch.compile(own, fullgraph=True, dynamic=dynamic)
+    return lambda tensors: compiled(*tensors)
+
+
+def aot_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
+    """Compile with AOTInductor."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    with TemporaryDirectory(prefix="crossdraft-") as directory, _no_future_warnings:
+        program = torch.export.export(_FunctionModule(function), tuple(inputs))
+        package = aoti_compile_and_package(program, package_path=str(Path(directory) / "step.pt2"))
+        return aoti_load_package(package).loader.run  # type: ignore[union-attr]
+
+
+def _ignore_future_warnings() -> Callable[[], None]:
+    """Silence warnings about PyTorch's own code."""
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore", FutureWarning)
+    return lambda: caught.__exit__(None, None, None)
+
+
+_no_future_warnings = Meanwhile(_ignore_future_warnings)
+
+
+class _FunctionModule(nn.Module):
+    """A function as `torch.export` takes it."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.function(*tensors)

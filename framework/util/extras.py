@@ -1,0 +1,24 @@
+"""Packages that only some commands need, which extras of crossdraft bring."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ..errors import CrossdraftError, UsageError
+
+
+def need(what: str, extra: str, *modules: str, error: type[CrossdraftError] = UsageError) -> None:
+    """Raise ``error``, which names all of ``modules`` that cannot be imported and the ``extra`` that brings them."""
+    missing = [module for module in modules if not _importable(module)]
+    if missing:
+        packages = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)
+        noun = "packages" if missing[1:] else "package"
+        raise error(f"{what} needs the {noun} {packages}; install with: pip install 'crossdraft[{extra}]'")
+
+
+def _importable(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True

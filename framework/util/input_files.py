@@ -1,0 +1,251 @@
+"""Reading files that somebody else wrote: whatever is wrong with one becomes a sentence with the file and the line.
+
+Nothing here waits, and nothing is read that is larger than it may be: a directory, a device, a pipe or a socket is
+refused by its mode before and after it is opened, a file by its size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from ..errors import CrossdraftError, UsageError, printable, quoted
+from .limits import MOST_DIGITS, MOST_NESTING, Limit
+
+#: As many digits as no number here may have.
+_LONG = re.compile(rf"\d{{{MOST_DIGITS + 1}}}", re.ASCII)
+_SPECIAL = "a device, a pipe or a socket"
+Kind = Literal["file", "directory", "other", ""]
+#: What no text holds that is to be tokenized: NUL and halves of surrogate pairs.
+BROKEN = re.compile("[\x00\ud800-\udfff]")
+#: What no option holds: these and the other control characters, but tabs and ends of lines.
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+#: What no name holds: any control character or end of a line.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def flaw(text: str, refused: re.Pattern[str]) -> str | None:
+    """The first character of ``text`` that ``refused`` finds, described for people; None if it has none."""
+    found = refused.search(text)
+    if found is None:
+        return None
+    code = ord(found[0])
+    half = ", half of a surrogate pair" if 0xD800 <= code <= 0xDFFF else ""
+    return f"the character U+{code:04X}{half}"
+
+
+# -- paths -----------------------------------------------------------------------------------------------------
+
+
+def path_of(name: str | Path) -> Path:
+    """The path called ``name``, with ``~`` expanded. Raises UsageError where there is no such home directory."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"there is no path {quoted(str(name))}: nobody's home directory is called so") from None
+
+
+def kind_of(name: str | Path) -> Kind:
+    """What lies at a path: a file, a directory, something else (a device, a pipe), or ``""``, nothing.
+
+    Raises:
+        UsageError: no path at all (it holds NUL, or is too long), or one that may not be looked at.
+    """
+    path = path_of(name)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        raise UsageError(f"there is no path {quoted(str(name))}: {_reason(error)}") from None
+    return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+
+
+def refuse_special_files(directory: Path, *, below: bool = False, error: type[CrossdraftError] = UsageError) -> None:
+    """Raise ``error`` if a directory that a library is to read holds a device, a pipe or a socket, or a link to one.
+
+    Args:
+        below: check its subdirectories, too.
+    """
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names):
+            if kind_of(path) == "other":
+                it = f"{printable(str(path))}: it is {_SPECIAL}, not a file"
+                raise error(f"cannot read {it}; remove it, or give another directory")
+        if not below:
+            return
+
+
+# -- text ------------------------------------------------------------------------------------------------------
+
+
+def open_file(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> BinaryIO:
+    """Open a regular file of at most ``most`` bytes for reading, without waiting for a writer.
+
+    Args:
+        what: kind of file, for the message: "the recipe".
+        error: raised if it is not a regular file, is too large or cannot be opened.
+    """
+    about = _about(path, what)
+    try:
+        _check(path.stat(), most, about, error)
+        # Another file may have taken its place since: a pipe is opened without waiting, and checked again.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as reason:
+        raise error(f"cannot read {about}: {_reason(reason)}") from None
+    try:
+        _check(os.fstat(descriptor), most, about, error)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> bytes:
+    """The bytes of a file; see `open_file`."""
+    about = _about(path, what)
+    try:
+        with open_file(path, most, what=what, error=error) as opened:
+            data = opened.read(most + 1)
+    except OSError as reason:
+        raise error(f"cannot read {about}: {_reason(reason)}") from None
+    if reason := most.refusal(data):  # a file of /proc has no size
+        raise error(f"cannot read {about}: it has more bytes than its size; {reason}")
+    return data
+
+
+def read_text(
+    path: Path,
+    most: Limit,
+    *,
+    what: str = "",
+    error: type[CrossdraftError] = UsageError,
+    surrogates: bool = False,
+) -> str:
+    """The text of a file, without a byte order mark.
+
+    Args:
+        most: bytes that it may have.
+        what: it is, for the sentence: "the recipe".
+        error: what to raise if it cannot be read, is too large or is not UTF-8.
+        surrogates: accept halves of surrogate pairs, which `files.replace_text` writes.
+    """
+    data = read_bytes(path, most, what=what, error=error)
+    return _decoded(data, _about(path, what), error, surrogates=surrogates)
+
+
+def read_lines(
+    path: Path, most: Limit, line: Limit, *, what: str = "", surrogates: bool = False
+) -> Iterator[tuple[int, str]]:
+    """The lines of a file and their numbers, from 1; held in memory one at a time. Raises UsageError.
+
+    Args:
+        most, line: bytes that the file, and one of its lines, may have.
+        surrogates: see `read_text`.
+    """
+    about = _about(path, what)
+    try:
+        with open_file(path, most, what=what) as opened:
+            number = 0
+            while data := opened.readline(line + 1):
+                number += 1
+                if reason := line.refusal(data):
+                    raise UsageError(f"{about}:{number}: the line is too long (in bytes, {reason})")
+                yield number, _decoded(data.rstrip(b"\r\n"), about, UsageError, number, surrogates)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {about}: {_reason(error)}") from None
+
+
+def _about(path: Path, what: str) -> str:
+    return f"{what} {printable(str(path))}".lstrip()
+
+
+def _check(status: os.stat_result, most: Limit, about: str, error: type[CrossdraftError]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        it = "a directory" if stat.S_ISDIR(status.st_mode) else _SPECIAL
+        raise error(f"cannot read {about}: it is {it}, not a file")
+    if reason := most.refusal(status.st_size):
+        raise error(f"cannot read {about}: it has {status.st_size} bytes; {reason}")
+
+
+def _decoded(data: bytes, about: str, error: type[CrossdraftError], line: int = 1, surrogates: bool = False) -> str:
+    if line == 1 and data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise error(f"cannot read {about}: it is not UTF-8 text but UTF-16; save it as UTF-8")
+    try:
+        errors = "surrogatepass" if surrogates else "strict"
+        return data.decode("utf-8-sig" if line == 1 else "utf-8", errors)
+    except UnicodeDecodeError as reason:
+        line += data.count(b"\n", 0, reason.start)
+        raise error(f"cannot read {about}: it is not UTF-8 text (line {line})") from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "it holds NUL, or a character that no file system has"
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------
+
+
+def read_json(
+    path: Path,
+    most: Limit,
+    *,
+    what: str = "",
+    error: type[CrossdraftError] = UsageError,
+    surrogates: bool = False,
+) -> dict[str, Any]:
+    """The object in a JSON file, nested no deeper than `MOST_NESTING`; see `read_text`."""
+    text = read_text(path, most, what=what, error=error, surrogates=surrogates)
+    found = parse_json(text, path, error=error)
+    if not isinstance(found, dict):
+        raise error(f"{_about(path, what)}: it must hold a JSON object, not {_json_kind(found)}")
+    level: list[Any] = [found]
+    for _ in range(MOST_NESTING):
+        level = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in level if isinstance(value, dict | list)]
+    if level:
+        raise error(f"{_about(path, what)}: it is nested more than {MOST_NESTING} deep")
+    return found
+
+
+def parse_json(
+    text: str, file: Path | str, *, line: int = 1, error: type[CrossdraftError] = UsageError, nan: bool = True
+) -> Any:
+    """The value in ``text``, which begins at a line of a file.
+
+    ``nan``: accept NaN, Infinity and -Infinity, which Python writes although JSON does not have them.
+    """
+    try:
+        # A hook for every number takes longer than all the rest, so it is there only for a text that needs it.
+        return json.loads(
+            text, parse_int=_integer if _LONG.search(text) else None, parse_constant=None if nan else _no_constant
+        )
+    except json.JSONDecodeError as reason:
+        place = f"{printable(str(file))}:{line + reason.lineno - 1}"
+        raise error(f"{place}: not JSON: {reason.msg} at column {reason.colno}") from None
+    except RecursionError:
+        raise error(f"{printable(str(file))}:{line}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError as reason:
+        raise error(f"{printable(str(file))}:{line}: {reason}") from None
+
+
+def _integer(digits: str) -> int:
+    if reason := MOST_DIGITS.refusal(digits.lstrip("-")):
+        raise ValueError(f"the number {quoted(digits, 20)} has {len(digits)} digits; {reason}")
+    return int(digits)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value; send a number")
+
+
+def _json_kind(value: Any) -> str:
+    kinds: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,100 @@
+"""Text while it comes: joined pieces are the whole text, no piece splits a character, stop strings are cut out."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from crossdraft.framework.api.detokenizer import Text, decoded
+
+
+def byte_level() -> Any:
+    """A token a byte, and an end of sequence that is special."""
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE({**vocab, "</s>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def metaspace() -> Any:
+    """Words that carry the space before them, not written at the start of a text, as SentencePiece has them."""
+    tokenizer = Tokenizer(BPE({"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "</s>": 4, ".": 5}, []))
+    tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+BYTES, SPACES, WORDS = byte_level(), metaspace(), make_tokenizer()
+TEXTS = st.text(st.sampled_from("ab é€😀\ufffd"), max_size=12)
+
+
+def said(tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], Text, int]:
+    """The pieces when tokens come in rounds of the lengths ``cuts``, the text, and how many tokens were taken."""
+    text, pieces, taken, at = Text(tokenizer, stop), [], 0, 0
+    for n in [*cuts, len(tokens)]:
+        taken += text.add(tokens[at : at + n])
+        pieces.append(text.piece())
+        at += n
+        if text.stopped:
+            break
+    return [*pieces, text.finish()], text, taken
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.lists(st.integers(1, 4), max_size=12))
+def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cuts: list[int]) -> None:
+    tokens = BYTES(whole)["input_ids"]
+    pieces, text, taken = said(BYTES, tokens, cuts)
+    assert "".join(pieces) == text.text == whole == decoded(BYTES, tokens) and taken == len(tokens)
+    assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(1, 4), max_size=12))
+def test_bytes_that_are_no_character_are_said_too(tokens: list[int], cuts: list[int]) -> None:
+    assert "".join(said(BYTES, tokens, cuts)[0]) == decoded(BYTES, tokens)
+
+
+@pytest.mark.parametrize("tokenizer, ids", [(SPACES, 6), (WORDS, 9)], ids=["metaspace", "words"])
+def test_spaces_between_tokens_survive(tokenizer: Any, ids: int) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.integers(0, ids - 1), max_size=10), st.lists(st.integers(1, 4), max_size=10))
+    def check(tokens: list[int], cuts: list[int]) -> None:
+        assert "".join(said(tokenizer, tokens, cuts)[0]) == decoded(tokenizer, tokens)
+
+    check()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.text(st.sampled_from("ab€"), max_size=14),
+    st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 5), max_size=12),
+)
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
+    whole: str, stop: list[str], cuts: list[int]
+) -> None:
+    tokens = BYTES(whole)["input_ids"]
+    pieces, text, taken = said(BYTES, tokens, cuts, tuple(stop))
+    # The first stop string to be completed; of several at once, the one that begins first.
+    ends = {place + len(one): whole[: place + len(one)] for one in stop if (place := whole.find(one)) >= 0}
+    if not ends:
+        assert not text.stopped and "".join(pieces) == whole and taken == len(tokens)
+        return
+    heard = ends[min(ends)]
+    assert text.stopped and "".join(pieces) == text.text == heard[: min(heard.find(s) for s in stop if s in heard)]
+    assert decoded(BYTES, tokens[:taken]) == heard
+
+
+def test_what_may_become_a_stop_string_is_held_back_until_it_is_known() -> None:
+    text = Text(BYTES, ("abc",))
+    for letter, piece in [("x", "x"), ("a", ""), ("b", ""), ("a", "ab"), ("d", "ad")]:
+        text.add(BYTES(letter)["input_ids"])
+        assert text.piece() == piece
+    text.add(BYTES("ab")["input_ids"])
+    assert (text.piece(), text.finish(), text.stopped) == ("", "ab", False)

@@ -1,0 +1,196 @@
+"""Streams, stop strings, limits a prompt and answers that go on behind their end, through the library's calls."""
+
+from collections import defaultdict
+from io import StringIO
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_streamer import Listener
+from tiny_models import save_model
+from transformers import TextStreamer
+
+from crossdraft import Chunk, LoadedModel, NumericalError, RoundEvent, generate, load_model, stream
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import UsageError
+
+PROMPTS = ["w5 w6 w7 w5 w6", "w9 w8", "w20 w21 w22"]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> LoadedModel:
+    return load_model(save_model(tmp_path_factory.mktemp("models") / "target"), dtype="float32", device="cpu")
+
+
+def joined(pieces: list[Chunk]) -> dict[int, list[Chunk]]:
+    found = defaultdict(list)
+    for piece in pieces:
+        found[piece.index].append(piece)
+    return dict(found)
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"stop": ["w1", "3 w"]}, {"batch_size": 2}], ids=str)
+def test_a_stream_is_what_generate_returns(target: LoadedModel, more: dict[str, Any]) -> None:
+    whole = generate(target, PROMPTS, **OPTIONS, **more)
+    pieces = joined(list(stream(target, PROMPTS, **OPTIONS, **more)))
+    for response in whole:
+        mine = pieces[response.index]
+        assert mine[-1].response == response and not any(piece.response for piece in mine[:-1])
+        assert list(chain(*(piece.tokens for piece in mine))) == response.tokens
+        assert "".join(piece.text or "" for piece in mine) == response.text
+        if response.logprobs is None:
+            assert all(piece.logprobs is None for piece in mine)
+        else:
+            assert list(chain(*(piece.logprobs or [] for piece in mine))) == response.logprobs
+        assert len(mine) == len(response.rounds) and all(piece.tokens for piece in mine)
+    assert {r.index for r in whole} == pieces.keys()
+
+
+def test_a_stream_comes_round_by_round(target: LoadedModel) -> None:
+    """After a piece, nothing but its round was decoded."""
+    rounds: list[RoundEvent] = []
+    for n, _ in enumerate(stream(target, PROMPTS[:1], on_round=rounds.append, **OPTIONS), 1):
+        assert len(rounds) == n
+    assert len(rounds) > 5
+
+
+def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch: Any) -> None:
+    left: list[Decoder] = []
+    abandon = Decoder.abandon
+    monkeypatch.setattr(Decoder, "abandon", lambda self: (left.append(self), abandon(self))[1])
+    pieces: Any = stream(target, PROMPTS, **OPTIONS)
+    next(pieces)
+    assert not left
+    pieces.close()
+    assert [decoder.occupied for decoder in left] == [0]
+
+
+def test_a_stop_string_cuts_text_tokens_and_the_last_round(target: LoadedModel) -> None:
+    """Greedy text is known: whatever is in it can be what stops it."""
+    itself: Any = {"name": "small-lm", "model": target.name, "gamma": 4}  # every draft is accepted whole
+    options: dict[str, Any] = {"drafter": itself, "temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    (plain,) = generate(target, PROMPTS[:1], **options)
+    words = (plain.text or "").split()
+    assert len(words) > 20
+    cuts = 0
+    for k in (3, 7, 12, 15):
+        word = words[k]
+        (cut,) = generate(target, PROMPTS[:1], stop=word, **options)
+        first = (plain.text or "").index(word)
+        assert cut.finish == "stop" and cut.text == (plain.text or "")[:first]
+        assert cut.tokens == plain.tokens[: len(cut.tokens)]
+        assert word in target.tokenizer.decode(cut.tokens) and word not in target.tokenizer.decode(cut.tokens[:-1])
+        assert sum(one.emitted for one in cut.rounds) == len(cut.tokens)
+        assert all(0 <= one.tau <= one.emitted for one in cut.rounds)
+        cuts += cut.rounds[-1].emitted < plain.rounds[len(cut.rounds) - 1].emitted
+    assert cuts  # a round was cut in its middle, or this test would not know
+
+
+def test_a_stopped_sequence_hands_its_slot_on(target: LoadedModel) -> None:
+    plain = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True)
+    word = (plain[0].text or "").split()[2]
+    stopped = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True, stop=[word])
+    assert len(stopped[0].tokens) <= 3 and len(stopped[0].rounds) < len(plain[0].rounds)
+    for before, after in zip(plain, stopped, strict=True):
+        assert (after.text or "") == (before.text or "").partition(word)[0]
+
+
+def test_each_prompt_has_its_own_limit(target: LoadedModel) -> None:
+    whole = generate(target, PROMPTS, max_new_tokens=24, ignore_eos=True)
+    for batch_size in (1, 3):
+        found = generate(target, PROMPTS, max_new_tokens=[5, 24, 1], batch_size=batch_size, ignore_eos=True)
+        assert [len(response.tokens) for response in found] == [5, 24, 1]
+        assert found[1].tokens == whole[1].tokens
+    # Greedy answers do not depend on where they end.
+    long, short = (generate(target, PROMPTS[0], temperature=0, max_new_tokens=[n]) for n in (20, 6))
+    assert short[0].tokens == long[0].tokens[:6]
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()], ids=["name", "instance"])
+def test_each_prompt_has_its_own_law(target: LoadedModel, drafter: Any) -> None:
+    """As if each law had been asked for all prompts; the rule fits the law."""
+    laws = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
+    inputs = [[5, 6, 7, 5, 6], [9, 8, 9], [5, 6, 7, 5], [11, 12, 11, 12]]
+    temperature, top_k, top_p = (list(values) for values in zip(*laws, strict=True))
+    named = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options: dict[str, Any] = {"drafter": drafter, "max_new_tokens": 24, "ignore_eos": True, "seed": 3}
+    mixed = generate(target, inputs, **named, **options)
+    assert [response.index for response in mixed] == [0, 1, 2, 3]
+    for i, law in enumerate(laws):
+        alone = generate(target, inputs, **dict(zip(named, law, strict=True)), **options)
+        # Another number of rows is another shape of the passes: log P agrees to rounding.
+        assert mixed[i].tokens == alone[i].tokens
+        assert mixed[i].logprobs == pytest.approx(alone[i].logprobs, abs=1e-4)
+        assert [one.emitted for one in mixed[i].rounds] == [one.emitted for one in alone[i].rounds]
+    assert len({tuple(response.tokens) for response in alone}) == 4
+    pieces = list(stream(target, inputs, **named, **options))
+    for i, response in enumerate(mixed):
+        assert [token for piece in pieces if piece.index == i for token in piece.tokens] == response.tokens
+
+
+def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
+    (plain,) = generate(target, [[5, 6, 7]], temperature=0, max_new_tokens=30, ignore_eos=True)
+    end = plain.tokens[4]
+    ending = LoadedModel(target.model, target.tokenizer, "ending", "", "", (end,), None)
+    (cut,) = generate(ending, [[5, 6, 7]], temperature=0, max_new_tokens=30)
+    assert cut.finish == "eos" and cut.tokens == plain.tokens[: plain.tokens.index(end) + 1]
+    (on,) = generate(ending, [[5, 6, 7]], temperature=0, max_new_tokens=30, ignore_eos=True)
+    assert on.finish == "length" and on.tokens == plain.tokens
+
+
+def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
+    listener = Listener()
+    (response,) = generate(target, [[5, 6, 7]], streamer=listener, **OPTIONS)
+    assert listener.heard == [[[5, 6, 7]], *[[token] for token in response.tokens], "end"]
+    generate(target, [[5, 6, 7]], streamer=TextStreamer(target.tokenizer, skip_prompt=True), **OPTIONS)
+    assert capsys.readouterr().out.split() == target.tokenizer.decode(response.tokens).split()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"stop": ""}, "stop='' must be a text or a list of texts, none of them empty"),
+        ({"stop": ["a", ""]}, "none of them empty"),
+        ({"stop": [3]}, "stop=[3] must be a text"),
+        ({"stop": None}, "stop=None must be a text"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
+        ({"max_new_tokens": [4]}, "max_new_tokens names 1 limits for 2 inputs"),
+        ({"max_new_tokens": [4, 0]}, "max_new_tokens[1]=0 must be an integer of at least 1"),
+        ({"max_new_tokens": "44"}, "max_new_tokens='44' must be an integer"),
+        ({"temperature": [0.5]}, "temperature names 1 numbers for 2 inputs"),
+        ({"temperature": [0.5, -1.0]}, "temperature=-1.0 cannot be"),
+        ({"temperature": [0.5, 0], "verifier": "greedy"}, "temperature"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_decoded(
+    target: LoadedModel, options: dict[str, Any], sentence: str
+) -> None:
+    for call in (generate, stream):
+        with pytest.raises(UsageError) as caught:
+            call(target, [[5], [6]], **{"max_new_tokens": 4, **options})  # type: ignore[operator]
+        assert sentence in str(caught.value)
+
+
+def test_streamers_and_stop_strings_need_what_they_need(target: LoadedModel) -> None:
+    with pytest.raises(UsageError, match=r"a streamer is told one answer, and there are 2 inputs.*crossdraft\.stream"):
+        generate(target, [[5], [6]], streamer=Listener())
+    with pytest.raises(UsageError, match=r"must have put\(tokens\) and end\(\)"):
+        generate(target, [[5]], streamer=StringIO())
+    bare = LoadedModel(target.model, None, "bare", "", "", (), None)
+    with pytest.raises(UsageError, match="bare has no tokenizer, so its answers have no text in which stop could be"):
+        generate(bare, [[5]], stop="a")
+    assert [piece.text for piece in stream(bare, [[5]], max_new_tokens=1)] == [None]
+
+
+def test_numbers_that_cannot_be_right_are_raised_behind_all_pieces(tmp_path: Path) -> None:
+    broken = load_model(save_model(tmp_path / "nan", nan=True), dtype="float32", device="cpu")
+    found = []
+    with pytest.raises(NumericalError, match=r"1 more of 2 inputs failed"):
+        found += list(stream(broken, [[5, 6], [7]], max_new_tokens=4))
+    pieces: Any = stream(broken, [[5, 6], [7]], max_new_tokens=4)
+    last = [next(pieces), next(pieces)]
+    assert [piece.response.finish for piece in last] == ["error", "error"]
+    assert list(stream(broken, [])) == []

@@ -1,0 +1,155 @@
+"""Rounds that end in an error: a decoder that is used again drafts as a new one, and a NaN costs one sequence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle_trees import drafter_class, verifier_class
+
+from crossdraft.framework.certificate.table_lm import Toy, ToyContext
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import Response, raise_failed
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import NumericalError, UsageError
+from crossdraft.framework.testing.interruptions import Interrupted, interrupted
+from crossdraft.testing import DrafterContract, TinyModel
+
+#: Drafters with a model of their own, whose slots hold what an interrupted round left. Heads: see the contract tests.
+OWN_MODEL = {
+    "chain": ("small-lm", {"gamma": 3}),
+    "heuristic": ("small-lm", {"gamma": 3, "policy": "heuristic"}),
+    "iid": ("small-lm-iid", {"gamma": 2, "K": 2}),
+    "tree": ("small-lm-tree", {"branching": [2, 1]}),
+    "dynamic": ("small-lm-dynamic-tree", {"depth": 3, "top_k": 2, "nodes": 4}),
+}
+#: After this token the target, or the drafter, says NaN.
+BAD = 4
+
+
+@pytest.mark.parametrize("name", OWN_MODEL)
+def test_an_interrupted_round_leaves_nothing(name: str) -> None:
+    drafter, options = OWN_MODEL[name]
+    attributes = {"drafter": drafter, "options": {"model": "noisy", **options}, "setting": TinyModel()}
+    type("Contract", (DrafterContract,), attributes)().test_an_interrupted_round_leaves_nothing()
+
+
+def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, said: float = 0.0, **loop: Any) -> Decoder:
+    """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` says NaN."""
+    table = torch.full((6, 5), 0.1, dtype=torch.float64)
+    for token in range(5):
+        table[token, (token + 1) % 4] = 0.7
+    table[:, BAD] = said
+    table /= table.sum(1, keepdim=True)
+    broken = table.clone()
+    broken[BAD] = torch.nan
+    toy = Toy("toy", 2, broken if who == "target" else table, broken if who == "drafter" else table)
+    context = ToyContext(toy.target, toy.drafter, Sampling(), batch_size)
+    small = drafter_class("small-lm")
+    drafter = small(small.Config(model="toy", gamma=2), context)
+    rule = verifier_class(rule)()
+    return Decoder(context.target, drafter, rule, sampling=Sampling(), **{"max_new_tokens": 12, **loop})  # type: ignore
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "greedy-block"])
+@pytest.mark.parametrize("who", ["target", "drafter"])
+def test_a_row_of_nan_ends_alone(who: str, rule: str) -> None:
+    """The neighbour says what it says beside a healthy one; the slot serves the next prompt as a new one would."""
+    prompts = [[BAD], [0, 1], [0, 2]]
+    got = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
+    healthy = {r.index: r for r in toy_decoder("", rule).run(prompts)}
+    produced = "the target produced NaN" if who == "target" else "drafter 'small-lm' produced NaN"
+    assert got[0].finish == "error" and got[0].tokens == [] and got[0].rounds == []
+    assert str(got[0].error).startswith(f"{produced} or infinite logits for prompt 0 at position 1; try dtype")
+    for index in (1, 2):
+        assert got[index].finish == "length" and got[index].error is None
+        assert got[index].tokens == healthy[index].tokens
+        assert [r.tau for r in got[index].rounds] == [r.tau for r in healthy[index].rounds]
+
+
+def test_what_was_said_before_the_nan_is_kept() -> None:
+    (response,) = toy_decoder("target", batch_size=1, said=0.2).run([[0]], on_error="finish")
+    (healthy,) = toy_decoder(batch_size=1, said=0.2).run([[0]])
+    assert response.finish == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
+    assert sum(r.emitted for r in response.rounds) == len(response.tokens) > 0
+
+
+def test_all_failures_are_raised_with_what_was_finished() -> None:
+    prompts = [[0, 1], [BAD], [2, BAD]]
+    responses = list(toy_decoder("target").run(prompts, on_error="finish"))
+    responses.sort(key=lambda response: response.index)
+    with pytest.raises(NumericalError, match=r"for prompt 1 at position 1; .*; 1 more of 3 inputs failed$") as caught:
+        raise_failed(responses)
+    assert caught.value.responses is responses and len(responses[0].tokens) == 12
+    raise_failed(responses[:1])
+
+
+def test_by_default_the_first_nan_ends_the_run() -> None:
+    decoder = toy_decoder("target")
+    with pytest.raises(NumericalError, match="for prompt 0 at position 1"):
+        list(decoder.run([[BAD], [0, 1]]))
+    assert decoder.occupied == 0
+
+
+def test_other_ways_to_go_on_are_refused() -> None:
+    with pytest.raises(UsageError, match="on_error is one of raise, finish, not 'ignore'"):
+        list(toy_decoder().run([[0]], on_error="ignore"))
+    with pytest.raises(UsageError, match="validate is one of sampled, always, never, not 'often'"):
+        toy_decoder(validate="often")
+
+
+def test_a_run_inside_another_one_is_refused() -> None:
+    decoder = toy_decoder(batch_size=1)
+    first: Iterator[Response] = iter(decoder.run([[0], [1]]))
+    next(first)
+    decoder.begin(0, [0])
+    with pytest.raises(UsageError, match="in the middle of other sequences"):
+        list(decoder.run([[2]]))
+    decoder.abandon()
+    assert len(list(decoder.run([[2]]))) == 1
+
+
+def test_a_strategy_that_fails_while_it_is_told_leaves_no_slot_occupied() -> None:
+    decoder = toy_decoder()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("it cannot even retire")
+
+    decoder.drafter.retire = fails  # type: ignore[method-assign]
+    with interrupted(decoder, "verifier"), pytest.raises(RuntimeError, match="it cannot even retire") as caught:
+        list(decoder.run([[0], [1]]))
+    assert isinstance(caught.value.__context__, Interrupted)
+    assert decoder.occupied == 0 and decoder.sequences.history == [[], []]
+    del decoder.drafter.retire
+    fresh = {r.index: r.tokens for r in toy_decoder().run([[0], [1]])}
+    assert {r.index: r.tokens for r in decoder.run([[0], [1]])} == fresh
+
+
+def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decoder: Any) -> None:
+    """Masked slots enter attention with weight 0, and 0 x NaN is NaN: a slot that held NaN is wiped."""
+    target = tiny_model("llama", copy="nan")
+    bad, prompts = 13, [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 13, 8, 9, 10], [7, 8], [3, 5]]
+    made: dict[str, Any] = {
+        "batch_size": 2,
+        "max_new_tokens": 6,
+        "drafting": tiny_model("llama", noise=0.2, copy="nan"),
+    }
+    small = drafter_class("small-lm")
+
+    def decode(**run: Any) -> dict[int, Response]:
+        loop = decoder(target, small, {"model": "m", "gamma": 2}, verifier_class("greedy"), **made)
+        return {response.index: response for response in loop.run(prompts, **run)}
+
+    healthy = decode()
+    weight = target.get_input_embeddings().weight
+    good = weight[bad].clone()
+    with torch.no_grad():
+        weight[bad] = torch.nan
+        try:
+            got = decode(on_error="finish")
+        finally:
+            weight[bad] = good
+    assert bad not in [token for i in (0, 2, 3) for token in healthy[i].tokens]
+    assert got[1].finish == "error"
+    for i in (0, 2, 3):  # the long neighbour makes the short ones attend, masked, over what the slot held
+        assert got[i].error is None and got[i].tokens == healthy[i].tokens

@@ -1,0 +1,139 @@
+"""What a round holds of the vocabulary at most: bytes for each entry of each scored position."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.testing.peak import Peak
+from crossdraft.framework.util import tensors
+
+B, VOCABS = 32, (1536, 3072)
+TREE = {"branching": [4, 2, 2, 2]}
+#: Of 60 nodes. What stays is 6: logits in bfloat16, and q in float32.
+LIMITS = [
+    ("small-lm-tree", TREE, "specinfer", 1.0, 6.7),
+    ("small-lm-tree", TREE, "specinfer", 0.7, 6.7),
+    ("small-lm-tree", TREE, "traversal", 1.0, 6.7),
+    ("small-lm", {"gamma": 60}, "block", 1.0, 6.6),
+    ("small-lm-iid", {"gamma": 5, "K": 12}, "multipath-block", 1.0, 6.0),
+]
+
+
+@pytest.mark.parametrize(
+    "drafter, options, verifier, temperature, most",
+    [row if row[2] == "block" else pytest.param(*row, marks=pytest.mark.slow) for row in LIMITS],
+)
+def test_what_a_round_holds(
+    tiny_model: Callable,
+    decoder: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    options: Any,
+    verifier: str,
+    temperature: float,
+    most: float,
+) -> None:
+    peaks = []
+    for vocab in VOCABS:
+        for name, share in (("AT_ONCE", 110), ("PIECE", 220), ("LARGE", 883)):  # laws: what they are at V = 152k
+            monkeypatch.setattr(tensors, name, share * vocab)
+        target, small = (
+            tiny_model("llama", vocab_size=vocab, context=200, noise=noise, copy="peak").bfloat16()
+            for noise in (0.0, 0.3)
+        )
+        loop = decoder(
+            target,
+            plugins.get("drafters", drafter),
+            {"model": "small", **options},
+            plugins.get("verifiers", verifier),
+            batch_size=B,
+            drafting=small,
+            temperature=temperature,
+            max_length=160,
+            max_new_tokens=70,
+            validate="never",
+        )
+        for row in range(B):
+            loop.begin(row, [3 + row, 5], row, row)
+        with Peak() as held:
+            loop.round()
+        peaks.append(held.peak)
+        gc.collect()
+        assert held.held < 0.1 * held.peak, "what a round made outlives it"
+    per_entry = (peaks[1] - peaks[0]) / (VOCABS[1] - VOCABS[0]) / B / 61
+    assert 5 < per_entry <= most
+
+
+def test_what_is_held_is_counted() -> None:
+    with torch.inference_mode(), Peak() as held:
+        x = torch.zeros(100)
+        y = x[10:] + 1
+        assert (held.held, held.peak) == (760, 760)
+        x.add_(1)
+        del x
+        assert held.held == 360
+        z = y.double()
+        del y
+    assert (held.held, held.peak) == (720, 1080) and z.sum() == 90
+    del z
+    assert held.held == 0
+
+
+def test_laws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, whatever is made at once."""
+    logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for sampling in (Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)):
+        whole = sampling.law(logits)
+        assert whole.dtype == torch.float32 and sampling.law(logits.double()).dtype == torch.float64
+        for most in (1, 80, 599):
+            with monkeypatch.context() as patch:
+                patch.setattr(tensors, "AT_ONCE", most)
+                assert torch.equal(sampling.law(logits), whole)
+                assert sampling.law(logits[:0]).shape == (0, 5, 40)
+
+
+@pytest.mark.parametrize(
+    "drafter, options, verifier, least",
+    [("small-lm-iid", {"gamma": 2, "K": 2}, "multipath-block", 1), ("small-lm", {"gamma": 2}, "greedy-block", 3)],
+)
+def test_rows_judged_some_after_others_say_the_same(
+    tiny_model: Callable,
+    decoder: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    options: Any,
+    verifier: str,
+    least: int,
+) -> None:
+    """The same tokens and log P; a rule with state is asked about the whole batch."""
+    target, small = (tiny_model("llama", vocab_size=40, noise=noise, copy="pieces") for noise in (0.0, 0.3))
+    rule, widths = plugins.get("verifiers", verifier), []
+    own = rule.verify
+    monkeypatch.setattr(
+        rule, "verify", lambda self, draft, *of: widths.append(draft.batch_size) or own(self, draft, *of)
+    )
+    found = []
+    for large in (tensors.LARGE, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(tensors, "LARGE", large)
+            patch.setattr(tensors, "PIECE", 2 * 5 * 40)  # of two rows
+            widths.clear()
+            loop = decoder(
+                target,
+                plugins.get("drafters", drafter),
+                {"model": "small", **options},
+                rule,
+                batch_size=3,
+                drafting=small,
+                temperature=0.7,
+                max_new_tokens=12,
+            )
+            responses = sorted(loop.run([[3], [4, 5], [6, 7, 8], [9]]), key=lambda one: one.index)
+            found.append([(one.tokens, one.logprobs, one.rounds) for one in responses])
+            assert min(widths) == (least if large == 1 else 3)
+    assert found[0] == found[1]

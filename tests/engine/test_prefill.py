@@ -1,0 +1,207 @@
+"""Prompts that share prefill passes: the same tokens and hidden states as one by one, fewer passes, nobody stalls."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_trees import drafter_class, verifier_class
+from tiny_models import save_model
+
+from crossdraft import generate, load_model, stream
+from crossdraft.framework.certificate.table_lm import TableLM
+from crossdraft.framework.contracts.steps import Request
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.engine.prefill import passes, shares
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.lm.ragged_lm import SELECTS
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+
+#: Ragged; two have nothing to prefill but the root, some outgrow a window of 8, one what a pass may feed below.
+LENGTHS = [2, 23, 1, 9, 40, 5, 9, 1, 14, 3]
+PROMPTS = [[(5 + 7 * i + 3 * j * j) % 90 for j in range(length)] for i, length in enumerate(LENGTHS)]
+CHAIN = "small-lm", {"model": "noisy", "gamma": 3}
+PAIRS = {
+    "chain": (*CHAIN, "block"),
+    "iid": ("small-lm-iid", {"model": "noisy", "gamma": 2, "K": 2}, "spectr"),
+    "tree": ("small-lm-tree", {"model": "noisy", "branching": [2, 2]}, "traversal"),
+    "fork": ("early-exit", {"exit_layer": 1, "gamma": 3}, "token"),
+}
+
+
+class CountingLM(TransformersLM):
+    """Notes the rows and the width of every prefill pass."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.fed: list[tuple[int, ...]] = []
+
+    def _forward(self, tokens: Any, *arguments: Any, want_logits: bool = True) -> Any:
+        if not want_logits:
+            self.fed.append(tuple(tokens.shape))
+        return super()._forward(tokens, *arguments, want_logits=want_logits)
+
+
+@pytest.fixture
+def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
+    def make(pair: str, family: str = "llama", batch_size: int = 4, **loop: Any) -> Decoder:
+        drafter, options, rule = PAIRS[pair]
+        loop = {"temperature": 1.0, "max_new_tokens": 9, **loop}
+        models = tiny_model(family), tiny_model(family, noise=0.05)
+        return decoder(
+            models[0], drafter_class(drafter), options, verifier_class(rule), batch_size=batch_size, drafting=models[1],
+            lm=CountingLM, **loop,
+        )  # fmt: skip
+
+    return make
+
+
+def said(loop: Decoder) -> list[Any]:
+    found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
+    return [(r.tokens, r.finish, [(one.tau, one.nodes) for one in r.rounds]) for r in found]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
+@pytest.mark.parametrize("pair", list(PAIRS))
+def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
+    """Whether they share a pass, or wait while others decode and go in pieces of 24 tokens."""
+    alone, together, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
+    assert said(together) == said(alone) == said(pieces)
+    fed = [loop.target.fed for loop in (alone, together, pieces)]  # type: ignore[attr-defined]
+    assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
+    assert all(rows * width <= 24 for rows, width in fed[2]) and any(rows > 1 for rows, _ in fed[2])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt"])
+def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Callable, family: str) -> None:
+    together, pieces, alone = (TransformersLM(tiny_model(family), len(PROMPTS), 64) for _ in range(3))
+    for lm in (together, pieces, alone):
+        lm.hidden_layers = (0, 1, -1)
+    together.prefill({row: prompt[:-1] for row, prompt in enumerate(PROMPTS)})
+    for row, prompt in enumerate(PROMPTS):
+        for upto in range(6, len(prompt) - 1, 6):
+            pieces.prefill({row: prompt[:upto]})
+    for row, prompt in enumerate(PROMPTS):
+        want = alone.begin(row, prompt)
+        for lm in (together, pieces):
+            got = lm.begin(row, prompt)
+            assert lm.lengths[row] == len(prompt) - 1
+            if want is None:
+                assert got is None
+                continue
+            assert got is not None and got.shape == (len(prompt) - 1, 3, 32)
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    root = torch.tensor([[prompt[-1]] for prompt in PROMPTS])
+    want, _ = alone.grow(root)
+    for lm in (together, pieces):
+        torch.testing.assert_close(lm.grow(root)[0], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not SELECTS, reason="this transformers keeps the hidden states of all layers or none")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: str) -> None:
+    lm, kept = TransformersLM(tiny_model(family, copy="heard"), 2, 32), []
+    hook = lm.model.register_forward_hook(
+        lambda module, given, out: kept.append([state is not None for state in out.hidden_states])
+    )
+    try:
+        for layers, there in (((-1,), [False, False, True]), ((0, 0.5), [True, True, False])):
+            lm.hidden_layers = layers
+            lm.prefill({0: [5, 6, 7], 1: [8]})
+            lm.begin(0, [5, 6, 7, 9, 9])
+            lm.grow(torch.tensor([[3], [4]]))
+            assert kept == [there] * 3
+            kept.clear()
+    finally:
+        hook.remove()
+
+
+def test_eight_short_prompts_are_one_pass_of_each_model(made: Callable) -> None:
+    for most, count in ((1024, 1), (0, 8)):
+        loop = made("chain", batch_size=8, prefill_tokens=most)
+        finished = list(loop.run([prompt[:8] * 2 for prompt in PROMPTS if len(prompt) > 1]))
+        assert len(finished) == 8
+        assert len(loop.target.fed) == len(loop.drafter.model.lm.fed) == count
+        assert sum(rows for rows, _ in loop.target.fed) == 8
+
+
+def test_a_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
+    """Prompts that are longer than a pass come beside a running sequence, and begin when they are whole."""
+    loop, log = made("chain", prefill_tokens=8, max_new_tokens=30), []
+    loop.on_round = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
+    first = Request(PROMPTS[0], 0, 0)
+    later = [Request(PROMPTS[i], i, i, most=4) for i in (4, 1, 5)]
+    answers = {r.index: r.tokens for done in loop.rounds([first, None, *later]) for r in done}
+    fed = [count for count, _ in log]
+    assert fed[0] == 1 and all(b - a <= 1 for a, b in pairwise(fed))
+    # 39 tokens are five passes, 22 are three, 4 go before them, alone: shorter prompts begin first.
+    assert fed[-1] == 1 + 1 + 3 + 5
+    begun = [next(n for n, running in log if i in running) for i in (5, 1, 4)]
+    assert begun == [2, 5, 10]
+    (alone,) = made("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
+    assert answers[4] == alone.tokens
+
+
+def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
+    loop = made("fork", prefill_tokens=6, max_new_tokens=20)
+    rounds = loop.rounds([Request(PROMPTS[0], 0, 0), None, Request([95] * 30, 1, 1), Request([95] * 20, 2, 2)])
+    for _ in range(3):
+        next(rounds)
+    assert max(loop.target.lengths[1:]) > 0 and loop.occupied == 1
+    rounds.close()
+    assert loop.target.lengths == [0] * 4
+    loop.max_new_tokens = 9
+    assert said(loop) == said(made("fork", prefill_tokens=0))
+
+
+def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
+    """Its prompts take no round more, however long they are."""
+    assert not hasattr(TableLM, "prefill")
+    loop, alone = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
+    for one in (loop.target, loop.drafter.model.lm):
+        one.__class__ = type("Whole", (type(one),), {"prefill": None})
+    assert said(loop) == said(alone)
+    assert loop.batch_rounds == alone.batch_rounds and sorted(loop.target.fed) == sorted(alone.target.fed)
+
+
+@pytest.mark.parametrize("most", [4, 30, 1000])
+def test_passes_hold_what_they_may(most: int) -> None:
+    lengths = {row: length - 1 for row, length in enumerate(LENGTHS)}
+    held: dict[int, int] = {}
+    for step in passes(lengths, most):
+        new = _new(step, held)
+        assert len(new) * max(new) <= most
+        assert len(step) == 1 or not any(row in held for row in step)
+        held |= step
+    assert held == lengths
+
+
+def _new(step: Mapping[int, int], held: Mapping[int, int]) -> list[int]:
+    return [upto - held.get(row, 0) for row, upto in step.items()]
+
+
+def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
+    target = load_model(save_model(tmp_path / "target"), dtype="float32", device="cpu")
+    prompts = [[token % 60 + 5 for token in prompt] for prompt in PROMPTS]
+    options: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 7, "ignore_eos": True}
+    whole = generate(target, prompts, prefill_tokens=0, **options)
+    pieces = list(stream(target, prompts, prefill_tokens=4, **options))
+    assert all(piece.tokens or piece.response for piece in pieces)
+    for response in whole:
+        assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
+
+
+def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
+    chain = drafter_class("small-lm")
+    reads_another_text = type("ReadsAnotherText", (chain,), {"begin": chain.begin})
+    does_both = type("DoesBoth", (reads_another_text,), {"begin": chain.begin, "prefill": chain.prefill})
+    likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}
+    likes |= {drafter_class("universal"): False, drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
+    assert {drafter: shares(drafter) for drafter in likes} == likes
+
+
+def test_a_cap_below_none_is_refused(made: Callable) -> None:
+    with pytest.raises(UsageError, match="prefill_tokens=-1 must be at least 1, or 0"):
+        made("chain", prefill_tokens=-1)

@@ -1,0 +1,3 @@
+"""Fixtures of the tests of models."""
+
+from decoding_fixtures import answers, expected, fresh_warnings, small_buckets  # noqa: F401

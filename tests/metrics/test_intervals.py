@@ -1,0 +1,146 @@
+"""Intervals cover what they say: simulated, at the numbers of pieces and prompts that runs have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossdraft.framework.metrics.intervals import Estimate, Noise, estimate, pieces_needed
+
+Sums = np.ndarray
+
+
+def prompts(random: Any, n: int, accept: tuple[float, float], gamma: int, mixed: bool = False) -> Sums:
+    """``[n, 2]``: tokens and rounds of prompts that differ in how easily drafts are accepted, and (mixed) in length."""
+    a = random.beta(*accept, size=n)
+    if mixed:
+        a = np.where(random.random(n) < 0.2, 0.95, a)
+    length = random.integers(10 + gamma, 65, n) if mixed else np.full(n, 64)
+    emitted, rounds = np.zeros(n), np.zeros(n)
+    while (on := length - emitted > gamma).any():
+        tau = np.cumprod(random.random((n, gamma)) < a[:, None], 1).sum(1)
+        emitted, rounds = emitted + on * (tau + 1), rounds + on
+    return np.column_stack([emitted, rounds])
+
+
+def ratio(sums: Sums) -> Sums:
+    return sums[..., 0] / sums[..., 1]
+
+
+def coverage(draw: Callable[[], tuple[Estimate | None, float]], times: int) -> float:
+    hits = []
+    for _ in range(times):
+        found, truth = draw()
+        assert found is not None
+        if found.low is not None and found.high is not None:  # else nothing is printed: the pieces do not differ
+            hits.append(found.low <= truth <= found.high)
+    assert len(hits) > 0.9 * times
+    return float(np.mean(hits))
+
+
+CASES = {
+    "even": ((8.0, 4.0), 4, False),
+    "uneven": ((2.0, 1.0), 4, False),
+    "hard": ((2.0, 5.0), 4, False),
+    "mixed": ((2.0, 5.0), 4, True),
+    "long drafts, mixed": ((6.0, 2.0), 8, True),
+}
+
+
+def block_efficiency_coverage(case: str, n: int, times: int) -> float:
+    random = np.random.default_rng([n, len(case)])
+    truth = float(ratio(prompts(random, 200_000, *CASES[case]).sum(0)))
+    return coverage(lambda: (estimate(ratio, prompts(random, n, *CASES[case])), truth), times)
+
+
+@pytest.mark.parametrize("case", ["even", "mixed"])
+def test_block_efficiency_over_prompts(case: str) -> None:
+    assert 0.90 < block_efficiency_coverage(case, 8, 400) < 0.99  # of 400, three standard errors around 93 to 97 %
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 8, 24, 96])
+@pytest.mark.parametrize("case", CASES)
+def test_block_efficiency_over_prompts_in_full(case: str, n: int) -> None:
+    found = block_efficiency_coverage(case, n, 4000)
+    print(f"{case}, {n} prompts: {100 * found:.1f} %")
+    assert 0.925 < found < 0.975 or n == 3
+
+
+def difference(sums: Sums) -> Sums:
+    return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+
+
+def paired_coverage(n: int, times: int) -> float:
+    """Two drafters on the same prompts: one is a tenth better on each, and both have luck of their own."""
+    random = np.random.default_rng(n)
+
+    def both(n: int) -> Sums:
+        a = random.beta(3.0, 3.0, size=n)
+        columns = []
+        for share in (a, np.minimum(1.1 * a, 0.98)):
+            tau = np.cumprod(random.random((30, n, 4)) < share[:, None], 2).sum(2)
+            columns += [tau.sum(0) + 30.0, np.full(n, 30.0)]
+        return np.column_stack(columns)
+
+    truth = float(difference(both(200_000).sum(0)))
+    return coverage(lambda: (estimate(difference, both(n), log=False), truth), times)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 8, 24, 96])
+def test_paired_differences_in_full(n: int) -> None:
+    found = paired_coverage(n, 4000)
+    print(f"paired, {n} prompts: {100 * found:.1f} %")
+    assert 0.925 < found < 0.975
+
+
+def test_nothing_is_said_where_nothing_can_be() -> None:
+    two = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert estimate(ratio, two) == Estimate(4 / 6)
+    assert estimate(ratio, np.array([[1.0, 2.0]] * 5)) == Estimate(0.5)
+    assert estimate(ratio, np.array([[1.0, 2.0]] * 2 + [[0.0, 0.0]] * 5)) == Estimate(0.5)
+
+
+def test_student_t_of_three_equal_pieces() -> None:
+    """1.8 degrees of freedom: t = 4.7949, between 12.706 of one and 4.303 of two."""
+    found = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
+    without = np.log([8 / 11, 8 / 10, 8 / 9])
+    error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())
+    assert found.value == 0.8 and found.high == pytest.approx(0.8 * np.exp(4.7949 * error), rel=1e-4)
+
+
+def test_an_interval_ends_where_the_number_does() -> None:
+    sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, rounds: no round emits less than one
+    free = estimate(lambda s: s[..., 0] / s[..., 1], sums)
+    found = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
+    assert free.low is not None and free.low < 1 and (found.value, found.low, found.high) == (1.2, 1.0, free.high)
+    assert estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0, most=1.3).high == 1.3
+
+
+def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> None:
+    """On average: half widths of 6 pieces, and of as many as `pieces_needed` says for a quarter of that."""
+    rng = np.random.default_rng(0)
+
+    def half(pieces: int) -> float:
+        widths = []
+        for _ in range(200):
+            sums = np.stack([np.ones(pieces), rng.normal(size=pieces)], -1)
+            found = estimate(lambda s: s[..., 1] / s[..., 0], sums, log=False)
+            assert found.low is not None and found.high is not None
+            widths.append((found.high - found.low) / 2)
+        return float(np.sqrt(np.mean(np.square(widths))))
+
+    few = half(6)
+    assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)
+
+
+def test_noise_widens_an_interval_and_has_degrees_of_freedom_of_its_own() -> None:
+    sums = np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]])
+    alone, known = estimate(ratio, sums), estimate(ratio, sums, noise=[Noise(0.0, 1.0)])
+    assert alone == known
+    more = estimate(ratio, sums, noise=[Noise(1.0, np.inf)])  # so much that the pieces hardly count
+    assert more.high is not None and more.high == pytest.approx(0.8 * np.exp(1.96), rel=0.05)
+    one = estimate(ratio, np.array([[1.0, 2.0]] * 5), noise=[Noise(0.01, np.inf)])
+    assert one.low == pytest.approx(0.5 * np.exp(-0.196), rel=1e-3), "pieces that do not differ, of uncertain times"

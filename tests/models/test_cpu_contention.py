@@ -1,0 +1,66 @@
+"""What threads waited for a processor is counted, where the system says so."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossdraft.framework.models import cpu_contention
+from crossdraft.framework.models.cpu_contention import Waiting
+
+CPU = torch.device("cpu")
+needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count it")
+
+
+@needs_linux
+def test_two_programs_on_one_processor_wait_for_each_other() -> None:
+    program = f"""
+import os, time
+from types import SimpleNamespace
+from {cpu_contention.__name__} import Waiting
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+waiting = Waiting(SimpleNamespace(type="cpu"))
+waiting.start()
+if not os.fork():
+    end = time.monotonic() + 1
+    while time.monotonic() < end: pass
+    os._exit(0)
+end = time.monotonic() + 0.5
+while time.monotonic() < end: pass
+print(waiting.since())
+os.wait()
+waiting.since()
+time.sleep(0.2)
+print(waiting.since())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    beside, asleep = map(float, done.stdout.split())
+    assert 0.1 < beside <= 0.6, "half of the half second, more where the machine has others"
+    assert asleep < 0.1, "who sleeps does not wait"
+
+
+def test_other_devices_are_not_waited_for(monkeypatch: Any) -> None:
+    other = Waiting(torch.device("meta"))
+    other.start()
+    assert other.since() == 0.0
+    monkeypatch.setattr(cpu_contention, "_THREADS", Path("/nowhere"))
+    nothing = Waiting(CPU)
+    nothing.start()
+    assert nothing.since() == 0.0
+
+
+@needs_linux
+def test_files_are_closed_again() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    one = Waiting(CPU)
+    for _ in range(3):
+        one.start()
+        time.sleep(0.001)
+        assert one.since() >= 0
+    one.close()
+    assert len(os.listdir("/proc/self/fd")) == before and one.since() == 0.0

@@ -1,0 +1,361 @@
+"""Recipes: what they expand to, and what they say when something is wrong."""
+
+# ruff: noqa: E501 (whole sentences on one line can be read)
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from crossdraft.framework import plugins
+from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UnknownNameError, UsageError
+from crossdraft.framework.recipe.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe
+
+WRITE = Callable[[str], str]
+
+BASE = """\
+target: {models}/target
+max_new_tokens: 8
+drafters:
+  - prompt-lookup
+  - name: small-lm
+    model: {models}/small
+    gamma: 4
+verifiers:
+  - greedy
+  - token
+  - block
+matrix:
+  temperature: [0, 1.0]
+  batch_size: [1, 3]
+exclude:
+  - verifier: [token, block]
+    temperature: 0
+"""
+NEEDS_ZERO = (
+    "verifier 'greedy' compares with the target's argmax and needs temperature 0, but the temperature is 1; "
+    "use 'token' or 'block' for sampling"
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path, recipe_file: WRITE) -> str:
+    """The path of `BASE`; a model is any directory until it is loaded."""
+    for name in ("target", "small"):
+        (tmp_path / name).mkdir()
+    return recipe_file(BASE.format(models=tmp_path))
+
+
+def pairs(cells: list[CellConfig]) -> list[tuple[float, int, str, str]]:
+    return [(c.sampling.temperature, c.batch_size, c.drafter.label, c.verifier.label) for c in cells]
+
+
+def error(name: str, *settings: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(name, settings)
+    return str(caught.value)
+
+
+# -- expansion -----------------------------------------------------------------------------------------------
+
+
+def test_the_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None:
+    recipe = load_recipe(base)
+    found = plan(recipe)
+    zero = [("none", "greedy"), ("prompt-lookup", "greedy"), ("small-lm", "greedy")]
+    one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "small-lm") for v in ("token", "block")]
+    expected = [(t, b, *pair) for t, group in ((0.0, zero), (1.0, one)) for b in (1, 3) for pair in group]
+    assert sorted(pairs(found.cells)) == sorted(expected)
+    assert [len(group) for group in found.groups()] == [3, 5, 3, 5]
+    assert all(group[0].is_baseline for group in found.groups())
+    assert found.skipped == [NEEDS_ZERO]
+    assert (recipe.name, plan(recipe).cells) == ("recipe", found.cells)
+
+
+def test_configs_are_resolved_with_their_defaults(base: str) -> None:
+    cell = next(c for c in plan(load_recipe(base)).cells if c.drafter.name == "prompt-lookup")
+    assert cell.drafter.config == {"gamma": 10, "max_ngram": 3, "min_ngram": 1, "match": "latest"}
+    assert (cell.max_new_tokens, cell.prompts.source) == (8, "builtin")
+
+
+def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
+    cells = plan(load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1})).cells
+    labels = sorted({c.drafter.label for c in cells})
+    assert labels == [
+        "none",
+        "prompt-lookup gamma=2",
+        "prompt-lookup gamma=4",
+        "small-lm gamma=2",
+        "small-lm gamma=4",
+    ]
+    assert len(cells) == 2 + 2 * 2 + 2 * 2 * 2
+
+
+def test_a_sampling_key_in_the_matrix_is_the_runs(base: str) -> None:
+    """The small LM has a temperature too; only its own entry sets it."""
+    cells = plan(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
+    assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "small-lm"} == {0.5}
+    assert {c.sampling.temperature for c in cells} == {0, 1}
+
+
+def test_run_keys_in_the_matrix(base: str) -> None:
+    settings = ["matrix={seed: [0, 1], max_new_tokens: [4, 8], dtype: [float32]}", "sampling.temperature=0"]
+    groups = plan(load_recipe(base, settings)).groups()
+    assert [(g[0].seed, g[0].max_new_tokens, g[0].dtype) for g in groups] == [
+        (0, 4, "float32"), (0, 8, "float32"), (1, 4, "float32"), (1, 8, "float32")
+    ]  # fmt: skip
+
+
+def test_labels(base: str) -> None:
+    drafters = "drafters=[{name: prompt-lookup, label: copy}, {name: prompt-lookup, gamma: 3}, {name: prompt-lookup, gamma: 5}]"
+    labels = {c.drafter.label for c in plan(load_recipe(base, [drafters])).cells}
+    assert labels == {"none", "copy", "prompt-lookup gamma=3", "prompt-lookup gamma=5"}
+    # What a variant leaves open is not in its label.
+    tree = f"name: small-lm-tree, model: {Path(base).parent / 'small'}"
+    trees = f"drafters=[{{{tree}, growth: opt-tree, nodes: 15}}, {{{tree}, branching: [3, 2]}}]"
+    labels = {c.drafter.label for c in plan(load_recipe(base, [trees, "verifiers=[traversal]", "exclude=[]"])).cells}
+    assert labels == {"none", "small-lm-tree growth=opt-tree nodes=15", "small-lm-tree branching=[3, 2]"}
+
+
+def test_exclude(base: str) -> None:
+    def left(entry: str) -> int:
+        return len(plan(load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"])).cells)
+
+    assert left("{batch_size: 3}") == 8
+    assert left("{drafter: small-lm, batch_size: [1, 3], temperature: 1}") == 12
+    assert left("{gamma: 4}") == 10
+    assert left("{drafter: prompt-lookup}") == 10
+
+
+def test_excluding_everything_at_a_point_needs_no_baseline_there(base: str) -> None:
+    cells = plan(load_recipe(base, ["exclude.0={temperature: 0}", "verifiers=[token]"])).cells
+    assert {c.sampling.temperature for c in cells} == {1}
+
+
+def test_a_recipe_of_baselines(base: str) -> None:
+    assert len(plan(load_recipe(base, ["drafters=[none]", "verifiers=[token]", "exclude=[]"])).cells) == 4
+
+
+def test_hashes(base: str, tmp_path: Path) -> None:
+    first, again = plan(load_recipe(base)), plan(load_recipe(base))
+    assert first.hash == again.hash and re.fullmatch("[0-9a-f]{12}", first.hash)
+    hashes = [c.hash for c in first.cells]
+    assert len(set(hashes)) == len(hashes)
+    assert plan(load_recipe(base, ["question=why", "drafters.1.label=s"])).hash == first.hash
+    for change in ("seed=1", "limit=3", "drafters.1.gamma=5", "max_new_tokens=9", "prompts.limit=2"):
+        assert plan(load_recipe(base, [change])).hash != first.hash
+
+
+def test_a_hash_does_not_change_between_versions() -> None:
+    """A changed hash would measure everything again that is on disk."""
+    cell = CellConfig.model_validate({"target": "org/model", "drafter": "none", "verifier": "token"})
+    assert cell.hash == "07809d63ba5d"
+
+
+def test_a_resolved_recipe_can_be_loaded_again(base: str) -> None:
+    recipe = load_recipe(base, ["drafters.0={name: prompt-lookup, label: copy}"])
+    assert plan(Recipe.model_validate(recipe.model_dump(mode="json"))).hash == plan(recipe).hash
+
+
+# -- --set ---------------------------------------------------------------------------------------------------
+
+
+def test_set(base: str) -> None:
+    settings = [
+        "matrix.batch_size=[2]",
+        "sampling.top_k=5",
+        "drafters.0.gamma=3",
+        "prompts.limit=4",
+        "limit=2",
+    ]
+    recipe = load_recipe(base, settings)
+    cells = plan(recipe).cells
+    assert {(c.batch_size, c.sampling.top_k, c.prompts.limit) for c in cells} == {(2, 5, 2)}
+    assert {c.drafter.config["gamma"] for c in cells if c.drafter.name == "prompt-lookup"} == {3}
+
+
+@pytest.mark.parametrize(
+    "setting, sentence",
+    [
+        ("limit", "write --set key=value, as in --set matrix.batch_size=[1,4]"),
+        ("limit=[", "the value is not YAML; the shell may need quotes around it"),
+        ("limit=0", "limit: should be greater than or equal to 1, not 0"),
+        ("max_new_token=3", "unknown key 'max_new_token'; did you mean 'max_new_tokens'?"),
+        ("temperature=1", "unknown key 'temperature'; put it under sampling, or under matrix with a list of values"),
+        ("drafters.5.gamma=1", "drafters is a list; 5 is not one of 0 to 1"),
+        ("max_new_tokens.x=1", "max_new_tokens is 8, which has no key 'x'"),
+        ("matrix.temperature=[warm]", "matrix.temperature[0]: should be a valid number, not 'warm'"),
+        ("drafters.1.gamma=-1", "drafters[1].gamma: should be greater than or equal to 0, not -1"),
+    ],
+)  # fmt: skip
+def test_a_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
+    assert error(base, setting) == f"--set {setting}: {sentence}"
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+EDITS = {
+    "temprature: [0]": ("temperature: [0, 1.0]", 13, "unknown key 'temprature' in matrix: no drafter or verifier of this recipe has it; did you mean 'temperature'?"),
+    "gama: 4": ("gamma: 4", 7, "unknown key 'gama' in drafter 'small-lm'; did you mean 'gamma'?"),
+    "gamma: four": ("gamma: 4", 7, "drafters[1].gamma: should be a valid integer, not 'four'"),
+    "name: smal-lm": ("name: small-lm", 5, "there is no drafter named 'smal-lm'; did you mean 'small-lm'? Installed: DRAFTERS."),
+    "- tokn": ("- token", 10, "there is no verifier named 'tokn'; did you mean 'token'? Installed: VERIFIERS."),
+    "max_new_tokens: many": ("max_new_tokens: 8", 2, "max_new_tokens: should be a valid integer, not 'many'"),
+    "max_token: 8": ("max_new_tokens: 8", 2, "unknown key 'max_token'; did you mean 'max_new_tokens'?"),
+    "batch_size: [1, 0]": ("batch_size: [1, 3]", 14, "matrix.batch_size[1]: should be greater than or equal to 1, not 0"),
+    "batch_size: []": ("batch_size: [1, 3]", 14, "matrix.batch_size is an empty list, which leaves no cell"),
+    "temperatur: 0": ("temperature: 0\n", 17, "unknown key 'temperatur' in exclude; did you mean 'temperature'?"),
+    "- verifier: [tokens, block]": ("- verifier: [token, block]", 16, "there is no verifier named 'tokens'; did you mean 'token'? Installed: VERIFIERS."),
+    "max_new_tokens: 8\nmax_new_tokens: 9": ("max_new_tokens: 8", 3, "the key 'max_new_tokens' is there twice"),
+    "max_new_tokens: 8\nprompts: bultin": ("max_new_tokens: 8", 3, "there is no prompt source named 'bultin'; did you mean 'builtin'? Installed: PROMPTS. Or give a JSONL file, a directory, or hf:org/name."),
+    "max_new_tokens: 8\nprompts: {name: a, path: b}": ("max_new_tokens: 8", 3, "prompts: give the name of the prompts or the path of a file, one of them"),
+    "max_new_tokens: 8\nsampling: {topk: 3}": ("max_new_tokens: 8", 3, "unknown key 'topk' in sampling; did you mean 'top_k'?"),
+    "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "there is no dtype 'int8'; write auto, float32, bfloat16 or float16"),
+    "  - 7": ("  - prompt-lookup", 4, "drafters[0]: should be a name, or a mapping of keys to values, not 7"),
+    "  - {label: x}": ("  - prompt-lookup", 4, "drafters[0] needs the key 'name'"),
+    "  - small-lm": ("  - prompt-lookup", 4, "drafter 'small-lm' needs the key 'model'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("new", EDITS)
+def test_an_error_names_file_line_and_what_is_meant(base: str, recipe_file: WRITE, new: str) -> None:
+    old, line, sentence = EDITS[new]
+    text = Path(base).read_text(encoding="utf-8")
+    assert old in text
+    for kind in ("drafters", "verifiers", "prompts"):
+        sentence = sentence.replace(kind.upper(), ", ".join(sorted(plugins.entries(kind))))
+    assert error(recipe_file(text.replace(old, new, 1))) == f"{base}:{line}: {sentence}"
+
+
+def test_every_error_is_told(base: str) -> None:
+    assert error(base, "limit=0", "seeds=1") == (
+        "--set limit=0: limit: should be greater than or equal to 1, not 0\n"
+        "--set seeds=1: unknown key 'seeds'; did you mean 'seed'?"
+    )
+
+
+def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path: Path) -> None:
+    path = recipe_file("target: x/y\nverifiers: [token]\n")
+    assert error(path) == f"{path}: the recipe needs the key 'drafters'"
+    assert (
+        error(recipe_file("- a\n")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
+    )
+    assert error(recipe_file("")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
+    assert error(recipe_file("a: 1\nb: [\n")).startswith(f"{path}:3: this is not YAML: ")
+    Path(path).write_bytes(b"\xff\xfe\x00")
+    assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text but UTF-16; save it as UTF-8"
+    Path(path).write_bytes(b"target: x\n\xff")
+    assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text (line 2)"
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    known = ", ".join(sorted(plugins.entries("recipes"))) or "none"
+    assert error("missing.yaml") == f"the recipe file missing.yaml does not exist; recipes by name: {known}"
+    assert error(f"{tmp_path}/") == f"the recipe file {tmp_path}/ is a directory; recipes by name: {known}"
+    with pytest.raises(UnknownNameError, match="there is no recipe named 'nothing-like-it'"):
+        load_recipe("nothing-like-it")
+
+
+def test_registered_recipes(base: str, install: Any) -> None:
+    install("recipes", ("mine", Path(base)))
+    assert plan(load_recipe("mine")).hash == plan(load_recipe(base)).hash
+
+
+def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
+    assert error(base, "target=/no/where") == "--set target=/no/where: there is no model directory /no/where"
+    found = error(base, "drafters.1.model=nowhere")
+    assert found.startswith("--set drafters.1.model=nowhere: there is no model named 'nowhere'")
+    assert found.endswith("Or give a directory, or a Hub id (org/name).")
+    load_recipe(base, ["target=org/name"])  # whether it can be had is known when it is loaded
+
+
+def test_pairs_that_cannot_run(base: str) -> None:
+    assert error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' runs in no cell: {NEEDS_ZERO}"
+    found = error(base, "verifiers=[greedy]", "exclude=[]")
+    assert found == f"--set verifiers=[greedy]: {NEEDS_ZERO}, or exclude these cells"
+    assert error(base, "exclude=[{temperature: [0, 1]}]").endswith("exclude leaves no cell to run")
+    load_recipe(base, ["matrix.temperature=[0]"])  # token and block are excluded there, which is a choice
+
+
+def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
+    from crossdraft.framework.contracts.drafter import Drafter, DraftTraits
+
+    class Tree(Drafter):
+        name = "tree"
+
+        @classmethod
+        def traits(cls, config: Any, sampling: Any) -> DraftTraits:
+            return DraftTraits(drawn="iid", point_mass=False, nodes=16)
+
+        def propose(self, sequences: Any, rng: Any) -> Any: ...
+
+    install("drafters", ("tree", Tree))
+    assert error(base, "drafters.0=tree", "verifiers=[token, block]", "exclude=[]") == (
+        "--set drafters.0=tree: drafter 'tree' runs in no cell: drafter 'tree' makes 'iid' drafts, but verifier 'token' "
+        "accepts only: chain; crossdraft list drafters tree: which verifiers fit"
+    )
+    skipped = plan(load_recipe(base, ["drafters.0=tree"])).skipped
+    assert any("drafter 'tree' makes 'iid' drafts" in reason for reason in skipped)
+    assert any("'greedy' compares" in reason and "use 'traversal' or 'specinfer'" in reason for reason in skipped)
+
+
+def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
+    (tmp_path / "my.jsonl").write_text('{"turns": ["x"]}\n', encoding="utf-8")
+    assert load_recipe(base, ["prompts=my.jsonl"]).prompts.source == str(tmp_path / "my.jsonl")
+    assert error(base, "prompts=your.jsonl").startswith("--set prompts=your.jsonl: there is no prompt file your.jsonl")
+
+
+@pytest.mark.parametrize(
+    "text, settings, words",
+    [
+        ("drafers: [prompt-lookup]", [], "r.yaml:2: unknown key 'drafers'; did you mean 'drafters'?"),
+        ("drafters: [prompt-lookup", [], "this is not YAML"),
+        ("drafters: [prompt-lookup]", ["batch_sise=4"], "--set batch_sise=4: unknown key 'batch_sise'"),
+        ("drafters: [prompt-lookup]", ["sampling.temprature=1"], "did you mean 'temperature'?"),
+        ("drafters: [prompt-lookup]", ["max_new_tokens=many"], "max_new_tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_reported_before_pytorch_is_loaded(
+    text: str, settings: list[str], words: str, tmp_path: Path
+) -> None:
+    """A typing mistake is not to wait for the seconds that PyTorch takes to import."""
+    (tmp_path / "r.yaml").write_text(f"target: x\n{text}\nverifiers: [token]\n", encoding="utf-8")
+    arguments = ["run", "r.yaml", *(word for setting in settings for word in ("--set", setting))]
+    code = (
+        "import sys\n"
+        "from crossdraft.framework.cli.main import main\n"
+        f"assert main({arguments!r}) == 2\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'loaded'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and words in done.stderr, done.stderr
+
+
+def test_help_does_not_load_pytorch() -> None:
+    code = (
+        "import sys\n"
+        "from crossdraft.framework.cli import main as cli\n"
+        "try: cli.main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--set KEY=VALUE" in done.stdout
+
+
+def test_the_page_about_recipes_names_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    assert len(Recipe.model_validate({"name": "page", **example}).drafters) == 3
+    keys = {*Recipe.model_fields, *Sampling.model_fields, *PromptSpec.model_fields, *RUN_KEYS}
+    assert not [key for key in sorted(keys) if f"`{key}`" not in page]
+    defaults = {"max_new_tokens": "128", "batch_size": "1", "seed": "0", "dtype": "`auto`", "device": "`auto`"}
+    for key, shown in defaults.items():
+        assert f"| `{key}` | {shown} |" in page and str(Recipe.model_fields[key].default) == shown.strip("`")

@@ -1,0 +1,78 @@
+"""Does the decoder compute what a model computes? Every node of random rounds against plain passes, and greedy text."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+from oracle_trees import NEW, PROMPTS
+
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+
+
+@torch.inference_mode()
+def plain(model: Any, tokens: list[int]) -> torch.Tensor:
+    """``[T, V]``, what a model says by itself: one unpadded sequence, no cache, no mask and no positions of ours."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int = 64, rounds: int = 4) -> float:
+    """Largest difference of a logit, in standard deviations of the logits, over all nodes of ragged rounds.
+
+    Chains first, then trees in two pieces each; a random branch is kept, and one slot changes hands.
+    """
+    reference, chance = copy.deepcopy(model), random.Random(0)
+    lm = lm_class(model, len(PROMPTS), max_length)
+    texts = [list(prompt) for prompt in PROMPTS]
+    for row, text in enumerate(texts):
+        lm.begin(row, text)
+    worst = 0.0
+    for turn in range(rounds):
+        if turn == rounds - 1:  # a slot is refilled
+            lm.retire(0)
+            texts[0] = [chance.randrange(1, 90) for _ in range(7)]
+            lm.begin(0, texts[0])
+        widths = [4] if turn < 2 else [4, 3]
+        nodes = sum(widths)
+        drawn = [[chance.randrange(1, 90) for _ in range(nodes)] for _ in texts]
+        above = [[-1] + [i - 1 if turn < 2 else chance.randrange(0, i) for i in range(1, nodes)] for _ in texts]
+        for b, text in enumerate(texts):
+            drawn[b][0] = text[-1]
+        logits, first = [], 0
+        for width in widths:
+            piece = torch.tensor([row[first : first + width] for row in drawn])
+            parents = torch.tensor([row[first : first + width] for row in above]) if turn >= 2 else None
+            logits.append(lm.grow(piece, parents)[0])
+            first += width
+        got = torch.cat(logits, 1).float()
+        paths = []
+        for b, text in enumerate(texts):
+            branches: list[list[int]] = []
+            for node in range(nodes):
+                up = above[b][node]
+                branches.append([*(branches[up] if up >= 0 else []), node])
+            inner = set(above[b])
+            for node in range(nodes):
+                if node in inner:
+                    continue
+                branch = branches[node]
+                want = plain(reference, text[:-1] + [drawn[b][i] for i in branch])[len(text) - 1 :]
+                off = (got[b, branch] - want).abs().max() / want.std()
+                worst = max(worst, float(off)) if off.isfinite() else float("inf")
+            paths.append(chance.choice(branches))
+        depth = max(map(len, paths))
+        padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths])
+        lm.keep([len(path) for path in paths], padded if turn >= 2 else None)
+        for b, path in enumerate(paths):
+            texts[b] += [drawn[b][i] for i in path[1:]] + [chance.randrange(1, 90)]
+    return worst
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """`NEW` tokens, one plain pass each."""
+    text = list(prompt)
+    for _ in range(NEW):
+        text.append(int(plain(model, text)[-1].argmax()))
+    return text[len(prompt) :]

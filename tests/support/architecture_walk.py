@@ -1,0 +1,192 @@
+"""The walk over every causal language model of the installed transformers, and the page that lists what it found.
+
+``python tests/support/architecture_walk.py`` walks (minutes) and writes docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from architecture_checks import disagreement
+from architecture_variants import OWN, variants
+from fake_cuda_graphs import ReplayingLM
+from tiny_architectures import tiny
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm import ragged_lm
+from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+#: Largest difference of a logit that is rounding, in standard deviations; mistakes begin a thousand times higher.
+TOLERANCE = 1e-3
+#: What is found where the decoder gives what the model gives by itself; anything else is the sentence that refuses it.
+SAME = "exact"
+#: Model types that cannot be made here, and why.
+NOT_MADE = {
+    "gemma3n": "its image tower needs the package timm; its text model is gemma3n_text",
+    "gemma4_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
+    "gemma4_unified_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
+}
+#: Parts of a message with which transformers, not the decoder, says that a variant does not exist.
+NO_VARIANT = (
+    "rope_parameters",  # kinds of rotary positions that the config does not take, or not without further parameters
+    "is a per-layer attribute",
+    "division by zero",  # dynamic frequencies for two rotary dimensions
+    "is not supported for",
+    "KeyError: 'sliding_attention'",
+)
+
+
+#: Every type of model that transformers has a causal language model for.
+TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def class_name(model_type: str) -> str:
+    """The class that transformers makes for it."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return found if isinstance(found, str) else found[0]
+
+
+def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = TransformersLM) -> str | None:
+    """`SAME`, or the sentence that refuses the model; None where transformers has no such variant.
+
+    Raises AssertionError for a model that is run wrongly, and whatever a model raises that is neither.
+    """
+    try:
+        model = tiny(CONFIG_MAPPING[model_type], **changes)
+    except Exception as error:
+        if changes and any(part in f"{type(error).__name__}: {error}" for part in NO_VARIANT):
+            return None
+        raise
+    try:
+        off = disagreement(model, lm_class=lm_class)
+    except ModelError as refusal:
+        return str(refusal)
+    assert off < TOLERANCE, f"{type(model).__name__} {dict(changes)}: {off:.2g} standard deviations off"
+    return SAME
+
+
+@cache
+def outcomes(model_type: str) -> dict[str, str]:
+    """What is found for the architecture ("") and its variants, by label."""
+    if model_type in NOT_MADE:
+        return {}
+    config_class = CONFIG_MAPPING[model_type]
+    found = {"": outcome(model_type, {})}
+    more = variants(config_class) if found[""] == SAME else {}
+    for label, changes in (OWN.get(model_type, {}) | more).items():
+        found[label] = outcome(model_type, changes)
+    if found[""] == SAME:
+        found["recorded"] = outcome(model_type, {}, _RecordedLM)
+    return {label: result for label, result in found.items() if result is not None}
+
+
+class _RecordedLM(ReplayingLM):
+    """Passes as CUDA graphs replay them: they attend over more slots than they need."""
+
+    def grow(self, *arguments: Any, **inputs: Any) -> Any:
+        before, ragged_lm.BUCKET = ragged_lm.BUCKET, 16
+        try:
+            return super().grow(*arguments, **inputs)
+        finally:
+            ragged_lm.BUCKET = before
+
+
+def page(found: Mapping[str, Mapping[str, str]]) -> str:
+    """docs/architectures.md, from `outcomes` by model type."""
+    exact: dict[str, list[str]] = {}
+    partly: dict[tuple[str, str], list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    not_made: dict[str, list[str]] = {}
+    for model_type, results in found.items():
+        name = class_name(model_type)
+        if model_type in NOT_MADE:
+            not_made.setdefault(NOT_MADE[model_type], []).append(f"`{name}` ({model_type})")
+        elif SAME not in results.values():
+            refused.setdefault(results[""].removeprefix(f"{name} "), []).append(f"`{name}` ({model_type})")
+        else:
+            exact.setdefault(name, []).append(model_type)
+            for label, result in results.items():
+                if result != SAME:
+                    why = result.removeprefix(f"{name} ")
+                    names = partly.setdefault((label or "as it is in the test", why), [])
+                    names += [f"`{name}`"] if f"`{name}`" not in names else []
+    tried = ", ".join(f"`{name}`" for name in sorted(BY_TRIAL))
+    checked = sum(result == SAME for results in found.values() for result in results.values())
+    lines = [
+        _HEAD.format(
+            version=transformers.__version__, types=len(found), classes=len(exact), checked=checked, by_trial=tried
+        ).strip(),
+        "",
+        "## Exact",
+        "",
+        *(f"- `{name}`: {', '.join(sorted(kinds))}" for name, kinds in sorted(exact.items(), key=_key)),
+        "",
+        "## Exact, but not in every variant",
+        "",
+        "Bounds are those of the tiny models of the test; for a real one they come from its config.",
+        "",
+        "| variant | why it is refused | classes |",
+        "|---|---|---|",
+        *(f"| {label} | {why} | {', '.join(names)} |" for (label, why), names in sorted(partly.items())),
+        "",
+        "## Refused",
+        "",
+        *_rows("why", refused),
+        "",
+        "## Not tried",
+        "",
+        *_rows("why", not_made),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(head: str, table: Mapping[str, list[str]]) -> list[str]:
+    return [
+        f"| {head} | classes (model types) |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(sorted(names))} |" for reason, names in sorted(table.items(), key=_key)),
+    ]
+
+
+def _key(item: tuple[str, Any]) -> str:
+    return item[0].lower()
+
+
+_HEAD = """
+# Which architectures are decoded exactly
+
+This page is written by `python tests/support/architecture_walk.py`, which walks over every causal language model of
+transformers ({version}: {types} model types); `tests/lm/test_architectures_walk.py` holds that it is true.
+Each architecture is made in tiny size, in float32, and decoded in ragged batches of chains and of trees, through
+several rounds. Either all logits are those of the model by itself (one prompt at a time, no padding, no cache), or
+the model is refused with a sentence before anything is decoded. There is nothing in between.
+
+{classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs
+record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
+longrope, each where the architecture has it.
+
+A model of a class that is not on this page (a newer one, or one that brings its own code) is put to a trial when its
+slots are made: seven tiny passes compare a ragged batch with a tree to what the model says alone. It is refused if they
+differ. What only shows in long texts (a window, frequencies that depend on the length) a trial cannot see.
+{by_trial} are tried like them, because older versions of transformers give them no causal mask.
+"""
+
+if __name__ == "__main__":
+    everything = {}
+    for name in TYPES:
+        everything[name] = outcomes(name)
+        print(name, *everything[name].values(), sep="\n  ", file=sys.stderr)
+    PAGE.write_text(page(everything), encoding="utf-8")
+    found = {class_name(name) for name, results in everything.items() if SAME in results.values()}
+    print(
+        f"not in EXACT: {sorted(found - EXACT - BY_TRIAL)}; not found exact: {sorted(EXACT - found)}", file=sys.stderr
+    )

@@ -1,0 +1,127 @@
+"""What tests of replay share: recorded responses, contexts over tiny models, and runs that say what they drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from draft_contexts import GivenContext
+
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import RoundEvent
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.teacher_forcing.forcing import MakeContext
+
+
+class Said(Response):
+    """A recorded response."""
+
+    def __init__(self, prompt: Sequence[int], tokens: Sequence[int], log_p: Sequence[float] | None = None):
+        known = None if log_p is None else np.array(log_p)
+        super().__init__("q1", "", prompt, tokens, known, where="answers.jsonl:7")
+
+
+def making(
+    target: Any, sampling: Sampling, drafting: Any = None, lm: type[TransformersLM] = TransformersLM, **more: Any
+) -> MakeContext:
+    """Contexts over slots of ``target``; a drafter that asks for a model gets ``drafting``."""
+
+    def make(rows: int, longest: int, room: int) -> GivenContext:
+        slot = longest + room
+        return GivenContext(
+            lm(target, rows, slot),
+            sampling,
+            slot,
+            load_lm=lambda name: TransformersLM(drafting, rows, slot),
+            target_model=target,
+            **more,
+        )
+
+    return make
+
+
+def configured(name: str, **options: Any) -> tuple[Any, Any]:
+    cls = plugins.get("drafters", name)
+    return cls, cls.Config(**options)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Responses that the loop gave, and for every round where it started and what was drafted: ``(response, start,
+    tokens, q of each token)``, q 1 for a point mass and where the draft is a tree."""
+
+    responses: list[Said]
+    rounds: list[tuple[int, int, list[int], list[float]]]
+
+    def counts(self) -> np.ndarray:
+        """``[responses]``: rounds of each."""
+        return np.bincount([index for index, *_ in self.rounds], minlength=len(self.responses))
+
+    def nodes(self) -> np.ndarray:
+        """``[responses]``: drafted tokens of each."""
+        indices, sizes = [index for index, *_ in self.rounds], [len(tokens) for _, _, tokens, _ in self.rounds]
+        return np.bincount(indices, sizes, minlength=len(self.responses))
+
+
+def run(
+    make: MakeContext,
+    drafter: tuple[Any, Any],
+    verifier: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new: int,
+    rows: int = 8,
+    seed: int = 0,
+    **loop: Any,
+) -> Run:
+    """Decode ``prompts`` with the real loop."""
+    cls, config = drafter
+    context = make(rows, max(map(len, prompts)) + new, 24)
+    starts = [0] * len(prompts)
+    rounds: list[tuple[int, int, list[int], list[float]]] = []
+
+    def look(event: RoundEvent) -> None:
+        draft = event.draft
+        for row, index in enumerate(event.prompts):
+            if index is None:
+                continue
+            n = int(draft.count[row])
+            tokens = draft.tokens[row, :n].tolist()
+            drawn = draft.q if draft.is_chain else None
+            q = [1.0] * n if drawn is None else drawn[row, range(n), tokens].tolist()
+            rounds.append((index, starts[index], tokens, q))
+            starts[index] += len(event.emitted[row])
+
+    rule = plugins.get("verifiers", verifier)()
+    assert context.target is not None
+    decoder = Decoder(
+        context.target, cls(config, context), rule, sampling=context.sampling, max_new_tokens=new,
+        rng=CounterRng(seed), on_round=look, **loop,
+    )  # fmt: skip
+    found = sorted(decoder.run(prompts), key=lambda response: response.index)
+    return Run([Said(prompts[r.index], r.tokens) for r in found], rounds)
+
+
+def fresh(make: MakeContext, drafter: tuple[Any, Any], text: Said, t: int, depth: int, forcing: Callable) -> Any:
+    """The draft of a drafter that begins with the prompt and the first ``t`` tokens, forced to the rest."""
+    cls, config = drafter
+    context = make(1, len(text.prompt) + len(text.tokens), 24)
+    made, target = cls(config, context), context.target
+    assert target is not None
+    target.hidden_layers = cls.traits(config, context.sampling).hidden_layers
+    from crossdraft.framework.contracts.draft import Sequences
+
+    with torch.inference_mode():
+        prefix = [*text.prompt, *text.tokens[:t]]
+        hidden = target.begin(0, prefix)
+        seqs = Sequences([[]], torch.zeros(1, context.max_length, dtype=torch.long), [depth], [0])
+        seqs.append(0, prefix)
+        made.begin(0, prefix, hidden)
+        return made.propose(seqs, forcing(text.tokens[t : t + depth]))

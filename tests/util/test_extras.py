@@ -1,0 +1,53 @@
+"""A command that needs packages of an extra names all that are missing, before anything else is done."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from crossdraft.framework import cli
+from crossdraft.framework.cli.main import main
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.util.extras import need
+
+ROOT = Path(cli.__file__).parents[2]
+
+
+def test_all_that_is_missing_is_named() -> None:
+    need("this", "html", "json", "pathlib")
+    with pytest.raises(ModelError) as caught:
+        need("this", "x,y", "no_such_a", "json", "no_such_b", "no_such_c", error=ModelError)
+    assert str(caught.value) == (
+        "this needs the packages no_such_a, no_such_b and no_such_c; install with: pip install 'crossdraft[x,y]'"
+    )
+
+
+def test_commands_name_all_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: object) -> None:
+    for name in ("starlette", "uvicorn", "bokeh"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for arguments, packages in (
+        (["serve", "--target", "x"], "starlette and uvicorn"),
+        (["report", "--watch", str(tmp_path)], "bokeh, starlette and uvicorn"),
+    ):
+        assert main(arguments) == 2
+        assert f"needs the packages {packages}; install with" in capsys.readouterr().err  # type: ignore[attr-defined]
+
+
+def test_every_extra_that_is_asked_for_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    asked = {
+        call.args[1].value
+        for file in (ROOT / "framework").rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") == "need"
+        and isinstance(call.args[1], ast.Constant)
+    }
+    assert {"html", "serve", "train", "search", "spread", "quantize", "ray", "slurm", "mlflow", "trackio"} <= asked | {
+        extra for one in asked for extra in one.split(",")
+    }
+    assert {extra for one in asked for extra in one.split(",")} <= set(extras)
