@@ -17,15 +17,22 @@ if TYPE_CHECKING:
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
     from .framework.contracts.draft import DenseScores, Draft, Drawn, Scores, Sequences, Verdict
-    from .framework.contracts.drafter import DraftContext, Drafter, DraftTraits, Learner, StrategyConfig, TextLaw
+    from .framework.contracts.drafter import (
+        DraftContext,
+        Drafter,
+        DraftTraits,
+        Learner,
+        StrategyConfig,
+        TextDistribution,
+    )
     from .framework.contracts.hookspecs import Register, hookimpl
     from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
     from .framework.contracts.lm import LM, Fork
-    from .framework.contracts.misconfiguration import Suspect
+    from .framework.contracts.misconfiguration import Misconfiguration
     from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
-    from .framework.contracts.rng import RoundRng, UniformRound, accept_each, draw_each, first_accepted
+    from .framework.contracts.rng import StepRng, UniformStepRng, accept_each, draw_each, first_accepted
     from .framework.contracts.sampling import Sampling
-    from .framework.contracts.steps import Chunk, Response, Round, RoundEvent
+    from .framework.contracts.steps import Chunk, Response, SequenceStep, StepEvent
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
@@ -77,6 +84,7 @@ __all__ = [
     "Learner",
     "Limit",
     "LoadedModel",
+    "Misconfiguration",
     "ModelError",
     "ModelSource",
     "NumericalError",
@@ -84,25 +92,24 @@ __all__ = [
     "Register",
     "ResolvedModel",
     "Response",
-    "Round",
-    "RoundEvent",
-    "RoundRng",
     "Sampling",
     "Schedule",
     "Scores",
     "Search",
     "SearchConfig",
+    "SequenceStep",
     "Sequences",
     "Settings",
     "Source",
+    "StepEvent",
+    "StepRng",
     "StrategyConfig",
-    "Suspect",
     "Text",
-    "TextLaw",
+    "TextDistribution",
     "Trainee",
     "TrainingConfig",
     "TreeShape",
-    "UniformRound",
+    "UniformStepRng",
     "UnknownNameError",
     "UsageError",
     "Verdict",
@@ -176,9 +183,9 @@ _HOME = {
     "Register": ".framework.contracts.hookspecs",
     "ResolvedModel": ".framework.contracts.models",
     "Response": ".framework.contracts.steps",
-    "Round": ".framework.contracts.steps",
-    "RoundEvent": ".framework.contracts.steps",
-    "RoundRng": ".framework.contracts.rng",
+    "SequenceStep": ".framework.contracts.steps",
+    "StepEvent": ".framework.contracts.steps",
+    "StepRng": ".framework.contracts.rng",
     "Sampling": ".framework.contracts.sampling",
     "Schedule": ".framework.advise.engine",
     "Scores": ".framework.contracts.draft",
@@ -188,13 +195,13 @@ _HOME = {
     "Settings": ".framework.advise.engine",
     "Source": ".framework.advise.engine_log",
     "StrategyConfig": ".framework.contracts.drafter",
-    "Suspect": ".framework.contracts.misconfiguration",
+    "Misconfiguration": ".framework.contracts.misconfiguration",
     "Text": ".framework.contracts.training",
-    "TextLaw": ".framework.contracts.drafter",
+    "TextDistribution": ".framework.contracts.drafter",
     "Trainee": ".framework.contracts.training",
     "TrainingConfig": ".framework.contracts.training",
     "TreeShape": ".framework.util.static_trees",
-    "UniformRound": ".framework.contracts.rng",
+    "UniformStepRng": ".framework.contracts.rng",
     "UnknownNameError": ".framework.errors",
     "UsageError": ".framework.errors",
     "Verdict": ".framework.contracts.draft",

@@ -87,7 +87,13 @@ def respond(args: argparse.Namespace) -> Path:
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 1}
     responses = generate(target, inputs, drafter="none", **options)
     lines = [
-        {"id": str(i), "category": prompt.category, "prompt": list(ids), "tokens": one.tokens, "finish": one.finish}
+        {
+            "id": str(i),
+            "category": prompt.category,
+            "prompt": list(ids),
+            "tokens": one.tokens,
+            "finish_reason": one.finish_reason,
+        }
         for i, (prompt, ids, one) in enumerate(zip(prompts, inputs, responses, strict=True))
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -116,15 +116,15 @@ def passes(loaded: Any, widths: Sequence[int], context: int, repeats: int) -> li
     """Median seconds of a pass over so many new tokens, all scored, behind ``context`` tokens."""
     draw = np.random.default_rng(0)
     lm: Any = make_slots(loaded, 1, context + max(widths) + 1)
-    lm.begin(0, draw.integers(0, lm.vocab_size, context + 1).tolist())
+    lm.start(0, draw.integers(0, lm.vocab_size, context + 1).tolist())
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats):
         for width in widths:
             tokens = torch.from_numpy(draw.integers(0, lm.vocab_size, (1, width)))
             begun = time.perf_counter()
-            lm.grow(tokens)
+            lm.forward(tokens)
             seconds[width].append(time.perf_counter() - begun)
-            lm.keep([0])
+            lm.commit([0])
     return [(width, median(taken[1:])) for width, taken in seconds.items()]
 
 
@@ -152,7 +152,7 @@ def speed(answers: list[Answer]) -> float:
     return sum(one.decoded for one in answers) / sum(one.seconds for one in answers)
 
 
-def rounds_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int, int]]:
+def steps_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int, int]]:
     """Number of the response, drafted and emitted tokens of each call of the target, along greedy responses."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     texts = [(line["prompt"], line["tokens"]) for line in lines]
@@ -168,16 +168,16 @@ def rounds_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int, int
             at += accepted + 1
 
 
-def counted_of(rounds: list[tuple[int, int, int]], gamma: int) -> np.ndarray:
+def counted_of(steps: list[tuple[int, int, int]], gamma: int) -> np.ndarray:
     """``[responses, 1 + gamma]``: drafts of a response, and how many of them had tau >= 1 .. gamma."""
-    sums = np.zeros((1 + max(number for number, _, _ in rounds), 1 + gamma))
-    for number, drafted, emitted in rounds:
+    sums = np.zeros((1 + max(number for number, _, _ in steps), 1 + gamma))
+    for number, drafted, emitted in steps:
         sums[number, : emitted if drafted else 0] += 1
     return sums
 
 
 def model_drafts(file: Path, drafter: str, gamma: int, target: str) -> np.ndarray:
-    """The same of a drafter with a model, of the rounds in which a whole draft had room."""
+    """The same of a drafter with a model, of the steps in which a whole draft had room."""
     greedy = Sampling(temperature=0)
     candidates = candidates_of([drafter], ["greedy"], [gamma], sampling=greedy, target=target)
     found = replay(Reader(target=target, sampling=greedy).read([str(file)]), candidates, by_prompt=True)
@@ -195,9 +195,9 @@ def by_position(replayed: np.ndarray, counted: Acceptance) -> list[list[Any]]:
     return lines
 
 
-def predicted(rounds: list[tuple[int, int, int]], curve: Mapping[int, float]) -> float:
-    """The speed-up where a call costs what its own width costs: many rounds of a lookup have no draft."""
-    return sum(emitted for *_, emitted in rounds) * curve[1] / sum(curve[width + 1] for _, width, _ in rounds)
+def predicted(steps: list[tuple[int, int, int]], curve: Mapping[int, float]) -> float:
+    """The speed-up where a call costs what its own width costs: many steps of a lookup have no draft."""
+    return sum(emitted for *_, emitted in steps) * curve[1] / sum(curve[width + 1] for _, width, _ in steps)
 
 
 def replayed(file: Path, drafter: str, gamma: int, *more: str) -> tuple[float, float, tuple[float, ...]]:
@@ -205,8 +205,8 @@ def replayed(file: Path, drafter: str, gamma: int, *more: str) -> tuple[float, f
     found = told("replay", str(file), "--drafter", drafter, "--verifier", "greedy", "--gamma", str(gamma),
                  "--temperature", "0", *more)  # fmt: skip
     (row,) = [one for one in found["rows"] if one["gamma"] == gamma]
-    drafts = row["drafted_per_round"]
-    efficiency: float = row["block_efficiency_all_rounds"]
+    drafts = row["drafted_per_step"]
+    efficiency: float = row["block_efficiency_all_steps"]
     return efficiency, (efficiency - 1) / drafts if drafts else float("nan"), tuple(row["acceptance_marginal"])
 
 
@@ -263,7 +263,7 @@ def main() -> None:
                     "id": str(i),
                     "prompt": [*prompt, one.tokens[0]],
                     "tokens": one.tokens[1:],
-                    "finish": one.finish,
+                    "finish_reason": one.finish_reason,
                 }
                 out.write(json.dumps(line | {"temperature": 0}) + "\n")
 
@@ -301,7 +301,7 @@ def main() -> None:
     for cls, options in () if args.draft_model else ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):
         drafter = {"name": cls.name, "gamma": gamma} | options
         efficiency, share, marginal = replayed(said, json.dumps(drafter), gamma)
-        walked = list(rounds_of(said, cls, cls.Config(gamma=gamma, **options)))
+        walked = list(steps_of(said, cls, cls.Config(gamma=gamma, **options)))
         again = sum(emitted for *_, emitted in walked) / len(walked)
         assert abs(again - efficiency) < 0.005 * efficiency, f"replay says {efficiency}, walking {again}"
         rows.append([f"replay of {cls.name}", efficiency, share, None, predicted(walked, curve)])

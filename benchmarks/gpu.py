@@ -9,12 +9,12 @@
                 many bytes as a pass has to read of the weights, over the time of a token (prefill left out)
     assisted    transformers' assisted generation against small-lm, the same pair of models and the same gamma
     batch       tokens per second and peak memory at B = 1 .. 64, plain and with small-lm
-    verify      the share of a round that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
+    verify      the share of a step that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
                 V = 128256: a target in the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random
                 weights
     attention   a pass with explicit masks against one with FlexAttention, compiled before: one token a row, a chain, a
                 tree; rows whose lengths differ; eight layers in the shape of Llama 3 8B, random weights
-    waits       how often the host waits for the device in a round, and where; PyTorch counts that on CUDA alone
+    waits       how often the host waits for the device in a step, and where; PyTorch counts that on CUDA alone
 
 Sequences have random tokens for prompts where the weights are random. Ratios are medians over prompts of ours / theirs
 in tokens per second, prefill included on both sides; the sides take turns, in an order that rotates. Before that ours
@@ -51,8 +51,8 @@ WANTED: dict[str, tuple[str, float]] = {
     "plain SmolLM2, ours / transformers": ("least", 3.0),
     "plain 7B, share of the memory's limit": ("least", 0.7),
     "assisted, ours / transformers": ("least", 3.0),
-    "verify block compiled, share of a round": ("most", 0.02),
-    "waits of the host in a round": ("most", 1.0),
+    "verify block compiled, share of a step": ("most", 0.02),
+    "waits of the host in a step": ("most", 1.0),
 }
 #: Repetitions where there is one prompt or one batch, and how many of them come before the graphs are all recorded.
 REPEATS, WARM_UP = 5, 2
@@ -95,9 +95,9 @@ def bandwidth(bench: Bench) -> None:
         decoder = bench.decoder(target, None, 1, new=new, longest=len(prompt))
         taken = []
         for _ in range(REPEATS):
-            rounds = bench.rounds(decoder, [prompt])
-            next(rounds)  # prefill and the first round
-            elapsed, made = bench.seconds(lambda: max(rounds, default=1))  # noqa: B023
+            steps = bench.steps(decoder, [prompt])
+            next(steps)  # prefill and the first step
+            elapsed, made = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
             taken.append(elapsed / max(made - 1, 1))
         token, limit = statistics.median(taken[WARM_UP:]), weights_read(target.model) / rate
         print(f"\n{name}: {token * 1e3:.3f} ms a token, of which reading the weights {limit * 1e3:.3f} ms")
@@ -177,7 +177,7 @@ def verify(bench: Bench) -> None:
         shares: list[float] = []
         for repeat in range(WARM_UP + 1):
             before: dict[str, float] = {}
-            for made in bench.rounds(decoder, prompts):
+            for made in bench.steps(decoder, prompts):
                 after = dict(decoder.stopwatch.seconds)
                 if made > 1 and repeat == WARM_UP:
                     spent = {phase: after[phase] - before[phase] for phase in after}
@@ -185,8 +185,8 @@ def verify(bench: Bench) -> None:
                 before = after
         median = statistics.median(shares) if shares else 0.0
         title = f"verify {rule}{' compiled' * compiled}"
-        print(f"\n{title}: {median:.2%} of a round (median of {len(shares)}), B {size}, gamma {gamma}")
-        bench.found.append((f"{title}, share of a round", median, bench.peak()))
+        print(f"\n{title}: {median:.2%} of a step (median of {len(shares)}), B {size}, gamma {gamma}")
+        bench.found.append((f"{title}, share of a step", median, bench.peak()))
 
 
 def attention(bench: Bench) -> None:
@@ -207,8 +207,8 @@ def attention(bench: Bench) -> None:
             taken: dict[str, list[float]] = {side: [] for side in lms}
             for _, (side, lm) in product(range(WARM_UP + REPEATS), lms.items()):
                 lm.lengths[:] = [(slots - 32) * (row + 1) // size for row in range(size)]
-                taken[side].append(bench.seconds(partial(lm.grow, tokens, tree))[0] * 1e3)
-                lm.keep([0] * size)
+                taken[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
+                lm.commit([0] * size)
             passes = [statistics.median(times[WARM_UP:]) for times in taken.values()]
             rows.append([kind, slots, *passes])
             if len(passes) > 1:
@@ -228,21 +228,21 @@ def waits(bench: Bench) -> None:
         counts: list[int] = []
         places: Counter[str] = Counter()
         for repeat in range(WARM_UP + 1):
-            rounds = bench.rounds(decoder, prompts)
-            next(rounds)
+            steps = bench.steps(decoder, prompts)
+            next(steps)
             while decoder.occupied == len(prompts):
                 with counted_waits(bench.device) as found:
-                    next(rounds)
+                    next(steps)
                 if repeat == WARM_UP:
                     counts.append(found.total())
                     places += found
-            list(rounds)
+            list(steps)
         median = statistics.median(counts)
-        print(f"\nwaits, {label}: {median:g} a round (median of {len(counts)}), by place:")
+        print(f"\nwaits, {label}: {median:g} a step (median of {len(counts)}), by place:")
         for place, count in places.most_common(12):
             print(f"  {count / len(counts):6.2f}  {place}")
         if bench.device.type == "cuda":
-            bench.found.append(("waits of the host in a round", median, f"{label}; most {max(counts)}"))
+            bench.found.append(("waits of the host in a step", median, f"{label}; most {max(counts)}"))
         else:
             print("  (PyTorch counts them on CUDA alone)")
 

@@ -206,13 +206,13 @@ class Bench:
             self._copied = 2 * source.nbytes / statistics.median(taken[2:])
         return self._copied
 
-    def rounds(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
-        """Fill all slots and make rounds until one of them ends; yields the number of rounds made after each."""
+    def steps(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
+        """Fill all slots and make steps until one of them ends; yields the number of steps made after each."""
         for row, prompt in enumerate(prompts):
-            decoder.begin(row, prompt, index=row, stream=row)
+            decoder.start(row, prompt, index=row, stream=row)
         made = 0
         while decoder.occupied == len(prompts):
-            decoder.round()
+            decoder.step()
             made += 1
             yield made
         list(decoder.run([]))  # the other slots

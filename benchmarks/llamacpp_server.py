@@ -22,7 +22,7 @@ class Answer:
     """One response: its tokens, and the seconds that decoding took, without those of the prompt where that is known."""
 
     tokens: list[int]
-    finish: str
+    finish_reason: str
     seconds: float
     decoded: int
 
@@ -38,21 +38,21 @@ class Endpoint:
         begun = time.perf_counter()
         if self.native:
             said = self._post("/completion", asked | {"n_predict": most, "return_tokens": True})
-            tokens, finish = said["tokens"], "stop" if said["stop_type"] == "eos" else "length"
+            tokens, finish_reason = said["tokens"], "stop" if said["stop_type"] == "eos" else "length"
         else:
             said = self._post("/v1/completions", asked | {"max_tokens": most})
             choice = said["choices"][0]
-            tokens, finish = (
+            tokens, finish_reason = (
                 self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],
                 choice["finish_reason"],
             )
-            if finish == "stop" and (not tokens or tokens[-1] not in self.ends):
+            if finish_reason == "stop" and (not tokens or tokens[-1] not in self.ends):
                 tokens = [*tokens, self.ends[0]]
         wall = time.perf_counter() - begun
         timings = said.get("timings")
         if timings is None:
-            return Answer(tokens, finish, wall, len(tokens))
-        return Answer(tokens, finish, timings["predicted_ms"] / 1000, timings["predicted_n"])
+            return Answer(tokens, finish_reason, wall, len(tokens))
+        return Answer(tokens, finish_reason, timings["predicted_ms"] / 1000, timings["predicted_n"])
 
     def metrics(self) -> str:
         with urlopen(f"{self.url}/metrics", timeout=60) as said:

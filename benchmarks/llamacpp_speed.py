@@ -48,10 +48,10 @@ def main() -> None:
     )  # fmt: skip
 
     def ours(prompt: list[int]) -> tuple[list[int], float]:
-        decoder.begin(0, prompt)
+        decoder.start(0, prompt)
         begun, found = time.perf_counter(), []
         while decoder.occupied:
-            found += decoder.round()
+            found += decoder.step()
         return found[0].tokens, time.perf_counter() - begun
 
     rows: list[tuple[float, float, bool]] = []

@@ -1,12 +1,12 @@
-"""What a round costs beside the models: the share of its wall time that is not inside a model's forward pass.
+"""What a step costs beside the models: the share of its wall time that is not inside a model's forward pass.
 
-    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--rounds 40] [--profile small-lm]
+    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile small-lm]
 
 Forward hooks on the target and on the drafting model time what happens inside ``model(...)``; the loop's own clock
 times the phases. What is left of a phase once the pass inside it is taken out is overhead: *draft* (catching up,
 masks, the drafter's laws and draws), *target* (masks, the law p), *verify* (the rule), *rest* (the host's books and
-the round's one synchronisation). Every number is the median over rounds with all slots occupied, so shares
-need not sum to 100. ``--profile`` prints where the rounds of one drafter spend their time instead: crossdraft's own
+the step's one synchronisation). Every number is the median over steps with all slots occupied, so shares
+need not sum to 100. ``--profile`` prints where the steps of one drafter spend their time instead: crossdraft's own
 functions, with what they call included, at the last batch size of ``--batch``.
 """
 
@@ -43,9 +43,9 @@ from crossdraft.framework.recipe.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "small-lm")
 PHASES = ("draft", "target", "verify", "rest")
-#: Most of a round, in per cent, that may be spent outside the models: (batch size 1, more than 1).
+#: Most of a step, in per cent, that may be spent outside the models: (batch size 1, more than 1).
 BUDGETS = (8.0, 5.0)
-#: First rounds of a cell, in which buffers are made.
+#: First steps of a cell, in which buffers are made.
 WARM_UP = 3
 
 
@@ -136,12 +136,12 @@ def make_decoder(
 
 
 class _Enough(Exception):
-    """All wanted rounds were made."""
+    """All wanted steps were made."""
 
 
-def rounds(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
-    """Run ``wanted`` rounds with every slot occupied, ``each`` of which is handed to the caller to make."""
-    made, own = 0, decoder.round
+def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
+    """Run ``wanted`` steps with every slot occupied, ``each`` of which is handed to the caller to make."""
+    made, own = 0, decoder.step
 
     def counted() -> Any:
         nonlocal made
@@ -150,15 +150,15 @@ def rounds(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callab
         made += 1
         return each(own)
 
-    decoder.round = counted
-    # As many prompts as the rounds could possibly finish, so that no slot stays empty.
+    decoder.step = counted
+    # As many prompts as the steps could possibly finish, so that no slot stays empty.
     with suppress(_Enough):
         for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (wanted + 1)))):
             pass
 
 
 def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
-    """Medians over the rounds: ``ms`` of a round; per cent of it in ``passes`` and, outside them, by phase."""
+    """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
     found = []
 
     def timed(make: Callable) -> Any:
@@ -175,7 +175,7 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: 
         found.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
-    rounds(decoder, prompts, wanted + WARM_UP, timed)
+    steps(decoder, prompts, wanted + WARM_UP, timed)
     kept = found[WARM_UP:]
     return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
 
@@ -186,14 +186,14 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2-small-lm", help="model of the small-lm drafter")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=40, help="measured rounds of each cell")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of each cell")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--verifier", default="token")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--profile", choices=DRAFTERS, help="show where the time of this drafter's rounds goes")
+    parser.add_argument("--profile", choices=DRAFTERS, help="show where the time of this drafter's steps goes")
     args = parser.parse_args()
 
     target = load_model(args.model, dtype=args.dtype, device=args.device)
@@ -202,19 +202,19 @@ def main() -> None:
     where = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{target.name} ({str(target.model.dtype)[6:]}, {where}), {args.verifier}, temperature {args.temperature:g}, "
-        f"gamma {args.gamma}, medians of {args.rounds} rounds; per cent of a round"
+        f"gamma {args.gamma}, medians of {args.steps} steps; per cent of a step"
     )
     models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))
     if args.profile:
         profile = cProfile.Profile()
         decoder = make_decoder(models, clocks, args.profile, args.batch[-1], prompts, args)
-        rounds(decoder, prompts, args.rounds, profile.runcall)
+        steps(decoder, prompts, args.steps, profile.runcall)
         pstats.Stats(profile).sort_stats("cumulative").print_stats(re.escape(str(Path(__file__).parents[1])))
         return
     rows = []
     for batch in args.batch:
         for drafter in DRAFTERS:
-            found = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.rounds)
+            found = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
             budget = BUDGETS[batch > 1]
             verdict = f"{'within' if found['outside'] <= budget else 'OVER'} {budget:g} %"
             rows.append([drafter, batch, *found.values(), verdict])

@@ -40,13 +40,13 @@ def main() -> None:
         if together:
             lm.prefill({row: prompt[:-1] for row, prompt in enumerate(prompts)})
         for row, prompt in enumerate(prompts):
-            lm.begin(row, prompt)
+            lm.start(row, prompt)
         if lm.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds, logits = time.perf_counter() - start, lm.grow(root)[0]
-        lm.keep([0] * args.prompts)
+        seconds, logits = time.perf_counter() - start, lm.forward(root)[0]
+        lm.commit([0] * args.prompts)
         for row in range(args.prompts):
-            lm.retire(row)
+            lm.free(row)
         return seconds, logits[:, 0].float().log_softmax(-1)
 
     took: dict[bool, list[float]] = {False: [], True: []}

@@ -35,7 +35,12 @@ def write(path: Path, responses: int) -> None:
             words = random.choice(random.zipf(1.3, 40).clip(1, VOCABULARY - 1), PROMPT + TOKENS)
             for source, place in random.integers(0, PROMPT + TOKENS - 12, (4, 2)):
                 words[place : place + 12] = words[source : source + 12].copy()
-            row = {"id": i, "prompt": words[:PROMPT].tolist(), "tokens": words[PROMPT:].tolist(), "finish": "length"}
+            row = {
+                "id": i,
+                "prompt": words[:PROMPT].tolist(),
+                "tokens": words[PROMPT:].tolist(),
+                "finish_reason": "length",
+            }
             file.write(json.dumps(row) + "\n")
 
 

@@ -1,11 +1,11 @@
-"""Which share of a round drafters without a model take, for one request with a long prompt.
+"""Which share of a step drafters without a model take, for one request with a long prompt.
 
     pip install -e plugins/crossdraft-suffix -e plugins/crossdraft-rest
-    python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--rounds 48] [--device auto]
+    python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--steps 48] [--device auto]
 
 The prompt is made of the built-in prompts; decoding is greedy and goes on past the end of the answer. ``suffix``
 remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are
-medians over rounds: milliseconds of a round and of the drafter's part of it (proposing and observing), and its share in
+medians over steps: milliseconds of a step and of the drafter's part of it (proposing and observing), and its share in
 per cent.
 """
 
@@ -28,9 +28,9 @@ from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
 
-#: First rounds, in which buffers are made and every draft is validated.
+#: First steps, in which buffers are made and every draft is validated.
 WARM_UP = 10
-#: Most tokens of a round, more than any of these drafts may have.
+#: Most tokens of a step, more than any of these drafts may have.
 LONGEST = 20
 PHASES = ("draft", "target", "verify", "rest")
 
@@ -45,8 +45,8 @@ def long_prompt(tokenizer: Any, length: int) -> list[int]:
     raise AssertionError
 
 
-def rounds_of(target: Any, drafter: dict[str, Any], prompt: list[int], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each phase of each round."""
+def steps_of(target: Any, drafter: dict[str, Any], prompt: list[int], steps: int) -> list[dict[str, float]]:
+    """Seconds of each phase of each step."""
     clock = Stopwatch(target.model.device)
     found, last = [], dict(clock.seconds)
 
@@ -55,15 +55,15 @@ def rounds_of(target: Any, drafter: dict[str, Any], prompt: list[int], rounds: i
         found.append({phase: now[phase] - last[phase] for phase in PHASES})
         last.update(now)
 
-    options = {"sampling": Sampling(temperature=0), "batch_size": 1, "max_new_tokens": LONGEST * rounds}
-    length = len(prompt) + LONGEST * rounds
-    decoder = pair_decoder(target, drafter, None, length, stopwatch=clock, on_round=note, **options)
+    options = {"sampling": Sampling(temperature=0), "batch_size": 1, "max_new_tokens": LONGEST * steps}
+    length = len(prompt) + LONGEST * steps
+    decoder = pair_decoder(target, drafter, None, length, stopwatch=clock, on_step=note, **options)
     if (memory := getattr(decoder.drafter, "_memory", None)) is not None:
         memory.extend(np.random.default_rng(0).integers(0, decoder.target.vocab_size, memory.capacity))
-    decoder.begin(0, prompt, eos=())
+    decoder.start(0, prompt, eos=())
     last.update(clock.seconds)
-    while len(found) < rounds:
-        decoder.round()
+    while len(found) < steps:
+        decoder.step()
     decoder.abandon()
     return found[WARM_UP:]
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
-    parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--datastore", type=int, default=1_000_000, help="tokens of the datastore of 'rest'")
     parser.add_argument("--drafter", action="append", help="measure these alone")
     args = parser.parse_args()
@@ -91,9 +91,9 @@ def main() -> None:
             "token-recycling": {"name": "token-recycling"},
         }
         for title in args.drafter or drafters:
-            rounds = rounds_of(target, drafters[title], prompt, args.rounds)
-            whole = [1e3 * sum(one.values()) for one in rounds]
-            mine = [1e3 * one["draft"] for one in rounds]
+            steps = steps_of(target, drafters[title], prompt, args.steps)
+            whole = [1e3 * sum(one.values()) for one in steps]
+            mine = [1e3 * one["draft"] for one in steps]
             share = [100 * a / b for a, b in zip(mine, whole, strict=True)]
             table.append([title, *(statistics.median(values) for values in (whole, mine, share))])
             print(tabulate(table[-1:], tablefmt="plain", floatfmt=".3f"), flush=True)

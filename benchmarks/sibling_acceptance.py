@@ -3,9 +3,9 @@
     python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-small-lm]
         [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]
 
-Every round drafts so many children of the last committed token and nothing below them, so that each is one judgement.
+Every step drafts so many children of the last committed token and nothing below them, so that each is one judgement.
 Printed are the shares with their intervals over prompts, a line for a recipe (``acceptance``, with neighbours that
-would rise replaced by their mean), and what Sequoia's tree of so many nodes is then expected to emit in a round.
+would rise replaced by their mean), and what Sequoia's tree of so many nodes is then expected to emit in a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tabulate import tabulate
 from crossdraft.drafters.autoregressive.sequoia import best_tree
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import RoundEvent
+from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
@@ -43,9 +43,9 @@ def main() -> None:
     args = parser.parse_args()
     target = load_model(args.target, device=args.device)
     prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
-    counts = np.zeros((len(prompts), 1 + args.siblings))  # rounds, and those in which each sibling was accepted
+    counts = np.zeros((len(prompts), 1 + args.siblings))  # steps, and those in which each sibling was accepted
 
-    def note(event: RoundEvent) -> None:
+    def note(event: StepEvent) -> None:
         if not event.draft.width:
             return
         there = event.draft.valid.any(1).tolist()
@@ -63,7 +63,7 @@ def main() -> None:
         sampling=Sampling(temperature=args.temperature),
         batch_size=min(args.batch_size, len(prompts)),
         max_new_tokens=args.max_new_tokens,
-        on_round=note,
+        on_step=note,
     )
     list(decoder.run(prompts))
     found = [
@@ -71,7 +71,7 @@ def main() -> None:
         for k in range(1, args.siblings + 1)
     ]
     rows = [[rank, one.value, one.low, one.high] for rank, one in enumerate(found, 1)]
-    print(f"{counts[:, 0].sum():.0f} rounds over {len(prompts)} prompts")
+    print(f"{counts[:, 0].sum():.0f} steps over {len(prompts)} prompts")
     print(tabulate(rows, headers=["sibling", "accepted", "from", "to"], floatfmt=".4f"))
     falling = isotonic_regression([one.value for one in found], increasing=False).x
     acceptance = tuple(round(float(share), 4) for share in falling)
@@ -81,7 +81,7 @@ def main() -> None:
         paths, accepted = best_tree(acceptance, nodes, args.depth)
         trees.append([nodes, max(map(len, paths)), sum(len(path) == 1 for path in paths), 1 + accepted])
     print(
-        tabulate(trees, headers=["nodes", "levels", "children of the root", "expected tokens a round"], floatfmt=".3f")
+        tabulate(trees, headers=["nodes", "levels", "children of the root", "expected tokens a step"], floatfmt=".3f")
     )
 
 

@@ -3,8 +3,8 @@
     pip install -e plugins/crossdraft-suffix
     python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000] [--plot growth.png] [--json growth.json]
 
-A text of frequent and rare tokens, in which phrases come again, is remembered. At each size, rounds are played: the
-last 24 tokens are looked up and drafted from, as in a round, then 4 more are added. Printed are medians and 95th
+A text of frequent and rare tokens, in which phrases come again, is remembered. At each size, steps are played: the
+last 24 tokens are looked up and drafted from, as in a step, then 4 more are added. Printed are medians and 95th
 percentiles in microseconds, and the bytes a token by which the process grew.
 """
 
@@ -48,7 +48,7 @@ def resident() -> int:
 
 @dataclass
 class Memory:
-    """A memory of some size, and the seconds of its rounds."""
+    """A memory of some size, and the seconds of its steps."""
 
     tokens: int
     history: History
@@ -58,7 +58,7 @@ class Memory:
     drafted: int = 0
 
     def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
-        """One round."""
+        """One step."""
         start = time.perf_counter()
         found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
         middle = time.perf_counter()
@@ -68,25 +68,25 @@ class Memory:
         self.drafted += len(found.tokens)
 
     def row(self) -> dict[str, float]:
-        found = {"tokens": self.tokens, "drafted a round": self.drafted / len(self.asked)}
+        found = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.asked)}
         for name, seconds in (("look-up", self.asked), ("update", self.learnt)):
             found[f"{name} median us"] = 1e6 * float(np.median(seconds))
             found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
         return found | {"process bytes a token": self.bytes}
 
 
-def measure(sizes: Sequence[int], rounds: int, options: Suffix.Config) -> list[dict[str, float]]:
-    """A row for each size. Their rounds take turns, so that all are measured on the same machine."""
+def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[dict[str, float]]:
+    """A row for each size. Their steps take turns, so that all are measured on the same machine."""
     memories, source = [], texts(2)
     for size in sorted(sizes):
         before = resident()
-        history = History(size + rounds * NEW, options.depth, options.occurrences)
+        history = History(size + steps * NEW, options.depth, options.occurrences)
         pieces = texts(1)
         while history.total < size:
             history.extend(next(pieces)[: size - history.total])
         memories.append(Memory(size, history, (resident() - before) / size))
-    text = np.concatenate([next(source) for _ in range(1 + (rounds * NEW + options.depth) // STEP)])
-    for place in range(options.depth, options.depth + rounds * NEW, NEW):
+    text = np.concatenate([next(source) for _ in range(1 + (steps * NEW + options.depth) // STEP)])
+    for place in range(options.depth, options.depth + steps * NEW, NEW):
         tail, new = text[place - options.depth : place].tolist(), text[place : place + NEW].tolist()
         for memory in memories:
             memory.play(tail, new, options)
@@ -113,12 +113,12 @@ def plot(rows: Sequence[dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tree", action="store_true", help="draft trees")
     parser.add_argument("--plot", type=Path, help="write a picture there")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     args = parser.parse_args()
-    rows = measure(args.sizes, args.rounds, Suffix.Config(tree=args.tree))
+    rows = measure(args.sizes, args.steps, Suffix.Config(tree=args.tree))
     for row in rows:
         print(", ".join(f"{name} {value:,.1f}" for name, value in row.items()), flush=True)
     if args.plot:

@@ -51,7 +51,7 @@ def child(model: str) -> None:
             temperature=0,
             max_new_tokens=int(line),
             ignore_eos=True,
-            on_round=lambda event, used=used: used.add(torch.get_num_threads()),
+            on_step=lambda event, used=used: used.add(torch.get_num_threads()),
         )
         seconds = time.perf_counter() - started
         print(len(response.tokens) / seconds, max(used), flush=True)

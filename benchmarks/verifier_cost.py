@@ -3,9 +3,9 @@
     python benchmarks/verifier_cost.py [--device cuda] [--batch 1 8 32] [--vocab 32000 152064] [--rules block ...]
                                        [--compile]
 
-A softmax of the target's logits is made in every round whatever the verifier is, so the ratio says what a rule adds.
+A softmax of the target's logits is made in every step whatever the verifier is, so the ratio says what a rule adds.
 Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
-tokens (E[tau] is printed). Every repeat is a new round with new drafts: the softmax and all the rules of one draft
+tokens (E[tau] is printed). Every repeat is a new step with new drafts: the softmax and all the rules of one draft
 shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
 state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and
 all warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
@@ -27,7 +27,7 @@ from torch import Tensor
 from crossdraft.drafters.autoregressive.trees import Shape, grow_fixed
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Drawn
-from crossdraft.framework.contracts.rng import CounterRng, RoundRng
+from crossdraft.framework.contracts.rng import CounterRng, StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier
 from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
@@ -87,7 +87,7 @@ class SyntheticLM:
             states.append(self.after(known.gather(1, draft.parents[:, one] + 1), draft.tokens[:, one]))
         return torch.cat(states, 1)
 
-    def draft(self, shape: str, start: Tensor, rng: RoundRng) -> Draft:
+    def draft(self, shape: str, start: Tensor, rng: StepRng) -> Draft:
         drawn, nodes = SHAPES[shape]
         b, device = len(start), start.device
         if drawn in ("chain", "iid"):
@@ -150,13 +150,13 @@ def measure(
     warm_up = 12 if compiled else 2  # merged sequences come in several shapes
     for verifier in verifiers.values():
         for row in range(batch):
-            verifier.begin(row)
+            verifier.start(row)
     rng, nodes = CounterRng(0), 0
     for position in range(repeats + warm_up):
         if position == warm_up:
             for compiler in compilers.values():
                 compiler.compiling = False
-        numbers = rng.round(range(batch), [position] * batch, device)
+        numbers = rng.for_step(range(batch), [position] * batch, device)
         start = (torch.arange(batch, device=device) * 7 + position) % SyntheticLM.STATES
         draft = lm.draft(shape, start, numbers)
         states = lm.states(draft, start)
@@ -166,10 +166,10 @@ def measure(
         for name, verifier in verifiers.items():
             # What a draft works out once (its lineage, say) is made anew for every rule.
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
-            # The drafter's first draw has made the numbers of the round.
-            round_ = copy.deepcopy(numbers)
+            # The drafter's first draw has made the numbers of the step.
+            step = copy.deepcopy(numbers)
             step = compilers.get(name, verifier.verify)
-            found[name], verdict = seconds(lambda: step(own, p, round_), device)  # noqa: B023
+            found[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)

@@ -28,7 +28,7 @@ PANELS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
     "one sequence, or two drawn independently": [
         ("token (one sequence)", "chain", "token", {}),
         ("block (one sequence)", "chain", "block", {}),
-        ("greedy-block (one sequence, mean of 3 rounds)", "chain", "greedy-block", {}),
+        ("greedy-block (one sequence, mean of 3 steps)", "chain", "greedy-block", {}),
         ("sample-match", "iid-2", "sample-match", {}),
         ("specinfer", "iid-2", "specinfer", {}),
         ("spectr", "iid-2", "spectr", {}),
@@ -59,11 +59,11 @@ LOOKS = {
 }
 
 
-def enumerate_(toy: Toy, draft: str, verifier: str, config: dict[str, Any], gamma: int, rounds: int = 1) -> Certificate:
+def enumerate_(toy: Toy, draft: str, verifier: str, config: dict[str, Any], gamma: int, steps: int = 1) -> Certificate:
     rule = plugins.get("verifiers", verifier)
     make = lambda: rule(rule.Config(**config))  # noqa: E731
-    found = certify(toy, DRAFTS[draft].build, make, rounds=rounds, gamma=gamma, markov=True)
-    # Greedy block verification keeps the law only together with the rounds that follow, which certify completes.
+    found = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
+    # Greedy block verification keeps the law only together with the steps that follow, which certify completes.
     assert found.lossless, f"{verifier} on {draft}: TV {found.tv}"
     return found
 
@@ -74,11 +74,11 @@ def mixture(toy: Toy, share: float) -> Toy:
 
 
 def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> float:
-    """E[tau] of a round; what greedy block verification accepts at once it repays in the next, so of three rounds."""
+    """E[tau] of a step; what greedy block verification accepts at once it repays in the next, so of three steps."""
     rule = plugins.get("verifiers", verifier)
-    rounds = 3 if rule.traits(rule.Config(**config)).stateful else 1
-    found = enumerate_(toy, draft, verifier, config, toy.gamma, rounds)
-    return sum(found.expected_tau) / rounds
+    steps = 3 if rule.traits(rule.Config(**config)).stateful else 1
+    found = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
+    return sum(found.expected_tau) / steps
 
 
 def by_agreement(toy: Toy, shares: list[float]) -> dict[str, list[tuple[str, list[float]]]]:
@@ -93,7 +93,7 @@ def by_agreement(toy: Toy, shares: list[float]) -> dict[str, list[tuple[str, lis
 
 
 def survival(toy: Toy, gamma: int) -> dict[str, list[float]]:
-    """Pr(tau >= i) for i = 0 .. gamma in the first round."""
+    """Pr(tau >= i) for i = 0 .. gamma in the first step."""
     return {
         rule: list(accumulate(reversed(enumerate_(toy, "chain", rule, {}, gamma).first_tau)))[::-1]
         for rule in CHAIN_RULES
@@ -147,7 +147,7 @@ def main() -> None:
         rows = [[label, *(values[i] for i in shown)] for label, values in lines]
         print(tabulate(rows, [panel, *(f"lambda {shares[i]:g}" for i in shown)], floatfmt=".4f"), end="\n\n")
     lengths = survival(toys["T0"], args.gamma)
-    print(f"Pr(tau >= i) on T0, gamma {args.gamma}, first round")
+    print(f"Pr(tau >= i) on T0, gamma {args.gamma}, first step")
     rows = [[rule, *values[1:], sum(values[1:])] for rule, values in lengths.items()]
     print(tabulate(rows, ["i", *range(1, args.gamma + 1), "E[tau]"], floatfmt=".4f"))
     if args.out:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..framework.contracts.draft import Draft, Sequences
 from ..framework.contracts.drafter import Drafter, DraftTraits
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.sampling import Sampling
 
 
@@ -19,5 +19,5 @@ class NoDrafter(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn=None, point_mass=True, nodes=0)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         return Draft.empty(sequences.batch_size, sequences.device)

@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # the models are tiny: threads cost more than they gai
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
-    """Golden values by toy, fractions as strings: E[tau] per round, Pr(tau = i); h, p, residual per draft."""
+    """Golden values by toy, fractions as strings: E[tau] per step, Pr(tau = i); h, p, residual per draft."""
     return json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
 
 
@@ -74,10 +74,10 @@ _ROWS: dict[Any, list[Any]] = {}
 _certify_quickly = outcomes.certify_quickly
 
 
-def _certified_once(verifier: Any, options: Any, begin: Any) -> list[Any]:
+def _certified_once(verifier: Any, options: Any, start: Any) -> list[Any]:
     key = (verifier, verifier.verify, verifier.traits(options), str(options))
     if key not in _ROWS:
-        _ROWS[key] = _certify_quickly(verifier, options, begin)
+        _ROWS[key] = _certify_quickly(verifier, options, start)
     return _ROWS[key]
 
 

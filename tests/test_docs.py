@@ -183,7 +183,7 @@ def shortened(arguments: list[str]) -> list[str]:
         return [*arguments, *few, "--epochs", "1", "--measure", "none"]
     if arguments[:1] == ["certify"] and "--samples" not in arguments:
         rule = [] if "--verifier" in arguments else ["--verifier", "token"]
-        draft = ["--rounds", "1"] if "--drafter" in arguments else ["--draft", "chain"]
+        draft = ["--steps", "1"] if "--drafter" in arguments else ["--draft", "chain"]
         return [*arguments, *rule, *draft, "--gamma", "2"]
     if arguments[:1] == ["cost"] and "--on" not in arguments and "--run" not in arguments:
         return [*arguments, "--batch-size", "1,2", "--width", "1,2", "--context", "16", "--repeats", "1", "--quiet"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, take_rows
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.util.tensors import at_once, counting, eager_on_cpu
 
 #: Stands for a division by zero: products of a few stay finite.
@@ -38,12 +38,12 @@ def ratios(draft: Draft, p: Tensor) -> Tensor:
 def laws(draft: Draft) -> Tensor:
     """``[B, N, V]``: Q_{i-1}, the law token i was drawn from."""
     assert draft.q is not None
-    if draft.law is None:
+    if draft.q_index is None:
         return draft.q[:, : draft.width]
-    return draft.q.gather(1, draft.law[..., None].expand(-1, -1, draft.q.shape[2]))
+    return draft.q.gather(1, draft.q_index[..., None].expand(-1, -1, draft.q.shape[2]))
 
 
-def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tensor | None = None) -> Tensor:
+def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: StepRng, minus: Tensor | None = None) -> Tensor:
     """``[B]``: Y ~ norm((P_tau - minus Q_tau)_+).
 
     Args:
@@ -60,8 +60,8 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: RoundRng, minus: Tenso
         x = draft.tokens.gather(1, tau.clamp(max=draft.width - 1)[:, None])
         weights = target.scatter(1, x, torch.where(minus[:, None] > 0, 0.0, target.gather(1, x)))
     else:
-        last = (draft.q if draft.law is None else draft.law).shape[1] - 1
-        weights = subtract(target, draft.law_of(tau.clamp(max=last), target), minus)
+        last = (draft.q if draft.q_index is None else draft.q_index).shape[1] - 1
+        weights = subtract(target, draft.q_of(tau.clamp(max=last), target), minus)
     return rng.draw(or_target(weights, target))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.rng import RoundRng, UniformRound
+from ..framework.contracts.rng import StepRng, UniformStepRng
 from ..framework.util.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
 
@@ -53,12 +53,12 @@ class Children:
     def __len__(self) -> int:
         return self.node.shape[1] if self.draft.width else 0
 
-    def law(self, entry: int, like: Tensor) -> Tensor:
+    def q(self, entry: int, like: Tensor) -> Tensor:
         """``[B, V]``: q of one entry per row; ``like [B, V]`` gives the width and dtype of a point mass."""
         node = self.node[:, entry]
-        q = self.draft.law_of(node, like)
+        q = self.draft.q_of(node, like)
         if self.draft.drawn == "iid" and not self._copies:
-            q = without_elder(self.draft, q[:, None], self.draft.elder[self._rows, node][:, None]).squeeze(1)
+            q = without_elder(self.draft, q[:, None], self.draft.earlier_siblings[self._rows, node][:, None]).squeeze(1)
         return q
 
 
@@ -66,18 +66,18 @@ def laws_of_nodes(draft: Draft, nodes: Sequence[int], like: Tensor) -> Tensor:
     """``[B, n, V]``: the laws of n ``nodes``, each given its elder siblings; ``like [B, n, V]`` shapes point masses."""
     if draft.q is None:
         return torch.zeros_like(like).scatter_(2, columns(draft.tokens, nodes)[..., None], 1.0)
-    q = columns(draft.q, nodes) if draft.law is None else take_rows(draft.q, columns(draft.law, nodes))
-    return without_elder(draft, q, columns(draft.elder, nodes)) if draft.drawn == "iid" else q
+    q = columns(draft.q, nodes) if draft.q_index is None else take_rows(draft.q, columns(draft.q_index, nodes))
+    return without_elder(draft, q, columns(draft.earlier_siblings, nodes)) if draft.drawn == "iid" else q
 
 
-def without_elder(draft: Draft, q: Tensor, elder: Tensor) -> Tensor:
+def without_elder(draft: Draft, q: Tensor, earlier_siblings: Tensor) -> Tensor:
     """Laws of merged i.i.d. sequences: a later child is one that differs from its elder siblings, drawn from the rest.
 
     Args:
         q: ``[B, n, V]``, the law of each draw.
         elder: ``[B, n, N]`` bool, the elder siblings of n nodes.
     """
-    kept = torch.where(elder, 0.0, torch.inf).to(q.dtype)
+    kept = torch.where(earlier_siblings, 0.0, torch.inf).to(q.dtype)
     q = q.scatter_reduce(2, draft.tokens[:, None].expand_as(kept), kept, "amin")
     mass = total(q)[..., None].to(q.dtype)
     return torch.where(mass > 0, q / mass, q)
@@ -106,7 +106,7 @@ def settle(weights: Tensor, token: Tensor, settled: Tensor) -> Tensor:
 
 
 def draw_where(
-    rng: RoundRng,
+    rng: StepRng,
     wanted: Tensor | None,
     weights: Tensor,
     token: Tensor | None,
@@ -119,7 +119,7 @@ def draw_where(
     """
     if wanted is None or token is None:
         return rng.draw(weights, purpose, index)
-    if isinstance(rng, UniformRound):
+    if isinstance(rng, UniformStepRng):
         return torch.where(wanted, rng.draw(weights, purpose, index), token)
     return rng.draw(settle(weights, token, ~wanted), purpose, index)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 
 
@@ -42,7 +42,7 @@ class BiLD(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         best = p.argmax(-1)
         surprise = -p[:, :-1].gather(2, draft.tokens[..., None]).squeeze(2).double().log()
         kept = ((surprise <= self.config.rollback) | (draft.tokens == best[:, :-1])) & draft.valid

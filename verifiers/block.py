@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import inner_excess, joint, longest, next_token, ratios
 
@@ -35,7 +35,7 @@ class Block(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p_i = joint(ratios(draft, p))
         # p_i P - Q is P - Q / p_i up to a factor.
         h = self.acceptance(draft, p_i, p_i[:, :-1] * inner_excess(draft, p, 1 / p_i[:, :-1]))

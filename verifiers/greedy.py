@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 
 
@@ -29,7 +29,7 @@ class Greedy(Verifier):
             temperature_zero_only=True,
         )
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         best = p.argmax(-1)
         if not draft.width:
             return Verdict(torch.zeros_like(best[:, 0]), best[:, 0])
@@ -37,7 +37,7 @@ class Greedy(Verifier):
         if draft.is_chain:
             tau = matches.long().cumprod(1).sum(1)
             return Verdict(tau, best.gather(1, tau[:, None]).squeeze(1))
-        reached = ~(draft.lineage & ~matches[:, None]).any(-1)
+        reached = ~(draft.ancestor_mask & ~matches[:, None]).any(-1)
         tau, node = torch.where(reached, draft.depth, 0).max(1)
         node = torch.where(tau > 0, node, -1)
         return Verdict(tau, best.gather(1, node[:, None] + 1).squeeze(1), path=draft.path_to(node))

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict, on_device
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.errors import ContractError
 from ._chain import inner_excess, longest, next_token, prefix_excess, ratios
@@ -57,10 +57,10 @@ class GreedyBlock(Verifier):
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def begin(self, row: int) -> None:
+    def start(self, row: int) -> None:
         self._remaining[row], self._restored[row] = [], []
 
-    retire = begin
+    free = start
 
     def snapshot(self, row: int) -> Hashable:
         remaining = self._remaining.get(row, [])
@@ -122,13 +122,13 @@ class GreedyBlock(Verifier):
         if draft.q is not None and max((end for of_row in left for end in of_row), default=0) > draft.q.shape[1]:
             raise ContractError(
                 "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
-                "(DraftContext.final_law), and this draft does not carry it"
+                "(DraftContext.final_q), and this draft does not carry it"
             )
         return (self._r, on_device(left, device).view(draft.batch_size, layers)), left
 
     # -- one block ---------------------------------------------------------------------------------------
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         held, ends = self._held(draft)
         # On a CPU, positions that a layer does not modify are left out.
         verdict, r = self.judge(draft, p, rng, *held, ends=ends if p.device.type == "cpu" else None)
@@ -136,7 +136,7 @@ class GreedyBlock(Verifier):
         return verdict
 
     def judge(
-        self, draft: Draft, p: Tensor, rng: RoundRng, *held: Tensor, ends: Sequence[Sequence[int]] | None = None
+        self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor, ends: Sequence[Sequence[int]] | None = None
     ) -> tuple[Verdict, Tensor]:
         """``ends``: the same as the second of ``held``, where the host knows it."""
         root, left = held

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import next_token, ratios
 
@@ -45,7 +45,7 @@ class Lenient(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         lenience = self.config.lenience
         h = (ratios(draft, p) / lenience).clamp(max=1)
         tau = rng.accept(h).cumprod(1).sum(1)

@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng, UniformRound, accept_each
+from ..framework.contracts.rng import StepRng, UniformStepRng, accept_each
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.util.tensors import counting, take_rows
 from ._chain import HUGE, cached, joint, or_target, subtract, total
@@ -61,7 +61,7 @@ class MultipathBlock(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         sequences = draft.as_sequences()
         k, depth = sequences.shape[1:]
         if depth == 0:
@@ -191,7 +191,7 @@ def verify_path(
     first: int,
     most: int,
     going: Tensor | None,
-    rng: RoundRng,
+    rng: StepRng,
     ended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Block verification of ``path``, the highest-ranked of ``members [B, K]`` (at most ``most``) sequences.
@@ -249,14 +249,14 @@ def verify_path(
 
 
 def draw_or_bonus(
-    rng: RoundRng, going: Tensor | None, waits: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
+    rng: StepRng, going: Tensor | None, waits: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
 ) -> Tensor:
     """``[B]``: what follows an ``attempt`` where that is ``going [B]`` (``None`` = all rows), by the number of the
     attempt; elsewhere the bonus token of rows that ``waits [B]``, by a number of its own, and ``token [B]`` of others.
     """
     if going is None or waits is None or token is None:
         return draw_where(rng, None, weights, None, index=attempt)
-    if isinstance(rng, UniformRound):
+    if isinstance(rng, UniformStepRng):
         drawn = rng.draw_either(going, weights, ("residual", attempt), ("other", 0))
         return torch.where(going | waits, drawn, token)
     token = draw_where(rng, going, weights, token, index=attempt)
@@ -270,7 +270,7 @@ def one(pieces: Sequence[Tensor]) -> Tensor:
 
 def laws_of(draft: Draft) -> Tensor:
     """``[B, N]``: the row of ``q`` that each node is ranked by: of two tokens drawn without replacement the first's."""
-    law = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.law is None else draft.law
+    law = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
     return torch.where(draft.parents < 0, law[:, :1], law) if draft.drawn == "without_replacement" else law
 
 

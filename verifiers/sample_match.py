@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import none, settle, stop_at
 
@@ -29,7 +29,7 @@ class SampleMatch(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)
         at, walking = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
         token = torch.zeros_like(rows)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import Children, choose, none, ratio, residual, stop_at
 
@@ -34,7 +34,7 @@ class SpecInfer(Verifier):
 
     youngest_first: ClassVar[bool] = False
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         children = Children(draft, with_copies=True, youngest_first=self.youngest_first)
         rows = torch.arange(draft.batch_size, device=p.device)
         at, law = torch.full_like(rows, -1), p[:, 0]
@@ -42,7 +42,7 @@ class SpecInfer(Verifier):
             examined = children.valid[:, j] & (children.parent[:, j] == at)
             if none(examined):
                 continue
-            q = children.law(j, law)
+            q = children.q(j, law)
             h = torch.where(examined, ratio(law, q, children.token[:, j]).clamp(max=1), 0.0)
             accepted = rng.accept(h[:, None], index=j).squeeze(1)
             at = torch.where(accepted, children.node[:, j], at)

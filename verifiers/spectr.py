@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import total
 from ._tree_rules import choose, none, settle, stop_at
@@ -39,7 +39,7 @@ class SpecTr(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain", "iid"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)
         sequences = draft.as_sequences()
         k, depth = sequences.shape[1:]
@@ -55,7 +55,7 @@ class SpecTr(Verifier):
                 n = racing.sum(1)
                 x = draft.tokens.gather(1, nodes.clamp(min=0))
                 one = nodes.clamp(min=0).gather(1, racing.long().argmax(1, keepdim=True)).squeeze(1)
-                q = draft.law_of(one, law)
+                q = draft.q_of(one, law)
                 rho = rho_star(law, q, n) if k > 1 else torch.ones_like(n, dtype=torch.float64)
                 h = (law.gather(1, x) / (rho[:, None] * q.gather(1, x))).nan_to_num(0.0).clamp(max=1)
                 for i in range(k):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import next_token, ratios
 
@@ -28,7 +28,7 @@ class Token(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         h = ratios(draft, p).clamp_(max=1)
         tau = rng.accept(h).cumprod(1).sum(1)
         return Verdict(tau, next_token(draft, p, tau, rng), survival=h.cumprod(1))

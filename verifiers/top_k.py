@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import stop_at
 from .typical import deepest_accepted
@@ -47,7 +47,7 @@ class TopK(Verifier):
             lossless=False,
         )
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows, above = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1
         best = p.argmax(-1)
         law = p[:, :-1] if draft.is_chain else p[rows, above]

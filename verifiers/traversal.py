@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.rng import RoundRng, first_accepted
+from ..framework.contracts.rng import StepRng, first_accepted
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.util.static_trees import TreeShape, tree_constant, tree_families
 from ..framework.util.tensors import columns, take_rows
@@ -46,7 +46,7 @@ class Traversal(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         shape = ((1,),) * draft.width if draft.is_chain else draft.children
         shares, rests = node_by_node(draft, p) if shape is None else level_by_level(draft, p, shape)
         order = leaves_first(draft, shape)
@@ -121,8 +121,8 @@ def leaves_first(draft: Draft, shape: TreeShape | None) -> Tensor:
     if shape is not None:
         left = tree_constant(shape, "leaves first", draft.tokens.device)
     else:
-        size = draft.lineage.sum(1)  # nodes of each subtree
-        before = 1 + (draft.elder * size[:, None]).sum(2)  # itself and the subtrees of its elder siblings
-        entered = (draft.lineage * before[:, None]).sum(2)  # position at which the visit enters it, from 1
+        size = draft.ancestor_mask.sum(1)  # nodes of each subtree
+        before = 1 + (draft.earlier_siblings * size[:, None]).sum(2)  # itself and the subtrees of its elder siblings
+        entered = (draft.ancestor_mask * before[:, None]).sum(2)  # position at which the visit enters it, from 1
         left = entered - draft.depth + size
     return torch.add(left, ~draft.valid, alpha=2 * draft.width).argsort(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
 from ..framework.contracts.drafter import StrategyConfig
-from ..framework.contracts.rng import RoundRng
+from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import stop_at
 
@@ -46,7 +46,7 @@ class Typical(Verifier):
             lossless=False,
         )
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p = p if p.dtype == torch.float64 else p.float()
         threshold = self.threshold(p)
         rows, above = torch.arange(draft.batch_size, device=p.device), draft.parents + 1
@@ -74,10 +74,10 @@ def deepest_accepted(draft: Draft, accepted: Tensor, px: Tensor) -> Tensor:
     if not draft.width:
         return torch.full_like(draft.count, -1)
     accepted = accepted & draft.valid
-    reached = ~(draft.lineage & ~accepted[:, None]).any(-1)
+    reached = ~(draft.ancestor_mask & ~accepted[:, None]).any(-1)
     depth = torch.where(reached, draft.depth, 0)
     tau = depth.amax(1, keepdim=True)
     log_px = torch.where(accepted, px.double().log(), 0.0)
-    joint = (draft.lineage * log_px[:, None]).sum(-1)
+    joint = (draft.ancestor_mask * log_px[:, None]).sum(-1)
     node = torch.where(reached & (depth == tau), joint, -torch.inf).argmax(1)
     return torch.where(tau.squeeze(1) > 0, node, -1)

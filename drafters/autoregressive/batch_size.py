@@ -5,7 +5,7 @@ A pass over more rows costs more once it is bound by arithmetic, so the draft le
 of sequences, down to none: X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using
 Goodput", 2024. ``crossdraft cost`` prints the schedule that its cost curves and an acceptance lead to.
 
-The length is settled before the first token is drawn, by what else is decoded: given that, a round is a static one, so
+The length is settled before the first token is drawn, by what else is decoded: given that, a step is a static one, so
 losslessness stands. A sequence's sampled text then follows from its neighbours, too, though its law does not.
 """
 
@@ -49,7 +49,7 @@ class BatchSize(StrategyConfig):
             raise ValueError(f"lengths must name numbers of sequences in ascending order, got {least}")
         return self
 
-    def start(self, gamma: int, batch_size: int) -> LengthPolicy:
+    def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         longest = max(length for _, length in self.lengths)
         if longest > gamma:
             raise ValueError(f"lengths go up to {longest}, more than gamma ({gamma}), the most a draft may have")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
 from .chains import grow_chain, law_after
@@ -35,7 +35,7 @@ class PolicyConfig(StrategyConfig):
 
     def lengths(self, batch_size: int) -> LengthPolicy:
         """The policy, for B slots. Raises ValueError if it does not fit gamma."""
-        return self.policy.start(self.gamma, batch_size)
+        return self.policy.make(self.gamma, batch_size)
 
 
 class ChainDrafter(Drafter):
@@ -86,24 +86,24 @@ class ChainDrafter(Drafter):
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         self.model.prefill(prompts)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
-        self.policy.begin(row)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
+        self.policy.start(row)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.model.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.model.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._wanted = self.policy.wanted(sequences.limit, sequences.occupied)
-        one_more = law_after(self.policy, sequences, self.context.final_law, self.sampling.temperature > 0)
+        one_more = law_after(self.policy, sequences, self.context.final_q, self.sampling.temperature > 0)
         if not max(self._wanted) and not one_more:
             return Draft.empty(sequences.batch_size, sequences.device)
         root = self.model.root(sequences)
-        return grow_chain(root, self.model.grow, self._wanted, self.policy, self.sampling, rng, one_more=one_more)
+        return grow_chain(root, self.model.forward, self._wanted, self.policy, self.sampling, rng, one_more=one_more)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        # The last drafted token is fed only for `final_law`; otherwise it is caught up once it was accepted.
-        self.model.keep(verdict, accepted)
+        # The last drafted token is fed only for `final_q`; otherwise it is caught up once it was accepted.
+        self.model.commit(verdict, accepted)
         self.policy.observe(accepted, self._wanted)

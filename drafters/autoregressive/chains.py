@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.tensors import Gathered
 from .length_policy import LengthPolicy
 
 
-def law_after(policy: LengthPolicy, sequences: Sequences, final_law: bool, sampled: bool) -> bool:
+def law_after(policy: LengthPolicy, sequences: Sequences, final_q: bool, sampled: bool) -> bool:
     """Does the verifier want the law after the last token of some row, whose draft is cut short (`DraftContext`)?"""
     rows = zip(sequences.history, sequences.limit, strict=True)
-    return final_law and sampled and any(history and limit < policy.gamma for history, limit in rows)
+    return final_q and sampled and any(history and limit < policy.gamma for history, limit in rows)
 
 
 def grow_chain(
@@ -26,7 +26,7 @@ def grow_chain(
     wanted: Sequence[int],
     policy: LengthPolicy,
     sampling: Sampling,
-    rng: RoundRng,
+    rng: StepRng,
     *,
     one_more: bool = False,
 ) -> Draft:
@@ -46,10 +46,10 @@ def grow_chain(
     finite: list[Tensor] = []  # at temperature 0; otherwise the laws tell
     for i in range(steps + one_more):
         if sampled:
-            q = sampling.law(logits)
+            q = sampling.probs(logits)
             laws.add(q[:, None])
         else:
-            q, fine = sampling.checked_law(logits)
+            q, fine = sampling.checked_probs(logits)
             finite.append(fine)
         if i == steps:
             break

@@ -111,5 +111,5 @@ class Disco(StrategyConfig):
         None, ge=0, le=1, description="probability of acceptance below which a row stops; default: the checkpoint's"
     )
 
-    def start(self, gamma: int, batch_size: int) -> LengthPolicy:
+    def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         return DiscoLength(gamma, batch_size, self.checkpoint, self.threshold)

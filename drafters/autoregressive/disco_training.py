@@ -127,8 +127,8 @@ class DiscoTrainee(Trainee):
             out = self.drafting.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
             logits = self.drafting.get_output_embeddings()(out.last_hidden_state[row, at])
             size = min(logits.shape[-1], len(self.head))
-            q = self._draft.law(logits[:, :size])
-            p = self._target.law(batch.hidden[row, at][:, 0].to(self.head.dtype) @ self.head[:size].T)
+            q = self._draft.probs(logits[:, :size])
+            p = self._target.probs(batch.hidden[row, at][:, 0].to(self.head.dtype) @ self.head[:size].T)
         if self.recipe.temperature:
             token = torch.multinomial(q, 1)[:, 0]
             ratio = p.gather(1, token[:, None])[:, 0] / q.gather(1, token[:, None])[:, 0]

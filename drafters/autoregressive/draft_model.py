@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from .chains import grow_chain
 from .length_policy import LengthPolicy
@@ -22,7 +22,7 @@ from .length_policy import LengthPolicy
 class DraftModel:
     """B slots of an autoregressive model that follow the loop's sequences.
 
-    Per slot `begin`, then per round `root`, `grow` as often as wanted, and `keep`; then `retire`.
+    Per slot `start`, then per step `root`, `forward` as often as wanted, and `keep`; then `free`.
 
     Args:
         lm: of `DraftContext.load_lm`, or a fork of the target.
@@ -30,7 +30,7 @@ class DraftModel:
 
     def __init__(self, lm: LM):
         self.lm = lm
-        #: Nodes fed since the root, of every row; those of `grow` count from 0 in the order they are fed.
+        #: Nodes fed since the root, of every row; those of `forward` count from 0 in the order they are fed.
         self.fed = 0
 
     @property
@@ -43,11 +43,11 @@ class DraftModel:
         if (feed := getattr(self.lm, "prefill", None)) is not None:
             feed(prompts)
 
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
-        self.lm.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int]) -> None:
+        self.lm.start(row, prompt)
 
-    def retire(self, row: int) -> None:
-        self.lm.retire(row)
+    def free(self, row: int) -> None:
+        self.lm.free(row)
 
     def root(self, sequences: Sequences) -> Tensor:
         """Feed and keep what was committed since this model last looked; logits ``[B, V]`` after the last token.
@@ -60,19 +60,19 @@ class DraftModel:
         # The last column says where a row ends: one copy to the device.
         padded = [[*tokens, *[0] * (width - len(tokens)), max(len(tokens) - 1, 0)] for tokens in missing]
         fed = on_device(padded, sequences.device)
-        logits, _ = self.lm.grow(fed[:, :-1])
-        self.lm.keep(counts)
+        logits, _ = self.lm.forward(fed[:, :-1])
+        self.lm.commit(counts)
         self.fed = 0
         if width == min(counts):
             return logits[:, -1]
         return take_rows(logits, fed[:, -1])
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Feed nodes ``[B, W]``, see `LM.grow`; logits ``[B, W, V]`` after each of them."""
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Feed nodes ``[B, W]``, see `LM.forward`; logits ``[B, W, V]`` after each of them."""
         self.fed += tokens.shape[1]
-        return self.lm.grow(tokens, parents)[0]
+        return self.lm.forward(tokens, parents)[0]
 
-    def chain(self, sequences: Sequences, gamma: int, sampling: Sampling, rng: RoundRng) -> Draft:
+    def chain(self, sequences: Sequences, gamma: int, sampling: Sampling, rng: StepRng) -> Draft:
         """The whole of ``propose`` for a drafter of plain chains: gamma tokens for every row that has room for them.
 
         Drawn from the law that ``sampling`` makes of this model's logits; at temperature 0 the argmax, a point mass.
@@ -81,9 +81,9 @@ class DraftModel:
         wanted = policy.wanted(sequences.limit, sequences.occupied)
         if not max(wanted):
             return Draft.empty(sequences.batch_size, sequences.device)
-        return grow_chain(self.root(sequences), self.grow, wanted, policy, sampling, rng)
+        return grow_chain(self.root(sequences), self.forward, wanted, policy, sampling, rng)
 
-    def keep(
+    def commit(
         self, verdict: Verdict, accepted: Sequence[int], place: Tensor | None = None, depth: int | None = None
     ) -> None:
         """Keep the accepted nodes that were fed, and drop the others.
@@ -98,7 +98,7 @@ class DraftModel:
             return
         counts = [min(tau, self.fed if depth is None else depth) for tau in accepted]
         if place is None or verdict.path is None:
-            self.lm.keep(counts)
+            self.lm.commit(counts)
             return
         path = functional.pad(place, (1, 0), value=-1).gather(1, verdict.path + 1)
-        self.lm.keep(counts, path[:, : max(counts)])
+        self.lm.commit(counts, path[:, : max(counts)])

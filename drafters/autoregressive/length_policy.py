@@ -21,7 +21,7 @@ class LengthPolicy:
         asks: does `goes_on` ever say no? Then the device is asked once for each drafted token.
         keeps_last: is the token after which a row stops part of the draft?
         anywhere: does `goes_on` ask for law and token alone, wherever in a draft they stand?
-        adapts: does the length depend on how earlier rounds went, or on what else is decoded?
+        adapts: does the length depend on how earlier steps went, or on what else is decoded?
         remembers: do other sequences change its lengths, those before it (until `reset`) or beside it?
     """
 
@@ -33,14 +33,14 @@ class LengthPolicy:
     def load(self, context: DraftContext) -> None:
         """Ask for what it needs beside its options, once. Raises UsageError where that is not there."""
 
-    def begin(self, row: int) -> None:
+    def start(self, row: int) -> None:
         """Slot ``row`` starts a new sequence."""
 
     def reset(self) -> None:
         """Forget what earlier sequences taught, see `Drafter.reset`."""
 
     def wanted(self, limit: Sequence[int], rows: int) -> list[int]:
-        """Most tokens that each row drafts this round, given ``sequences.limit``; ``rows`` slots hold a sequence."""
+        """Most tokens that each row drafts this step, given ``sequences.limit``; ``rows`` slots hold a sequence."""
         return [min(self.gamma, most) for most in limit]
 
     def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -51,4 +51,4 @@ class LengthPolicy:
         raise NotImplementedError("a policy that never asks")
 
     def observe(self, accepted: Sequence[int], wanted: Sequence[int]) -> None:
-        """The round is over: per slot tau, and what `wanted` had said."""
+        """The step is over: per slot tau, and what `wanted` had said."""

@@ -13,9 +13,9 @@ the prefix alone: given x_1 .. x_i the draft ends after x_i or goes on, whatever
 kept still follows its Q and losslessness stands.
 
 ``heuristic``. The schedule ``heuristic_transient`` of transformers' assisted generation (J. Gante, "Assisted
-Generation: a new direction toward low-latency text generation", 2023): two tokens more after a round in which
+Generation: a new direction toward low-latency text generation", 2023): two tokens more after a step in which
 everything drafted was accepted, else one fewer, at least one. The length is settled before the first token is drawn,
-by rounds that are over: given the committed tokens and the length, a round is a static one, so losslessness stands.
+by steps that are over: given the committed tokens and the length, a step is a static one, so losslessness stands.
 
 ``learnt-threshold``: ``confidence`` with a threshold that follows from which drafted tokens were accepted
 (`learnt_threshold`). ``disco``: after each token a trained classifier is asked (`disco`). ``batch-size``: a length
@@ -67,7 +67,7 @@ class HeuristicLength(LengthPolicy):
         self._start = start or min(START, gamma)
         self._length = [self._start] * batch_size
 
-    def begin(self, row: int) -> None:
+    def start(self, row: int) -> None:
         self._length[row] = self._start
 
     def wanted(self, limit: Sequence[int], rows: int) -> list[int]:
@@ -85,7 +85,7 @@ class Static(StrategyConfig):
 
     name: Literal["static"] = "static"
 
-    def start(self, gamma: int, batch_size: int) -> LengthPolicy:
+    def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         return LengthPolicy(gamma, batch_size)
 
 
@@ -102,7 +102,7 @@ class Confidence(StrategyConfig):
         None, ge=0, le=1, description="probability below which a row stops; default 0.4, with stop: before 0.6"
     )
 
-    def start(self, gamma: int, batch_size: int) -> LengthPolicy:
+    def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         default = 0.4 if self.stop == "after" else 0.6
         return ConfidenceLength(gamma, batch_size, default if self.threshold is None else self.threshold, self.stop)
 
@@ -115,7 +115,7 @@ class Heuristic(StrategyConfig):
         None, ge=1, description=f"tokens of a sequence's first draft; default {START}, or gamma if it is less"
     )
 
-    def start(self, gamma: int, batch_size: int) -> LengthPolicy:
+    def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         if self.start_length is not None and self.start_length > gamma:
             raise ValueError(
                 f"start_length ({self.start_length}) is more than gamma ({gamma}), the most a draft may have"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Drawn
-from ...framework.contracts.rng import RoundRng, draw_each
+from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.util.static_trees import TreeShape, tree_constant, tree_families
@@ -165,7 +165,7 @@ def _width(wanted: int, most: int) -> int:
 
 
 def grow_fixed(
-    shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: RoundRng
+    shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: StepRng
 ) -> tuple[Draft, Tensor]:
     """A tree of a fixed shape, level by level; all nodes but the last level are fed.
 
@@ -178,8 +178,8 @@ def grow_fixed(
         the draft, and ``[B, N]`` the index at which each node was fed, -1 for the last level.
     """
     children, b = shape.children, len(root)
-    parents, depth, lineage, fed = (
-        tree_constant(children, what, root.device) for what in ("parents", "depth", "lineage", "fed")
+    parents, depth, ancestor_mask, fed = (
+        tree_constant(children, what, root.device) for what in ("parents", "depth", "ancestor_mask", "fed")
     )
     logits, above, first = root[:, None], -1, 0  # of the level above: its first node
     tokens, drawn, laws, finite = [], [], Gathered(shape.nodes), []
@@ -200,7 +200,9 @@ def grow_fixed(
     draft = Draft(
         tokens=torch.cat(tokens, 1),
         parents=parents.expand(b, -1),
-        valid=~(lineage & ~there[:, None]).any(2),  # what hangs below a node that is not there is not there either
+        valid=~(ancestor_mask & ~there[:, None]).any(
+            2
+        ),  # what hangs below a node that is not there is not there either
         q=None if siblings == "top-k" else laws.tensor(),
         drawn="chain" if shape.is_path else DRAWN[siblings],
         levels=len(children),
@@ -224,7 +226,7 @@ def _most_probable(
 
 
 def _drawn(
-    logits: Tensor, level: Sequence[Family], above: int, siblings: Siblings, sampling: Sampling, rng: RoundRng
+    logits: Tensor, level: Sequence[Family], above: int, siblings: Siblings, sampling: Sampling, rng: StepRng
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """The nodes of a level, drawn at the same time but for siblings, which come one after the other.
 
@@ -235,7 +237,7 @@ def _drawn(
         tokens and whether there is one, both ``[B, W]``; the W laws ``[B, V]``; whether logits were free of NaN
         ``[B, P]``.
     """
-    left, fine = sampling.checked_law(logits)
+    left, fine = sampling.checked_probs(logits)
     level = sorted(level, key=lambda family: -len(family[1]))  # who has one more child is at the front
     left, some = columns(left, [parent - above for parent, _ in level]), torch.ones_like(fine)
     token, found = some, {}

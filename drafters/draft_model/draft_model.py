@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ...framework.contracts.drafter import StrategyConfig, TextLaw
+from ...framework.contracts.drafter import StrategyConfig, TextDistribution
 from ...framework.contracts.lm import LM
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
@@ -31,7 +31,7 @@ class ChainConfig(ModelConfig):
 
     def lengths(self, batch_size: int) -> LengthPolicy:
         """The policy, for B slots. Raises ValueError if it does not fit gamma."""
-        return Static().start(self.gamma, batch_size)
+        return Static().make(self.gamma, batch_size)
 
 
 class SmallLM(ChainDrafter):
@@ -45,8 +45,8 @@ class SmallLM(ChainDrafter):
     def slots(self) -> LM:
         return self.context.load_lm(self.config.model)
 
-    def text_law(self) -> TextLaw | None:
+    def text_distribution(self) -> TextDistribution | None:
         if not self.policy.anywhere:
             return None
         goes_on = self.policy.goes_on if self.policy.asks else None
-        return TextLaw(self.model.lm, self.sampling, goes_on, self.policy.keeps_last)
+        return TextDistribution(self.model.lm, self.sampling, goes_on, self.policy.keeps_last)

@@ -26,4 +26,4 @@ class DynamicThreshold(SmallLM):
         threshold: float | None = Field(None, ge=0, le=1, description=Confidence.model_fields["threshold"].description)
 
         def lengths(self, batch_size: int) -> LengthPolicy:
-            return Confidence(stop=self.stop, threshold=self.threshold).start(self.gamma, batch_size)
+            return Confidence(stop=self.stop, threshold=self.threshold).make(self.gamma, batch_size)

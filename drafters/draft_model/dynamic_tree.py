@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.draft_model import DraftModel
@@ -63,20 +63,20 @@ class SmallLMDynamicTree(Drafter):
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         self.model.prefill(prompts)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.model.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.model.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         depth = min(self.config.depth, max(sequences.limit))
         self._place = None
         if depth == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         root, limit = self.model.root(sequences), on_device(sequences.limit, sequences.device)
         top_k = min(self.config.top_k, root.shape[1])
-        draft, self._place = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.grow, limit)
+        draft, self._place = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.forward, limit)
         return draft
 
     def observe(
@@ -84,4 +84,4 @@ class SmallLMDynamicTree(Drafter):
     ) -> None:
         if self._place is not None:
             # Only leaves may never have been fed, so all but the last accepted node are kept for certain.
-            self.model.keep(verdict, [max(tau - 1, 0) for tau in accepted], self._place)
+            self.model.commit(verdict, [max(tau - 1, 0) for tau in accepted], self._place)

@@ -14,7 +14,7 @@ from .draft_model import ChainConfig, SmallLM
 
 
 class HeuristicSchedule(SmallLM):
-    """The small LM with a length that follows the last round's fate; every sequence has its own."""
+    """The small LM with a length that follows the last step's fate; every sequence has its own."""
 
     name = "heuristic-schedule"
 
@@ -31,4 +31,4 @@ class HeuristicSchedule(SmallLM):
             return self
 
         def lengths(self, batch_size: int) -> LengthPolicy:
-            return Heuristic(start_length=self.start).start(self.gamma, batch_size)
+            return Heuristic(start_length=self.start).make(self.gamma, batch_size)

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextLaw
-from ...framework.contracts.rng import RoundRng, draw_each
+from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextDistribution
+from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_SIBLINGS
 from ...framework.util.tensors import Gathered, counting
@@ -58,30 +58,30 @@ class SmallLMIid(Drafter):
     def passes(self) -> int:
         return self.model.passes
 
-    def text_law(self) -> TextLaw | None:
-        return self.chain.text_law()
+    def text_distribution(self) -> TextDistribution | None:
+        return self.chain.text_distribution()
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         self.chain.prefill(prompts)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.chain.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.chain.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.chain.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.chain.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._place = None
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        law, laws = self.sampling.law(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
+        law, laws = self.sampling.probs(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
         laws.add(law)
         tokens = [draw_each(rng, law.expand(-1, k, -1), "draft", range(k))]
         order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # as nodes are fed
         for i in range(1, steps):
             above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
-            law = self.sampling.law(self.model.grow(tokens[-1], above))
+            law = self.sampling.probs(self.model.forward(tokens[-1], above))
             laws.add(law)
             tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
         length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
@@ -102,7 +102,7 @@ class SmallLMIid(Drafter):
         if self._place is None:
             self.chain.observe(sequences, draft, verdict, accepted, scores)
         else:
-            self.model.keep(verdict, accepted, self._place, self._levels)
+            self.model.commit(verdict, accepted, self._place, self._levels)
 
 
 @cache

@@ -2,10 +2,10 @@
 
 X. Liu, L. Hu, P. Bailis, A. Cheung, Z. Deng, I. Stoica, H. Zhang, "Online Speculative Decoding", ICML 2024
 (arXiv:2310.07177), algorithm 1. Where a draft was rejected, the text up to there and the target's law of the next token
-go into a buffer. Every so many rounds the drafter is distilled on the buffer, one step of AdamW down the mean KL(p, q),
+go into a buffer. Every so many steps the drafter is distilled on the buffer, one step of AdamW down the mean KL(p, q),
 and the buffer is empty again.
 
-Each round's q is what its tokens were drawn from, by the weights of that round, and an update comes after a round is
+Each step's q is what its tokens were drawn from, by the weights of that step, and an update comes after a step is
 over; so every lossless rule stays lossless. What differs from the paper: laws are the target's at temperature 1 (its
 logits), whatever it is sampled at; embedding and head are not trained; keys and values of committed tokens stay those
 of the weights that computed them, so that an update costs no pass over them.
@@ -25,7 +25,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.chain_drafter import ChainDrafter
 from .draft_model import ChainConfig
@@ -77,7 +77,7 @@ class Online(ChainDrafter):
         """Weights, optimiser and buffer are again those of a new drafter."""
         super().reset()
         self.rejected: deque[Rejected] = deque(maxlen=self.config.buffer)
-        self._rounds = 0
+        self._steps = 0
         with torch.inference_mode(False), torch.no_grad():
             # Steps are smaller than half precision resolves: they add up here.
             wide = [w.to(torch.promote_types(w.dtype, torch.float32), copy=True) for w in self._begun_with]
@@ -88,12 +88,12 @@ class Online(ChainDrafter):
             self._wide, lr=self.config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        super().begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        super().start(row, prompt)
         self._sequences += 1
         self._sequence[row] = self._sequences
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._lengths = [len(history) for history in sequences.history]
         return super().propose(sequences, rng)
 
@@ -108,8 +108,8 @@ class Online(ChainDrafter):
             # One that ended before the rejection, or failed, holds no token that was said there.
             if tau < self._wanted[row] and len(history) > kept:
                 self.rejected.append(Rejected(self._sequence[row], history[:kept], scores.logits[row, tau].clone()))
-        self._rounds += 1
-        if self._rounds % self.config.every == 0 and self.rejected:
+        self._steps += 1
+        if self._steps % self.config.every == 0 and self.rejected:
             self._learn()
             self.rejected.clear()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
 from ..autoregressive.draft_model import DraftModel
@@ -39,7 +39,7 @@ BRANCHING = (2, 2, 1)
 #: How its siblings are chosen, unless it says otherwise.
 SIBLINGS: Siblings = "without-replacement"
 #: What `growth` leaves open. The acceptance is that of the SmolLM2 pair at temperature 1 by rule ``specinfer``, from
-#: 477 rounds of ``benchmarks/sibling_acceptance.py``.
+#: 477 steps of ``benchmarks/sibling_acceptance.py``.
 NODES, DEPTH, THRESHOLD = 16, 8, 0.1
 ACCEPTANCE = (0.26, 0.08, 0.057, 0.046, 0.034, 0.027, 0.027)
 
@@ -52,7 +52,7 @@ class SmallLMTree(Drafter):
     At temperature 0 siblings are the top k.
 
     ``growth`` finds the tree for a number of ``nodes``: ``sequoia`` once, the best one for an acceptance vector;
-    ``opt-tree`` in every round anew, the most probable one, whose nodes are point masses.
+    ``opt-tree`` in every step anew, the most probable one, whose nodes are point masses.
     """
 
     name = "small-lm-tree"
@@ -68,7 +68,7 @@ class SmallLMTree(Drafter):
         growth: Literal["sequoia", "opt-tree"] | None = Field(
             None,
             description="instead of branching: sequoia, the best fixed tree for an acceptance vector, or opt-tree, the "
-            "tree that the small model finds most probable in each round",
+            "tree that the small model finds most probable in each step",
         )
         nodes: int | None = Field(None, ge=1, le=MOST_NODES, description=f"growth: nodes of the tree ({NODES})")
         depth: int | None = Field(None, ge=1, le=MOST_LEVELS, description=f"growth: its most levels ({DEPTH})")
@@ -127,7 +127,7 @@ class SmallLMTree(Drafter):
             return len(self.shape().ranks)
 
         def shape(self) -> Shape:
-            """Of a tree that is the same in all rounds."""
+            """Of a tree that is the same in all steps."""
             choices = self.choices
             if self.growth == "sequoia":
                 depth = DEPTH if self.depth is None else self.depth
@@ -175,13 +175,13 @@ class SmallLMTree(Drafter):
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         self.model.prefill(prompts)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.model.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.model.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         own, self._place = self.config, None
         levels = min(own.levels if self.shape is None else len(self.shape.ranks), max(sequences.limit))
         if levels == 0:
@@ -190,11 +190,11 @@ class SmallLMTree(Drafter):
         if self.shape is None:
             threshold = THRESHOLD if own.threshold is None else own.threshold
             draft, self._place = grow_dynamic(
-                levels, None, own.budget, root, self.model.grow, limit, threshold=threshold
+                levels, None, own.budget, root, self.model.forward, limit, threshold=threshold
             )
         else:
             shape = self.shape.cut(levels)
-            draft, self._place = grow_fixed(shape, self.siblings, root, self.model.grow, self.sampling, limit, rng)
+            draft, self._place = grow_fixed(shape, self.siblings, root, self.model.forward, self.sampling, limit, rng)
         self._levels = levels - 1
         return draft
 
@@ -204,4 +204,4 @@ class SmallLMTree(Drafter):
         if self._place is not None:
             # Of a tree that grew only leaves may never have been fed, so all but the last accepted node are kept.
             fed = accepted if self.shape is not None else [max(tau - 1, 0) for tau in accepted]
-            self.model.keep(verdict, fed, self._place, self._levels)
+            self.model.commit(verdict, fed, self._place, self._levels)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import UsageError
 from ...framework.util.limits import MOST_LEVELS
@@ -61,7 +61,7 @@ class BlockConfig(StrategyConfig):
 
     def started(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
         """The length policy. Raises ValueError for options that do not fit ``gamma``, `most` by default."""
-        return self.policy.start(self.most if gamma is None else gamma, batch_size)
+        return self.policy.make(self.most if gamma is None else gamma, batch_size)
 
 
 class BlockDrafter(FeatureReader):
@@ -84,7 +84,7 @@ class BlockDrafter(FeatureReader):
         except ValueError as error:
             raise UsageError(f"drafter '{self.name}' drafts {gamma} tokens with '{own.model}': {error}") from None
         self.policy.load(context)
-        #: Features that a row is fed at most in a pass: what a round commits.
+        #: Features that a row is fed at most in a pass: what a step commits.
         self._most = gamma + 1
         self.lm = context.slots(self.head, room=self._most + (gamma + 1 if block is None else block + 1))
         # Rotary positions go on beyond the length they were trained on; the target's context bounds every sequence.
@@ -120,7 +120,7 @@ class BlockDrafter(FeatureReader):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        # Never replayable: where a round started decides which features are the target's, and with it the laws.
+        # Never replayable: where a step started decides which features are the target's, and with it the laws.
         return DraftTraits(
             drawn="chain",
             point_mass=sampling.at(config.temperature).temperature == 0,
@@ -133,7 +133,7 @@ class BlockDrafter(FeatureReader):
     def remembers(cls, config: Any) -> bool:
         return config.started(1).remembers
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         able = self.drafts(sequences)
         limit = [most if some else 0 for most, some in zip(sequences.limit, able, strict=True)]
         self._wanted = self.policy.wanted(limit, sequences.occupied)
@@ -141,7 +141,7 @@ class BlockDrafter(FeatureReader):
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
         features = self._taken()
-        while max(map(len, features)) > self._most:  # rounds without drafts, in which nothing was fed
+        while max(map(len, features)) > self._most:  # steps without drafts, in which nothing was fed
             early = [max(min(len(row) - self._most, self._most), 0) for row in features]
             self.feed(sequences, [row[:n] for row, n in zip(features, early, strict=True)], 1)
             features = [row[n:] for row, n in zip(features, early, strict=True)]

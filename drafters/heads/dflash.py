@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Sequences, on_device
-from ...framework.contracts.misconfiguration import Suspect
+from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockDrafter
 from .eagle_weights import biased, decoder_layer, layer_config, renamed, shared, table, target_ids
@@ -181,13 +181,13 @@ class DFlash(BlockDrafter):
     name = "dflash"
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         yield from other_layers(config.layers or (), target_model.config.get_text_config().num_hidden_layers)
         yield from rotary_bases(heads, target_model)
         yield from draft_vocabulary(heads)
         yield from other_embedding(heads)
         drafts = not _from_anchor(heads, heads.tensors)
-        yield Suspect(
+        yield Misconfiguration(
             f"the root's position {'drafts, too' if drafts else 'does not draft'}",
             f"write sample_from_anchor: {str(drafts).lower()} into the heads' config.json",
             change=lambda given: given.with_config(sample_from_anchor=drafts),
@@ -205,11 +205,11 @@ class DFlash(BlockDrafter):
     def block(self) -> int:
         return self.head.block_size - (not self.head.from_anchor)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
-        self.policy.begin(row)
+        self.policy.start(row)
         features = self._none() if len(prompt) == 1 else self._features(hidden)
-        self.lm.begin(row, prompt, features=features)
+        self.lm.start(row, prompt, features=features)
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
         counts, block, mask = [len(row) for row in features], self.head.block_size, self.head.mask_token
@@ -218,12 +218,12 @@ class DFlash(BlockDrafter):
             [*[0] * n, history[-1] if history else 0, *[mask] * (block - 1), *[0] * (width - n)]
             for n, history in zip(counts, sequences.history, strict=True)
         ]
-        logits, states = self.lm.grow(
+        logits, states = self.lm.forward(
             on_device(tokens, sequences.device),
             features=functional.pad(pad_sequence(features, batch_first=True), (0, 0, 0, block)),
             first=on_device(counts, sequences.device),
         )
-        self.lm.keep(counts)
+        self.lm.commit(counts)
         return logits, None if states is None else states[:, :, 0]
 
 

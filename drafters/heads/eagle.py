@@ -37,7 +37,7 @@ from .features import FeatureDrafter
 from .misconfigurations import embedding_scales, other_embedding, rotary_bases, swapped_inputs
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Suspect
+    from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
 
@@ -115,7 +115,7 @@ class Eagle(FeatureDrafter):
     name = "eagle"
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         yield from swapped_inputs(heads, "fc.weight")
         yield from rotary_bases(heads, target_model)
         yield from other_embedding(heads)

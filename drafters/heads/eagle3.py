@@ -37,7 +37,7 @@ from .features import FeatureDrafter, HeadConfig
 from .misconfigurations import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Suspect
+    from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
 #: Low, middle, high, as the authors count: the inputs of layers 2, L // 2 and L - 3.
@@ -180,7 +180,7 @@ class Eagle3(FeatureDrafter):
         return LAYERS if config.layers is None else config.layers
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         depth = target_model.config.get_text_config().num_hidden_layers
         yield from other_layers(_read(config.layers, depth), depth)
         yield from eagle3_norms(heads, len(_read(config.layers, depth)))

@@ -154,9 +154,9 @@ class FeatureLM:
     def passes(self) -> int:
         return self._lm.passes
 
-    def begin(self, row: int, tokens: Sequence[int], features: Tensor) -> None:
+    def start(self, row: int, tokens: Sequence[int], features: Tensor) -> None:
         """Slot ``row`` starts over with the pairs of all ``tokens`` but the last, ``features [len(tokens) - 1, H]``."""
-        self._lm.begin(row, tokens, features=features)
+        self._lm.start(row, tokens, features=features)
 
     def commit(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> Tensor:
         """Feed and keep the first ``counts[b]`` pairs of each row; logits ``[B, V]`` after the last one.
@@ -164,30 +164,30 @@ class FeatureLM:
         ``tokens [B, W]`` and ``features [B, W, H]`` are padded; the logits of a row without pairs mean nothing.
         """
         last = on_device(list(counts), self.device).clamp(min=1) - 1
-        logits, hidden = self._lm.grow(tokens, features=features, logits_to_keep=last)
+        logits, hidden = self._lm.forward(tokens, features=features, logits_to_keep=last)
         assert hidden is not None
-        self._lm.keep(counts)
+        self._lm.commit(counts)
         #: ``[B, 1 + grown, H]``: the feature after the last pair, then those of the nodes grown since.
         self._features = hidden[torch.arange(len(last), device=self.device), last]
         return widened(logits, self.head.target_ids, self.vocab_size)[:, 0]
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Add drafted nodes, see :meth:`LM.grow`; returns logits ``[B, W, V]``. A chain grows one node at a time."""
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Add drafted nodes, see :meth:`LM.forward`; returns logits ``[B, W, V]``. A chain grows one node at a time."""
         if parents is None:
             features = self._features[:, -1:]
         else:
             features = self._features.gather(1, (parents + 1)[..., None].expand(-1, -1, self._features.shape[2]))
-        logits, hidden = self._lm.grow(tokens, parents, features=features)
+        logits, hidden = self._lm.forward(tokens, parents, features=features)
         assert hidden is not None
         self._features = torch.cat([self._features, hidden[:, :, 0]], 1)
         return widened(logits, self.head.target_ids, self.vocab_size)
 
     def forget(self) -> None:
         """Drop all drafted nodes."""
-        self._lm.keep([0] * self.batch_size)
+        self._lm.commit([0] * self.batch_size)
 
-    def retire(self, row: int) -> None:
-        self._lm.retire(row)
+    def free(self, row: int) -> None:
+        self._lm.free(row)
 
 
 def widened(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What every drafter holds whose head reads the target's hidden states: those that were committed and not yet fed.
 
 The features of committed tokens are the target's own, from the very pass that verified them: of the accepted path of a
-round, the root first. They wait here until the head is fed again, so its keys and values depend on the committed
+step, the root first. They wait here until the head is fed again, so its keys and values depend on the committed
 tokens alone, whatever was drafted and rejected on the way.
 """
 
@@ -66,9 +66,9 @@ class FeatureReader(Drafter):
     def passes(self) -> int:
         return self.lm.passes
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._pending[row] = []
-        self.lm.retire(row)
+        self.lm.free(row)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores

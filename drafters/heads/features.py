@@ -5,7 +5,7 @@ where the token before it is committed, the head's own output where it is drafte
 fed with the target's feature, from the very pass that verified it; what was computed from the head's own is dropped
 after the draft. So the head's keys and values depend on the committed tokens alone, whatever was drafted on the way.
 
-A sequence of one token has no pair yet: such a row drafts nothing in its first round, because heads were
+A sequence of one token has no pair yet: such a row drafts nothing in its first step, because heads were
 never trained on a token without a feature.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.chains import grow_chain
@@ -89,7 +89,7 @@ class HeadConfig(StrategyConfig):
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
         if self.tree is None:
-            self.policy.start(self.gamma, 1)
+            self.policy.make(self.gamma, 1)
         elif self.tree == "dynamic":
             check_candidates(self.depth, self.top_k, self.nodes)
         else:
@@ -117,14 +117,14 @@ class FeatureDrafter(FeatureReader):
         own = self.config
         room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
         self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
-        self.policy = own.policy.start(own.gamma, context.batch_size)
+        self.policy = own.policy.make(own.gamma, context.batch_size)
         self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None
         self.siblings: Siblings = own.chosen(context.sampling)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        # Never replayable: where a round started decides which features are the target's, and with it the laws.
+        # Never replayable: where a step started decides which features are the target's, and with it the laws.
         layers = cls.layers(config)
         if config.tree == "dynamic":
             return DraftTraits(
@@ -136,7 +136,7 @@ class FeatureDrafter(FeatureReader):
                 point_mass=sampling.at(config.temperature).temperature == 0,
                 nodes=config.gamma,
                 hidden_layers=layers,
-                adapts=config.policy.start(config.gamma, 1).adapts,
+                adapts=config.policy.make(config.gamma, 1).adapts,
             )
         shape, siblings = config.shape(), config.chosen(sampling)
         return DraftTraits(
@@ -150,20 +150,20 @@ class FeatureDrafter(FeatureReader):
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
-        return config.tree is None and config.policy.start(config.gamma, 1).remembers
+        return config.tree is None and config.policy.make(config.gamma, 1).remembers
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
-        self.policy.begin(row)
+        self.policy.start(row)
         if len(prompt) == 1:
-            self.lm.begin(row, [], self._none())
+            self.lm.start(row, [], self._none())
             return
         features = self._features(hidden)
         # The last pair, the root's, is fed with the first draft.
-        self.lm.begin(row, list(prompt[1:]), features[:-1])
+        self.lm.start(row, list(prompt[1:]), features[:-1])
         self._pending[row] = [features[-1:]]
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         has_pair = [len(history) > 1 for history in sequences.history]
         limit = [most if some else 0 for most, some in zip(sequences.limit, has_pair, strict=True)]
         self._wanted = self.policy.wanted(limit, sequences.occupied)
@@ -183,16 +183,16 @@ class FeatureDrafter(FeatureReader):
             return max(self._wanted)
         return min(most, self.config.depth if self.shape is None else len(self.shape.ranks))
 
-    def _drafted(self, levels: int, root: Tensor, limit: Tensor, rng: RoundRng) -> Draft:
+    def _drafted(self, levels: int, root: Tensor, limit: Tensor, rng: StepRng) -> Draft:
         own = self.config
         if own.tree is None:
-            return grow_chain(root, self.lm.grow, self._wanted, self.policy, self.sampling, rng)
+            return grow_chain(root, self.lm.forward, self._wanted, self.policy, self.sampling, rng)
         if self.shape is None:
             top_k = min(own.top_k, root.shape[1])
-            return grow_dynamic(levels, top_k, own.nodes, root, self.lm.grow, limit)[0]
+            return grow_dynamic(levels, top_k, own.nodes, root, self.lm.forward, limit)[0]
         shape = self.shape.cut(levels)
         # A chain's mask is simpler without parents.
-        expand = (lambda tokens, parents: self.lm.grow(tokens)) if shape.is_path else self.lm.grow
+        expand = (lambda tokens, parents: self.lm.forward(tokens)) if shape.is_path else self.lm.forward
         return grow_fixed(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
 
     def _catch_up(self, sequences: Sequences) -> Tensor:

@@ -2,7 +2,7 @@
 
 T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
 Multiple Decoding Heads", ICML 2024. Head i (from 0) at position t predicts token t + 2 + i (section 2.1.1, equation 1);
-token t + 1 is the root, which the target has already chosen. The features of a round's last accepted token come out
+token t + 1 is the root, which the target has already chosen. The features of a step's last accepted token come out
 of the target's own pass, so drafting costs the heads alone. A first token without predecessor is not drafted after.
 
 Heads do not see each other's tokens: their laws are independent of one another given the text, and exactly that is
@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.misconfiguration import Suspect
+from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.contracts.models import Checkpoint
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ContractError, ModelError, UsageError
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
@@ -182,7 +182,7 @@ class Medusa(Drafter):
         )
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         return shifted_heads(heads)
 
     def _lay_out(self, tree: Shape) -> None:
@@ -203,7 +203,7 @@ class Medusa(Drafter):
                 f"{self.heads.vocab_size} tokens"
             )
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._known[row] = len(prompt) > 1
         if self._known[row]:
             if hidden is None:
@@ -215,10 +215,10 @@ class Medusa(Drafter):
         else:  # what the last sequence left may be NaN
             self._features[row] = 0
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._known[row] = False
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limits = [
             min(limit, self.depth) if known else 0 for limit, known in zip(sequences.limit, self._known, strict=True)
         ]
@@ -226,7 +226,7 @@ class Medusa(Drafter):
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         limit = on_device(limits, sequences.device)
-        # All heads that draft, in short rounds too: one shape to record.
+        # All heads that draft, in short steps too: one shape to record.
         (logits,) = self._run(self._score, {"features": self._features}, self.depth)
         assert logits is not None
         logits = logits[:, :steps]
@@ -237,7 +237,7 @@ class Medusa(Drafter):
             best = logits.argmax(-1)
             finite = ~logits.gather(2, best[..., None]).isnan().flatten(1).any(1)
             return Draft.chain(self._token(best), limit, finite=finite | unknown)
-        q, finite = self.sampling.checked_law(self._whole(logits))
+        q, finite = self.sampling.checked_probs(self._whole(logits))
         tokens = torch.stack([rng.draw(q[:, i], "draft", i) for i in range(steps)], 1)
         return Draft.chain(tokens, limit, q, finite=finite.all(1) | unknown)
 

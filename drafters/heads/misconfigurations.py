@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...framework.contracts.misconfiguration import Suspect
+from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.contracts.models import Checkpoint
 
 #: Rotary bases that models are published with.
@@ -29,12 +29,12 @@ MOST_PERMUTED = 3
 _MEDUSA = re.compile(r"((?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..+)")
 
 
-def other_layers(read: Sequence[int], depth: int) -> Iterator[Suspect]:
+def other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
     """Hidden states ``read`` of a target with ``depth`` layers: ids off by one, or (of a few) in another order."""
     for by in (1, -1):
         layers = tuple(i + by for i in read)
         if min(layers) >= 0 and max(layers) <= depth:
-            yield Suspect(
+            yield Misconfiguration(
                 f"ids of hidden layers are off by one: the head was trained on {list(layers)}, not {list(read)}",
                 f"write layers: {list(layers)}",
                 {"layers": layers},
@@ -43,14 +43,14 @@ def other_layers(read: Sequence[int], depth: int) -> Iterator[Suspect]:
         return
     for layers in permutations(read):
         if layers != tuple(read):
-            yield Suspect(
+            yield Misconfiguration(
                 f"the inputs of fc are permuted: the head reads {list(layers)} in this order",
                 f"write layers: {list(layers)}",
                 {"layers": layers},
             )
 
 
-def rotary_bases(checkpoint: Checkpoint, target: Any) -> Iterator[Suspect]:
+def rotary_bases(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Another base of the heads' rotary embedding: the target's, or one that models are published with."""
     nested = checkpoint.config.get("transformer_layer_config")
     raw = nested if isinstance(nested, dict) else checkpoint.config
@@ -66,43 +66,43 @@ def rotary_bases(checkpoint: Checkpoint, target: Any) -> Iterator[Suspect]:
             if isinstance(raw.get(name), dict):
                 keys[name] = {**raw[name], "rope_theta": base}
         change = {**raw, **keys} if raw is nested else None
-        yield Suspect(
+        yield Misconfiguration(
             f"the rotary base is {base:g}, not {mine:g}" + (" (the target's)" if base == theirs else ""),
             f"write rope_theta: {base:g} into the heads' config.json",
             change=methodcaller("with_config", **({"transformer_layer_config": change} if change else keys)),
         )
 
 
-def draft_vocabulary(checkpoint: Checkpoint) -> Iterator[Suspect]:
+def draft_vocabulary(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
     """``d2t`` that holds the target's ids themselves, not offsets."""
     d2t = checkpoint.tensors.get("d2t")
     if d2t is None or d2t.dim() != 1 or d2t.is_floating_point():
         return
     offsets = d2t.long() - torch.arange(len(d2t))
-    yield Suspect(
+    yield Misconfiguration(
         "d2t holds the target's ids, and is read as offsets",
         "write d2t[i] = id - i into the heads' tensors",
         change=lambda heads: heads.with_tensors({"d2t": offsets}, ("t2d",)),
     )
 
 
-def other_embedding(checkpoint: Checkpoint) -> Iterator[Suspect]:
+def other_embedding(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
     """The target's embedding instead of the heads' own."""
     if _EMBEDDING in checkpoint.tensors:
-        yield Suspect(
+        yield Misconfiguration(
             "the heads' own embedding is not the one that they were trained with, the target's is",
             "leave embed_tokens.weight out of the heads' tensors",
             change=lambda heads: heads.with_tensors({}, (_EMBEDDING,)),
         )
 
 
-def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Suspect]:
+def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Another scale of the embedding; heads that norm it do not see one."""
     own = checkpoint.tensors.get(_EMBEDDING)
     weight: Tensor = target.get_input_embeddings().weight if own is None else own
     root = math.sqrt(weight.shape[1])
     for factor, words in ((root, "times"), (1 / root, "over")):
-        yield Suspect(
+        yield Misconfiguration(
             f"the embedding lacks a scale: the heads were trained with it {words} the root of its width",
             "put the scaled embedding beside the heads, as embed_tokens.weight",
             change=partial(_scaled, weight=weight, factor=factor),
@@ -113,24 +113,24 @@ def _scaled(heads: Checkpoint, weight: Tensor, factor: float) -> Checkpoint:
     return heads.with_tensors({_EMBEDDING: weight.detach().cpu() * factor})
 
 
-def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Suspect]:
+def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Misconfiguration]:
     """The projection ``name`` of embedding and feature side by side, which stand the other way round."""
     for key in [key for key in checkpoint.tensors if key.endswith(name)]:
         weight = checkpoint.tensors[key]
         if weight.dim() == 2:
             halves = torch.cat(list(weight.chunk(2, 1))[::-1], 1)
-            yield Suspect(
+            yield Misconfiguration(
                 f"the inputs of {key} are swapped: it reads the feature first, then the embedding",
                 f"swap the halves of the columns of {key}",
                 change=lambda heads, key=key, halves=halves: heads.with_tensors({key: halves}),
             )
 
 
-def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
+def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfiguration]:
     """Norms of features of so many ``layers`` that are there or not, and the residual before or after one."""
     config = checkpoint.config
     before = bool(config.get("norm_before_residual", False))
-    yield Suspect(
+    yield Misconfiguration(
         f"the residual of the first layer is taken {'before' if before else 'after'} the norm of the feature",
         f"write norm_before_residual: {str(not before).lower()} into the heads' config.json",
         change=lambda heads: heads.with_config(norm_before_residual=not before),
@@ -143,7 +143,7 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
     ):
         if value == said or (value is False and ("speculators_config" in config or "fc_norm" in config)):
             continue  # as it is, or nothing that this key says in heads like these
-        yield Suspect(
+        yield Misconfiguration(
             mistake,
             f"write norm_output: {json.dumps(value)} into the heads' config.json",
             change=methodcaller("with_config", norm_output=value),
@@ -152,7 +152,7 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
     fc = checkpoint.tensors.get("fc.weight")
     if any(key.startswith(normed) for key in checkpoint.tensors):
         told = {key: False for key in ("norm_before_fc", "fc_norm") if config.get(key)}
-        yield Suspect(
+        yield Misconfiguration(
             "features are not normed before fc",
             "leave the norm before fc out of the heads' tensors",
             change=lambda heads: heads.with_tensors({}, normed).with_config(**told),
@@ -162,14 +162,14 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Suspect]:
         one = {"input_norm.weight": torch.ones(fc.shape[1], dtype=fc.dtype)}
         each = {f"fc_norm.{i}.weight": torch.ones(width, dtype=fc.dtype) for i in range(layers)}
         for how, norms in (("together", one), ("layer by layer", each)):
-            yield Suspect(
+            yield Misconfiguration(
                 f"features are normed before fc, {how}",
                 f"put the norms beside the heads, as {', '.join(norms)}",
                 change=methodcaller("with_tensors", norms),
             )
 
 
-def shifted_heads(checkpoint: Checkpoint) -> Iterator[Suspect]:
+def shifted_heads(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
     """Medusa heads of which the first says the next token, which the target says itself."""
     found = {key: match for key in checkpoint.tensors if (match := _MEDUSA.fullmatch(key))}
     heads = {int(match[2]) for match in found.values()}
@@ -188,7 +188,7 @@ def shifted_heads(checkpoint: Checkpoint) -> Iterator[Suspect]:
     def change(given: Checkpoint) -> Checkpoint:
         return given.with_tensors(tensors, tuple(found)).with_config(**counts)
 
-    yield Suspect(
+    yield Misconfiguration(
         "the first head says the token that the target says itself: heads are off by one",
         "leave the first head out, and number the others from 0",
         change=change,

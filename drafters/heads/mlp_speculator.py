@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ContractError, ModelError
 from ...framework.util.limits import MOST_LEVELS
@@ -95,7 +95,7 @@ class MlpSpeculator(Drafter):
 
         @model_validator(mode="after")
         def _fits(self) -> Any:
-            self.policy.start(self.gamma, 1)
+            self.policy.make(self.gamma, 1)
             return self
 
     config: Config
@@ -116,7 +116,7 @@ class MlpSpeculator(Drafter):
                 f"they have {len(self.speculator.emb)} stages, one for each token, but gamma is {self.config.gamma}"
             )
         self.sampling = context.sampling.at(self.config.temperature)
-        self.policy = self.config.policy.start(self.config.gamma, context.batch_size)
+        self.policy = self.config.policy.make(self.config.gamma, context.batch_size)
         self.policy.load(context)
         self._wanted = [0] * context.batch_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
@@ -129,18 +129,18 @@ class MlpSpeculator(Drafter):
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=config.gamma,
             hidden_layers=(-1,),
-            adapts=config.policy.start(config.gamma, 1).adapts,
+            adapts=config.policy.make(config.gamma, 1).adapts,
         )
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
-        return config.policy.start(config.gamma, 1).remembers
+        return config.policy.make(config.gamma, 1).remembers
 
     def reset(self) -> None:
         self.policy.reset()
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.policy.begin(row)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.policy.start(row)
         self._known[row] = len(prompt) > 1
         if not self._known[row]:  # what the last sequence left may be NaN
             self._features[row] = 0
@@ -152,10 +152,10 @@ class MlpSpeculator(Drafter):
             )
         self._features[row] = hidden[-1, 0]
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._known[row] = False
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limit = [most if known else 0 for most, known in zip(sequences.limit, self._known, strict=True)]
         self._wanted = self.policy.wanted(limit, sequences.occupied)
         if not max(self._wanted):

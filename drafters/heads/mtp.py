@@ -30,7 +30,7 @@ from .features import FeatureDrafter
 from .misconfigurations import other_embedding, swapped_inputs
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Suspect
+    from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
 #: DeepSeek's names, inside ``model.layers.{L}``, L the number of the target's layers, and Qwen's, inside ``mtp``.
@@ -150,7 +150,7 @@ class Mtp(FeatureDrafter):
     name = "mtp"
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         for name in ("fc.weight", "eh_proj.weight"):
             yield from swapped_inputs(heads, name)
         yield from other_embedding(heads)

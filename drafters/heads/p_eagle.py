@@ -24,7 +24,7 @@ from .blocks import BlockConfig, BlockDrafter
 from .eagle3 import LAYERS, Eagle3, Eagle3Head, read_head
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Suspect
+    from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
 #: Where the id of the mask token is written: speculators' key, and those that engines read.
@@ -69,8 +69,8 @@ class PEagle(BlockDrafter):
         return LAYERS if config.layers is None else config.layers
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Suspect]:
-        return Eagle3.suspects(config, heads, target_model)
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
+        return Eagle3.misconfigurations(config, heads, target_model)
 
     def load(self) -> PEagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
@@ -89,15 +89,15 @@ class PEagle(BlockDrafter):
     def drafts(self, sequences: Sequences) -> list[bool]:
         return [len(history) > 1 for history in sequences.history]
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
-        self.policy.begin(row)
+        self.policy.start(row)
         if len(prompt) == 1:
-            self.lm.begin(row, [], features=self._none())
+            self.lm.start(row, [], features=self._none())
             return
         features = self._features(hidden)
         # The last pair, the root's, is fed with the first draft.
-        self.lm.begin(row, list(prompt[1:]), features=features[:-1])
+        self.lm.start(row, list(prompt[1:]), features=features[:-1])
         self._pending[row] = [features[-1:]]
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
@@ -110,8 +110,8 @@ class PEagle(BlockDrafter):
         pairs = [torch.cat([row, masked.expand(steps - 1, -1)]) for row in features]
         padded, last = on_device(tokens, sequences.device), on_device(counts, sequences.device).clamp(min=1) - 1
         at = last[:, None] + torch.arange(steps, device=sequences.device)
-        logits, _ = self.lm.grow(padded, features=pad_sequence(pairs, batch_first=True), logits_to_keep=at)
-        self.lm.keep(counts)
+        logits, _ = self.lm.forward(padded, features=pad_sequence(pairs, batch_first=True), logits_to_keep=at)
+        self.lm.commit(counts)
         return logits, None
 
 

@@ -18,7 +18,7 @@ class Retelling:
 
     The text is cut into pieces before spaces, and after `LONGEST` bytes at most; each is encoded by itself, once it is
     over for good. So the drafting model's tokens follow from the target's alone, however these came (in one prompt,
-    or round after round), and all but those of the last piece never change.
+    or step after step), and all but those of the last piece never change.
 
     Args:
         theirs, mine: spellings of the target's tokens and of the drafting model's.

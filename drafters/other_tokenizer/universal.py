@@ -23,7 +23,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ModelError
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
@@ -117,16 +117,16 @@ class Universal(ChainDrafter):
 
     # -- the text ---------------------------------------------------------------------------------------------
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         told = self._rows[row] = Retelling(self._theirs, self._mine, self._twins)
         told.add(prompt)
         self._from[row] = -1
         self._filled(row)
-        self.policy.begin(row)
+        self.policy.start(row)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._rows[row] = None
-        self.model.retire(row)
+        self.model.free(row)
 
     def _read(self, row: int) -> tuple[list[int], int]:
         """What the drafting model reads in slot ``row``, and how much of that will never change."""
@@ -147,12 +147,12 @@ class Universal(ChainDrafter):
         moved, self._from[row] = start != self._from[row], start
         ids, settled = self._read(row)
         if moved or len(ids) - self.model.lm.lengths[row] > FED:
-            self._follower.begin(row, ids, settled)
+            self._follower.start(row, ids, settled)
         return ids
 
-    # -- a round ----------------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------------------
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._wanted = self.policy.wanted(sequences.limit, sequences.occupied)
         self._said = [[] for _ in self._rows]
         if not max(self._wanted):
@@ -160,7 +160,7 @@ class Universal(ChainDrafter):
         root = self._follower.root([self._filled(row) for row in range(len(self._rows))], sequences.device)
         if self.config.mode == "tli":
             return grow_chain(self._shared(root), self._grow, self._wanted, self.policy, self.sampling, rng)
-        drafted = grow_chain(root, self._follower.grow, self._wanted, self.policy, self.sampling.at(0.0), rng)
+        drafted = grow_chain(root, self._follower.forward, self._wanted, self.policy, self.sampling.at(0.0), rng)
         counts = drafted.count.tolist()
         self._said = [tokens[:n] for tokens, n in zip(drafted.tokens.tolist(), counts, strict=True)]
         rows = [self._respelt(row, said)[: self._wanted[row]] for row, said in enumerate(self._said)]
@@ -180,7 +180,7 @@ class Universal(ChainDrafter):
             told.add(new)
             if self.config.mode == "tli":
                 self._said[row] = [self._twins.get(token, -1) for token in new[: accepted[row]]]
-        self._follower.keep([self._read(row) for row in range(len(self._rows))], self._said)
+        self._follower.commit([self._read(row) for row in range(len(self._rows))], self._said)
         self.policy.observe(accepted, self._wanted)
 
     def _shared(self, logits: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Universal(ChainDrafter):
         return logits[..., self._own.clamp(min=0)].masked_fill(self._own < 0, -math.inf)
 
     def _grow(self, tokens: Tensor) -> Tensor:
-        return self._shared(self._follower.grow(self._own[tokens]))
+        return self._shared(self._follower.forward(self._own[tokens]))
 
     def _respelt(self, row: int, said: list[int]) -> list[int]:
         """The target's tokens for what the drafting model said in slot ``row``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
 from .prompt_lookup_replay import drafts_along
@@ -85,11 +85,11 @@ class PromptLookup(Drafter):
     ) -> Iterator[np.ndarray]:
         return drafts_along(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
         index.extend(prompt)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         found = [
             index.lookup(self.config.match, min(self.config.gamma, limit)) if index is not None else []
             for index, limit in zip(self._index, sequences.limit, strict=True)
@@ -103,5 +103,5 @@ class PromptLookup(Drafter):
             if index is not None:
                 index.extend(history[len(index.tokens) :])
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._index[row] = None

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ..autoregressive.trees import Choices, Shape
 
@@ -99,7 +99,7 @@ class TokenRecycling(Drafter):
         size = (self.context.vocab_size + 1, self.config.width)
         self._after = torch.full(size, -1, dtype=torch.long, device=self.context.device)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         assert self._after is not None
         device = sequences.device
         self._roots = on_device([history[-1] if history else 0 for history in sequences.history], device)

@@ -9,8 +9,8 @@ Aly, B. Chen, C.-J. Wu, "LayerSkip: Enabling Early Exit Inference and Self-Specu
 Keys and values of committed tokens are the target's own (the paper's KV cache), and what the first E layers computed
 for drafted tokens, keys, values and h_E, is taken up by the verification (the paper's exit query cache): the target
 runs its first E layers for the last drafted token alone, which the drafter never fed, and the others for all. So a
-layer sees each token of a round once. `Draft.begun` says so to the target, and the loop checks that the fork was fed
-what is drafted.
+layer sees each token of a step once. `Draft.resume_from` names the fork, and the loop checks that it was fed what is
+drafted.
 
 Any target drafts, but one that was not trained with layer dropout and an early-exit loss (``facebook/layerskip-*``
 were) says little before its last layers.
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from ...framework.contracts.draft import Draft, Sequences
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.errors import ModelError
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
@@ -53,7 +53,7 @@ class EarlyExit(ChainDrafter):
             )
         return target_of(context, self.name).fork(range(exit_layer))
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         draft = super().propose(sequences, rng)
-        draft.begun = self.model.lm
+        draft.resume_from = self.model.lm
         return draft

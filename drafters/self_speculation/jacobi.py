@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
 
@@ -48,10 +48,10 @@ class Jacobi(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma, adapts=True)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._guess[row] = []
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         drafts = []
         for history, limit, guess in zip(sequences.history, sequences.limit, self._guess, strict=True):
             length = min(self.config.gamma, limit) if history else 0
@@ -68,5 +68,5 @@ class Jacobi(Drafter):
             # The new root stands where said[tau] does; what follows it was guessed one place further on.
             self._guess[row] = said[row][tau + 1 : drafted + 1]
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self._guess[row] = []

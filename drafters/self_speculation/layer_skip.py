@@ -11,8 +11,8 @@ writes it to a small JSON file. When to end a draft, the length policy says (the
 a confidence that follows the acceptance rate: ``confidence`` and ``learnt-threshold`` are its relatives).
 
 Attention that is kept reads the target's own keys and values of committed tokens. What layers before the first one
-left out compute for drafted tokens is the target's own work, and taken up by the verification (`Draft.begun`); all
-that follows is computed again, as in the paper.
+left out compute for drafted tokens is the target's own work, and reused by the verification (`Draft.resume_from`);
+all that follows is computed again, as in the paper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from ...framework.contracts.draft import Draft, Sequences
 from ...framework.contracts.lm import LM
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.errors import ModelError, UsageError
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
@@ -70,9 +70,9 @@ class LayerSkip(ChainDrafter):
             layers, no_attention=set(attention) - set(whole), no_mlp=set(mlp) - set(whole)
         )
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         draft = super().propose(sequences, rng)
-        draft.begun = self.model.lm
+        draft.resume_from = self.model.lm
         return draft
 
 

@@ -14,7 +14,7 @@ The draft is the pool's n-grams that begin with the last token, a tree of point 
 them. So any rule for such trees keeps the target's law; the paper's own samples the target and compares
 (``sample-match``).
 
-A round costs (W + G) (N - 1) target rows at most, which is why it pays only while a pass over more rows takes no
+A step costs (W + G) (N - 1) target rows at most, which is why it pays only while a pass over more rows takes no
 longer.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor, arange
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 
@@ -50,7 +50,7 @@ class Guesses:
         # What is not known yet is some token of the text; which, follows from the prompt alone.
         self._random = Random(" ".join(map(str, prompt)))
         self.rows = [[self._any() for _ in range(window)] for _ in range(ngram - 1)]
-        self._age = [0] * window  # rounds that each column has been in the window
+        self._age = [0] * window  # steps that each column has been in the window
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         if from_prompt:
             for start in range(len(prompt) - ngram + 1):
@@ -97,7 +97,7 @@ class Guesses:
 
 
 class Lookahead(Drafter):
-    """The target's own guesses, W columns of them, N tokens long, and at most G candidates a round."""
+    """The target's own guesses, W columns of them, N tokens long, and at most G candidates a step."""
 
     name = "lookahead"
 
@@ -128,11 +128,11 @@ class Lookahead(Drafter):
         levels = config.ngram - 1
         return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes(), levels=levels, adapts=True)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         own = self.config
         self.guesses[row] = Guesses(prompt, own.window, own.ngram, own.guesses, own.from_prompt)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._candidates = None
         if not max(sequences.limit):
             return Draft.empty(sequences.batch_size, sequences.device)
@@ -174,5 +174,5 @@ class Lookahead(Drafter):
             if guesses is not None and history:
                 guesses.move(said[row], accepted[row], history)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         self.guesses[row] = None

@@ -8,7 +8,7 @@ look-ahead embeddings e_1 .. e_L, which are all that is learnt. One pass of the 
 so a draft has up to L + 1 tokens: the first one's law is the target's own, and it is accepted but for rounding. Given x
 the tokens are independent of one another, and exactly these laws are reported.
 
-A round is two passes of the target: this one, and the verification. The pass here runs in a fork that knows the
+A step is two passes of the target: this one, and the verification. The pass here runs in a fork that knows the
 embeddings as tokens of its own (`LM.fork`): it attends over what the target computed for committed tokens, and what it
 writes itself is overwritten or masked once the target verifies.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.rng import RoundRng
+from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import UsageError
 from ...framework.util.limits import MOST_LEVELS
@@ -81,23 +81,23 @@ class Pass(Drafter):
     def passes(self) -> int:
         return self.lm.passes
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.lm.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.lm.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.lm.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.lm.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limits = [min(limit, self.depth) for limit in sequences.limit]
         steps = max(limits)
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         first = self.context.vocab_size  # the id of the first embedding
         fed = [[history[-1] if history else 0, *range(first, first + steps - 1)] for history in sequences.history]
-        logits, _ = self.lm.grow(on_device(fed, sequences.device))
+        logits, _ = self.lm.forward(on_device(fed, sequences.device))
         limit = on_device(limits, sequences.device)
         sampling = self.context.sampling
-        q, sound = sampling.checked_law(logits)
+        q, sound = sampling.checked_probs(logits)
         finite = sound.all(1) | (limit == 0)  # what is said of a free slot means nothing
         if sampling.temperature == 0:
             return Draft.chain(q.argmax(-1), limit, finite=finite)

@@ -190,7 +190,7 @@ class PassTrainee(Trainee):
         return (
             f"Look-ahead embeddings for {self.target_name}",
             f"{count} vectors of {size} behind which `{self.target_name}` itself drafts {count + 1} tokens in one pass "
-            "(PaSS). The first of them follows its own law, and is no part of the figures here; a round is two passes "
+            "(PaSS). The first of them follows its own law, and is no part of the figures here; a step is two passes "
             "of the target.",
             f"{self.recipe.divergence} to the target's law of each token, at {self.recipe.cuts} random places of each "
             f"text a step, over the tokens that occur in the texts and {self.recipe.sampled_vocab} random ones a step "

@@ -6,7 +6,7 @@ called conditional:
     marginal_i    = Pr(tau >= i), of all drafts (vLLM, llama.cpp, this project)
     conditional_i = Pr(tau >= i | tau >= i - 1) = marginal_i / marginal_(i-1)
 
-A round emits tau + 1 tokens, so the block efficiency is 1 + the sum of the marginals.
+A step emits tau + 1 tokens, so the block efficiency is 1 + the sum of the marginals.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Acceptance:
     Attributes:
         marginal: Pr(tau >= i) for i = 1..gamma; empty where nothing but ``length`` is known.
         source: where the numbers are from, for people: a file with its lines, a run and its cell.
-        drafts: rounds that were counted; None where the source does not say.
-        rows: counts of independent pieces, for intervals: ``(rounds, accepted at 1, ..., at gamma)`` each; where only
-            the length is known ``(rounds, all accepted tokens)``.
+        drafts: steps that were counted; None where the source does not say.
+        rows: counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; where only
+            the length is known ``(steps, all accepted tokens)``.
         pieces: what a row is: "prompts", "windows of the log".
-        length: mean tokens of a round, bonus included, where that is all there is.
+        length: mean tokens of a step, bonus included, where that is all there is.
         drafter, verifier: names, as recipes have them; empty where the source does not say.
         model: the drafting model; empty where there is none or the source does not say.
         temperature: of the target; None where the source does not say.
@@ -77,13 +77,13 @@ class Acceptance:
                     f"{self.marginal[i - 2]:g}, which Pr(tau >= i) cannot; are these conditional rates?"
                 )
         if not self.marginal and not (self.length is not None and 1 <= self.length <= MOST_LEVELS + 1):
-            raise UsageError(f"{self.source}: a round cannot emit {self.length} tokens in the mean")
+            raise UsageError(f"{self.source}: a step cannot emit {self.length} tokens in the mean")
         if self.drafts is not None and not 0 < self.drafts < math.inf:
             raise UsageError(f"{self.source}: {self.drafts:g} drafts are none to judge by")
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[float]], source: str, **about: Any) -> Acceptance:
-        """From counts of independent pieces ``(rounds, accepted at 1, ..., at gamma)``, as ``rows`` has them."""
+        """From counts of independent pieces ``(steps, accepted at 1, ..., at gamma)``, as ``rows`` has them."""
         found = tuple(tuple(float(n) for n in row) for row in rows if row[0] > 0)
         if not found:
             raise UsageError(f"{source}: no draft was counted; let the server answer some requests first")
@@ -114,7 +114,7 @@ class Acceptance:
         """The same with drafts of at most ``gamma`` tokens.
 
         Whether token i is accepted does not depend on what is drafted after it: true of token and block verification of
-        chains and of point masses, for drafts that are made token after token. What stays out of sight is that rounds
+        chains and of point masses, for drafts that are made token after token. What stays out of sight is that steps
         then start elsewhere in the text.
 
         Raises:
@@ -124,7 +124,7 @@ class Acceptance:
             return self
         if not self.marginal:
             raise UsageError(
-                f"{self.source} knows how many tokens a round emits, not at which position they are accepted"
+                f"{self.source} knows how many tokens a step emits, not at which position they are accepted"
             )
         if not self.cuttable or not 0 < gamma < self.gamma:
             what = "drafts of another length have" if gamma < self.gamma else "longer drafts have"
@@ -144,7 +144,7 @@ class Acceptance:
             raise UsageError(f"{self.source} tells the acceptance by position; nothing has to be assumed")
         if not 0 <= self.length - 1 <= gamma:
             raise UsageError(
-                f"{self.source}: drafts of {gamma} tokens cannot emit {self.length:g} a round; give the gamma they had"
+                f"{self.source}: drafts of {gamma} tokens cannot emit {self.length:g} a step; give the gamma they had"
             )
         rate = _constant_rate(self.length - 1, gamma)
         marginal = tuple(rate**i for i in range(1, gamma + 1))
@@ -154,7 +154,7 @@ class Acceptance:
         return replace(self, marginal=marginal, rows=rows, length=None, remarks=(*self.remarks, remark))
 
     def block_efficiency(self) -> Estimate:
-        """Tokens a round emits, bonus included, with its 95 % interval; `interval_assumes` says by what right."""
+        """Tokens a step emits, bonus included, with its 95 % interval; `interval_assumes` says by what right."""
         value = 1 + sum(self.marginal) if self.marginal else float(self.length or 1.0)
         if len(self.rows) >= LEAST_PIECES:
             sums = np.array([(row[0], sum(row[1:])) for row in self.rows])

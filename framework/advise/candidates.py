@@ -1,7 +1,7 @@
-"""What may be chosen: a drafter with a rule, how its drafts are accepted, and what its rounds cost.
+"""What may be chosen: a drafter with a rule, how its drafts are accepted, and what its steps cost.
 
 Acceptance comes from anywhere, as a list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`),
-which know more: how wide each round was, how often the drafting model ran, what verification and bookkeeping took.
+which know more: how wide each step was, how often the drafting model ran, what verification and bookkeeping took.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Candidate:
 
     Attributes:
         acceptance: how its drafts are accepted.
-        target, drafter: curves of the two models; without the drafter's, drafting takes what ``rounds`` say.
-        rounds: statistics of its rounds by batch size, one at least; `speed_up` takes the nearest one's.
+        target, drafter: curves of the two models; without the drafter's, drafting takes what ``steps`` say.
+        steps: statistics of its steps by batch size, one at least; `speed_up` takes the nearest one's.
         plain: the same of plain decoding, where it was measured.
         group: what may be compared: target, sampling.
         title: of the drafter, for people.
@@ -45,7 +45,7 @@ class Candidate:
     acceptance: Acceptance
     target: Curve
     drafter: Curve | None
-    rounds: Mapping[int, CellStatistics]
+    steps: Mapping[int, CellStatistics]
     plain: Mapping[int, CellStatistics]
     group: str = ""
     title: str = ""
@@ -68,15 +68,15 @@ class Candidate:
         return tuple(range(1, longest + 1)) if self.acceptance.cuttable else (longest,)
 
     def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
-        """Its predicted round with drafts of ``gamma`` tokens, ``batch_size`` rows, all in use.
+        """Its predicted step with drafts of ``gamma`` tokens, ``batch_size`` rows, all in use.
 
         Args:
-            context: tokens that each row holds; those of its rounds by default.
+            context: tokens that each row holds; those of its steps by default.
 
         Raises:
             UsageError: a curve of too few batch sizes or widths to say.
         """
-        cell = _nearest(self.rounds, batch_size)
+        cell = _nearest(self.steps, batch_size)
         if gamma != self.acceptance.gamma:
             cell = cell.cut(gamma)
         plain = _nearest(self.plain, batch_size) if self.plain else cell.plain()
@@ -94,9 +94,9 @@ class Candidate:
         return Estimate(value, value * found.low / found.value, value * found.high / found.value)
 
 
-def _nearest(rounds: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:
+def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:
     """Of the nearest batch size, in the logarithm."""
-    return rounds[min(rounds, key=lambda b: (max(b / batch_size, batch_size / b), b))]
+    return steps[min(steps, key=lambda b: (max(b / batch_size, batch_size / b), b))]
 
 
 # -- from numbers alone ----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def of_run(
             why = f"{config.verifier.title} is left out: {mark}"
             notes.append(f"{name}: {why}{advice if mark.kind == 'uncertified' else ''}")
         elif result.metrics.block_efficiency is None or not result.metrics.acceptance:
-            notes.append(f"{name}: {config.drafter.title} had no room for a draft in any round and is left out")
+            notes.append(f"{name}: {config.drafter.title} had no room for a draft in any step and is left out")
         else:
             pairs.setdefault(config.model_copy(update={"batch_size": 1}).hash, []).append(result)
     found = []
@@ -182,13 +182,13 @@ def of_run(
                 f"measure it there: crossdraft cost --target {config.target}"
             )
             continue
-        rounds = {c.config.batch_size: _moved(s, elsewhere) for c in cells if (s := statistics(c)) is not None}
+        steps = {c.config.batch_size: _moved(s, elsewhere) for c in cells if (s := statistics(c)) is not None}
         group = group_title(config, configs, but="batch_size")
         title = config.drafter.name if acceptance.chain else _shaped(config)
         measured = {c.config.batch_size: c.metrics for c in cells if c.metrics is not None and c.metrics.speed_up}
         if elsewhere is not None:
             measured = {}
-        found.append(Candidate(acceptance, target, drafter, rounds, plain.get(group, {}), group, title, measured))
+        found.append(Candidate(acceptance, target, drafter, steps, plain.get(group, {}), group, title, measured))
     return found, list(dict.fromkeys(notes))
 
 
@@ -209,7 +209,7 @@ def _moved(cell: CellStatistics, elsewhere: Machine | None) -> CellStatistics:
 
 
 def acceptance_of(result: CellResult, name: str) -> Acceptance:
-    """Of a cell, over prompts, of the rounds that had room for the deepest draft: as `Metrics.acceptance`."""
+    """Of a cell, over prompts, of the steps that had room for the deepest draft: as `Metrics.acceptance`."""
     config, metrics = result.config, result.metrics
     assert metrics is not None
     traits = _traits(config)

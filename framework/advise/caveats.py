@@ -55,7 +55,7 @@ class Remarks:
 
     def overlapped(self) -> None:
         self.assume(
-            "drafts are made while the target verifies: a round takes as long as the longer of the two, at best; a "
+            "drafts are made while the target verifies: a step takes as long as the longer of the two, at best; a "
             "draft that follows one which was not accepted whole has to be made again"
         )
 
@@ -100,9 +100,9 @@ class Remarks:
             self.warn(note)
         if own_seconds:
             _once(self.measured, f"{name}: verification, bookkeeping and drafting without a model, where it ran")
-            _once(self.computed, f"{name}: rounds from the cost curves of the machine where it ran")
+            _once(self.computed, f"{name}: steps from the cost curves of the machine where it ran")
         responses = [response for result in results for response in result.responses]
-        if responses and all(response.get("finish") == "length" for response in responses):
+        if responses and all(response.get("finish_reason") == "length" for response in responses):
             self.warn(f"{name}: no response reached its end; with a greater max_new_tokens acceptance may differ")
 
     def of_steps(self, steps: Sequence[Step]) -> None:

@@ -1,4 +1,4 @@
-"""Responses that tell how many rounds accepted 0, 1, 2, ... tokens: one response, one independent piece."""
+"""Responses that tell how many steps accepted 0, 1, 2, ... tokens: one response, one independent piece."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .prometheus import short_drafts
 
 
 def per_request(
-    given: Source, histogram: str, rounds: str, accepted: str, proposed: str, **about: Any
+    given: Source, histogram: str, steps: str, accepted: str, proposed: str, **about: Any
 ) -> list[Acceptance]:
     """Acceptance from every JSON object with the four keys, by gamma.
 
     Args:
-        histogram: key of a list, of rounds that accepted 0, 1, ... drafted tokens.
-        rounds, accepted, proposed: keys of numbers: rounds, accepted and drafted tokens.
+        histogram: key of a list, of steps that accepted 0, 1, ... drafted tokens.
+        steps, accepted, proposed: keys of numbers: steps, accepted and drafted tokens.
 
     Raises:
         UsageError: with the line, for an object whose numbers contradict each other.
@@ -26,14 +26,14 @@ def per_request(
     by_gamma: dict[int, list[tuple[float, ...]]] = {}
     drafted: dict[int, float] = {}
     for line, found in objects:
-        counts, n = found[histogram], _count(given, line, found, rounds)
+        counts, n = found[histogram], _count(given, line, found, steps)
         if not isinstance(counts, list) or not all(type(c) is int and c >= 0 for c in counts):
             raise given.error(line, f"{histogram} is no list of counts")
         if not n:
             continue  # the request ended before anything was drafted
         tokens, total = _count(given, line, found, proposed), _count(given, line, found, accepted)
         if sum(counts) != n or sum(i * c for i, c in enumerate(counts)) != total:
-            raise given.error(line, f"{histogram} does not come to {rounds} {n:g} and {accepted} {total:g}")
+            raise given.error(line, f"{histogram} does not come to {steps} {n:g} and {accepted} {total:g}")
         gamma = max(len(counts) - 1, int(-(-tokens // n)))
         if reason := MOST_LEVELS.refusal(gamma):
             raise given.error(line, f"drafts of {gamma} tokens are too long; {reason}")

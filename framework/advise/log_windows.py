@@ -23,7 +23,7 @@ class Window(NamedTuple):
     mean: float
 
     def row(self, given: Source) -> tuple[float, ...]:
-        """``(rounds, accepted at 1, ...)``: what the line was made from, as far as its decimals go.
+        """``(steps, accepted at 1, ...)``: what the line was made from, as far as its decimals go.
 
         Raises:
             UsageError: its numbers do not belong together.

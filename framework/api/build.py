@@ -19,10 +19,10 @@ from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.options import fault
 from ..contracts.rng import CounterRng, RngSource
 from ..contracts.sampling import Sampling
-from ..contracts.steps import RoundEvent
+from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, incompatible
 from ..engine.decoder import Decoder
-from ..engine.logits_processors import Processors
+from ..engine.logits_processors import LogitsProcessors
 from ..engine.stopwatch import Stopwatch
 from ..errors import CrossdraftError, ModelError, UsageError
 from ..lm.cuda_graphs import runner_for
@@ -308,9 +308,9 @@ def build_decoder(
     max_new_tokens: int = 128,
     rng: RngSource | None = None,
     stopwatch: Stopwatch | None = None,
-    on_round: Callable[[RoundEvent], None] | None = None,
+    on_step: Callable[[StepEvent], None] | None = None,
     compile_verifier: bool = False,
-    processors: Processors | None = None,
+    processors: LogitsProcessors | None = None,
     validate: str = "sampled",
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Decoder:
@@ -320,7 +320,7 @@ def build_decoder(
         drafter: its class (or an instance) and config, or what makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: run the verify step as compiled code, see `CompiledVerifier`, if the rule can be compiled.
-        eos, max_new_tokens, rng, stopwatch, on_round, processors, validate, prefill_tokens: see `Decoder`.
+        eos, max_new_tokens, rng, stopwatch, on_step, processors, validate, prefill_tokens: see `Decoder`.
 
     Raises:
         UsageError: a pair that is incompatible (says why); only classes and configs are checked.
@@ -330,7 +330,7 @@ def build_decoder(
         check_pair(drafter, verifier, context.sampling)
     rule = verifier if isinstance(verifier, Verifier) else _made(verifier)
     assert context.target is not None
-    context.final_law = rule.traits(rule.config).modifies_target
+    context.final_q = rule.traits(rule.config).modifies_target
     return Decoder(
         context.target,
         drafter(context) if callable(drafter) else _drafting(drafter, context),
@@ -340,7 +340,7 @@ def build_decoder(
         max_new_tokens=max_new_tokens,
         rng=rng if rng is not None else CounterRng(0),
         stopwatch=stopwatch,
-        on_round=on_round,
+        on_step=on_step,
         compile_verifier=compile_verifier,
         processors=processors,
         validate=validate,

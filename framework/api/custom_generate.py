@@ -23,8 +23,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
-from ..contracts.steps import RoundEvent
-from ..engine.logits_processors import Processor, Processors
+from ..contracts.steps import StepEvent
+from ..engine.logits_processors import LogitsProcessors, Processor
 from ..errors import UsageError
 from .build import StrategyLike
 from .generate import check_ids, pair_decoder
@@ -111,7 +111,7 @@ HONOURED_ARGUMENTS = frozenset({
 REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefix_allowed_tokens_fn": ((), _BATCH),
     "stopping_criteria": (([],), _STOP),
-    "synced_gpus": ((False,), "devices that decode different texts make different numbers of rounds"),
+    "synced_gpus": ((False,), "devices that decode different texts make different numbers of steps"),
     "assistant_model": ((), _DRAFTING),
     "negative_prompt_ids": ((), "there is no guidance"),
     "negative_prompt_attention_mask": ((), "there is no guidance"),
@@ -192,8 +192,8 @@ def custom_generate(
         max_new_tokens=most,
         seed=_drawn_seed(sampling) if seed is None else whole("seed", seed),
         load=_no_model,
-        on_round=None if streamer is None else _streamed(streamer, len(prompts)),
-        processors=Processors(_of_each(processors, len(prompts)), padding) if processors else None,
+        on_step=None if streamer is None else _streamed(streamer, len(prompts)),
+        processors=LogitsProcessors(_of_each(processors, len(prompts)), padding) if processors else None,
     )
     for i, prompt in enumerate(prompts):
         check_ids(decoder, f"prompt {i}", prompt, target.name)
@@ -350,11 +350,11 @@ def _call_of_transformers(model: Any) -> tuple[dict[str, Any], dict[str, Any]] |
     return None
 
 
-def _streamed(streamer: Any, rows: int) -> Callable[[RoundEvent], None]:
+def _streamed(streamer: Any, rows: int) -> Callable[[StepEvent], None]:
     if rows != 1:
         raise UsageError(f"custom_generate streams one sequence, and there are {rows}; leave out the streamer")
 
-    def put(event: RoundEvent) -> None:
+    def put(event: StepEvent) -> None:
         with torch.inference_mode(False):  # the streamer's tensors are ordinary ones
             for token in event.emitted[0]:
                 streamer.put(torch.tensor([token]))

@@ -59,7 +59,7 @@ class Text:
         piece, self._given = self.text[self._given : end], max(end, self._given)
         return piece
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The rest, where nothing follows: bytes that became no character too."""
         if not self.stopped:
             found = decoded(self._tokenizer, self._tokens)

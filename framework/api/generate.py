@@ -16,7 +16,7 @@ from typing import Any
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
-from ..contracts.steps import Chunk, Request, Response, RoundEvent, raise_failed
+from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
 from ..engine.decoder import Decoder
 from ..engine.logits_processors import Processor
 from ..engine.structural_checks import check_prompt
@@ -120,7 +120,7 @@ def generate(
     logits_processor: Sequence[Processor] = (),
     prefill_tokens: int = PREFILL_TOKENS,
     streamer: Any = None,
-    on_round: Callable[[RoundEvent], None] | None = None,
+    on_step: Callable[[StepEvent], None] | None = None,
 ) -> list[Response]:
     """Generate a continuation of every input with speculative decoding; the target's distribution is kept.
 
@@ -150,10 +150,10 @@ def generate(
             alone; 0 = each prompt by itself.
         streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
             stop string too.
-        on_round: called after every round with what was drafted, scored and decided.
+        on_step: called after every step with what was drafted, scored and decided.
 
     Returns:
-        One :class:`Response` an input, in order, with ``tokens``, ``text``, ``finish`` and its ``rounds``.
+        One :class:`Response` an input, in order, with ``tokens``, ``text``, ``finish_reason`` and its ``steps``.
 
     Raises:
         UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
@@ -162,7 +162,7 @@ def generate(
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
     options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
-    options |= {"on_round": on_round, "live": streamer is not None}
+    options |= {"on_step": on_step, "live": streamer is not None}
     call = _prepare(model, inputs, (drafter, verifier), settings, **options)
     if streamer is not None:
         check_streamer(streamer, len(call.requests))
@@ -199,9 +199,9 @@ def stream(
     ignore_eos: bool = False,
     logits_processor: Sequence[Processor] = (),
     prefill_tokens: int = PREFILL_TOKENS,
-    on_round: Callable[[RoundEvent], None] | None = None,
+    on_step: Callable[[StepEvent], None] | None = None,
 ) -> Iterator[Chunk]:
-    """What :func:`generate` returns, while it is made: after every round, a piece of each answer in work.
+    """What :func:`generate` returns, while it is made: after every step, a piece of each answer in work.
 
     Arguments are checked by this call; decoding waits for the first piece to be asked for. The pieces of a prompt come
     in order, those of different prompts interleaved. The last piece of a prompt has what `generate` would return for it
@@ -212,7 +212,7 @@ def stream(
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
     options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
-    options |= {"on_round": on_round, "live": True}
+    options |= {"on_step": on_step, "live": True}
     return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
 
 
@@ -241,15 +241,15 @@ class _Call:
     requests: list[Request]
     batches: list[_Batch]
     live: bool
-    on_round: Callable[[RoundEvent], None] | None
+    on_step: Callable[[StepEvent], None] | None
 
     def pieces(self) -> Iterator[Chunk]:
         while self.batches:
             yield from self._of(self.batches.pop(0))  # its slots are free before the next ones are made
 
     def _of(self, batch: _Batch) -> Iterator[Chunk]:
-        outputs = Outputs(batch.decoder(), live=self.live, on_round=self.on_round)
-        for pieces in outputs.rounds(zip(batch.requests, batch.outputs, strict=True)):
+        outputs = Outputs(batch.decoder(), live=self.live, on_step=self.on_step)
+        for pieces in outputs.steps(zip(batch.requests, batch.outputs, strict=True)):
             yield from pieces
 
 
@@ -267,7 +267,7 @@ def _prepare(
     ignore_eos: bool,
     logits_processor: Sequence[Processor],
     prefill_tokens: int,
-    on_round: Callable[[RoundEvent], None] | None,
+    on_step: Callable[[StepEvent], None] | None,
     live: bool,
 ) -> _Call:
     batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
@@ -277,8 +277,8 @@ def _prepare(
         raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
     if not isinstance(ignore_eos, bool):
         raise UsageError(f"ignore_eos={ignore_eos!r} must be True or False")
-    if on_round is not None and not callable(on_round):
-        raise UsageError(f"on_round={on_round!r} must be a function of a RoundEvent")
+    if on_step is not None and not callable(on_step):
+        raise UsageError(f"on_step={on_step!r} must be a function of a StepEvent")
     if not isinstance(model, str | LoadedModel):
         raise UsageError(
             f"a {type(model).__name__} is no model here; give a name or what crossdraft.load_model returns, or call "
@@ -288,7 +288,7 @@ def _prepare(
     wanted, sampled = limits(max_new_tokens, len(texts)), laws(len(texts), **settings)
     fitting = {law: fitting_pair(*pair, law) for law in dict.fromkeys(sampled)}  # before anything is loaded
     if not texts:
-        return _Call([], [], live, on_round)
+        return _Call([], [], live, on_step)
     target = load_model(model) if isinstance(model, str) else model
     if stop and target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer, so its answers have no text in which stop could be said")
@@ -324,7 +324,7 @@ def _prepare(
         outputs = [Output(target.tokenizer, stop, live=live) for _ in mine]
         batches.append(_Batch(mine, outputs, partial(decoder_of, law)))
     batches[0].decoder = lambda: first
-    return _Call(requests, batches, live, on_round)
+    return _Call(requests, batches, live, on_step)
 
 
 def fitting_pair(

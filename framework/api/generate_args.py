@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ..contracts.models import LoadedModel
 from ..contracts.options import fault
 from ..contracts.sampling import Sampling
-from ..engine.logits_processors import Processors
+from ..engine.logits_processors import LogitsProcessors
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode
 from .build import configured
@@ -104,11 +104,11 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     return found
 
 
-def checked_processors(given: Any) -> Processors | None:
+def checked_processors(given: Any) -> LogitsProcessors | None:
     """Logits processors from a user, None for none; UsageError for what can be none."""
     if not isinstance(given, list | tuple) or not all(map(callable, given)):
         raise UsageError(f"logits_processor={given!r} must be a list of functions of (ids [1, T], logits [1, V])")
-    return Processors(lambda _: given) if given else None
+    return LogitsProcessors(lambda _: given) if given else None
 
 
 def limits(most: Any, inputs: int) -> list[int]:

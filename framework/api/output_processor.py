@@ -1,4 +1,4 @@
-"""What running sequences say, round by round: for `generate`, `stream` and the server alike."""
+"""What running sequences say, step by step: for `generate`, `stream` and the server alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from ..contracts.steps import Chunk, Request, Response, RoundEvent
+from ..contracts.steps import Chunk, Request, Response, StepEvent
 from ..engine.decoder import Decoder
 from ..models.threads import thread_count
 from .detokenizer import Text, decoded
@@ -24,7 +24,7 @@ class Output:
     Attributes:
         tokens: up to the one that completed a stop string.
         text: None where nobody needs it before the end.
-        given_up: set it, from any thread, and the sequence ends with the round that is under way.
+        given_up: set it, from any thread, and the sequence ends with the step that is under way.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, live: bool = True):
@@ -35,13 +35,13 @@ class Output:
         self._tokenizer, self._given = tokenizer, 0
 
     def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str | None:
-        """What a round emitted; how the sequence is to end with it, or None."""
+        """What a step emitted; how the sequence is to end with it, or None."""
         taken = self.text.add(tokens) if self.text is not None else len(tokens)
         self.tokens += tokens[:taken]
         self.logprobs += logprobs[:taken]
         if self.text is not None and self.text.stopped:
             return "stop"
-        return "given up" if self.given_up else None
+        return "abort" if self.given_up else None
 
     def piece(self, index: int) -> Chunk:
         """What is new since the last piece."""
@@ -51,19 +51,19 @@ class Output:
         """The last piece, with the response cut where a stop string was completed, and its text."""
         rest = None
         if self.text is not None:
-            rest = self.text.finish()
+            rest = self.text.flush()
             response.text = self.text.text
-            if self.text.stopped and response.finish != "error":
-                response.finish = "stop"
+            if self.text.stopped and response.finish_reason != "error":
+                response.finish_reason = "stop"
         elif self._tokenizer is not None:
             response.text = decoded(self._tokenizer, self.tokens)
         if beyond := len(response.tokens) - len(self.tokens):
             response.tokens = response.tokens[: len(self.tokens)]
             if response.logprobs is not None:
                 response.logprobs = response.logprobs[: len(self.tokens)]
-            cut = response.rounds[-1]
+            cut = response.steps[-1]
             emitted = cut.emitted - beyond
-            response.rounds[-1] = replace(cut, emitted=emitted, tau=min(cut.tau, emitted))
+            response.steps[-1] = replace(cut, emitted=emitted, tau=min(cut.tau, emitted))
         return self._piece(response.index, rest, response)
 
     def _piece(self, index: int, text: str | None, response: Response | None = None) -> Chunk:
@@ -75,24 +75,24 @@ class Outputs:
     """The requests of a decoder and what they say.
 
     Args:
-        decoder: its `on_round` is taken; ``on_round`` is called before.
-        live: whether pieces are wanted every round, or each request's last one alone.
+        decoder: its `on_step` is taken; ``on_step`` is called before.
+        live: whether pieces are wanted every step, or each request's last one alone.
     """
 
     def __init__(
-        self, decoder: Decoder, *, live: bool = True, on_round: Callable[[RoundEvent], None] | None = None
+        self, decoder: Decoder, *, live: bool = True, on_step: Callable[[StepEvent], None] | None = None
     ) -> None:
-        self._decoder, self._live, self._watcher = decoder, live, on_round
+        self._decoder, self._live, self._watcher = decoder, live, on_step
         self._open: dict[int, Output] = {}
-        decoder.on_round = self._hear
+        decoder.on_step = self._hear
 
-    def rounds(
+    def steps(
         self, waiting: Iterable[tuple[Request, Output] | None], interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Chunk], None, None]:
-        """Round after round, what was said in it; see `Decoder.rounds`. A failed sequence's response has its error."""
+        """Round after step, what was said in it; see `Decoder.steps`. A failed sequence's response has its error."""
         try:
-            with closing(self._decoder.rounds(self._opened(waiting), "finish", interleaved)) as rounds:
-                for finished in thread_count(self._decoder.target).applied(rounds):
+            with closing(self._decoder.steps(self._opened(waiting), "finish", interleaved)) as steps:
+                for finished in thread_count(self._decoder.target).applied(steps):
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._open if i not in responses] if self._live else []
                     pieces = [self._open[i].piece(i) for i in running if self._open[i].tokens]  # else: in prefill yet
@@ -108,9 +108,9 @@ class Outputs:
                 request, self._open[pair[0].index] = pair
                 yield request
 
-    def _hear(self, event: RoundEvent) -> None:
+    def _hear(self, event: StepEvent) -> None:
         if self._watcher is not None:
             self._watcher(event)
         for index, tokens, logprobs in zip(event.prompts, event.emitted, event.logprobs, strict=True):
-            if index is not None and (finish := self._open[index].hear(tokens, logprobs)):
-                self._decoder.end(index, finish)
+            if index is not None and (finish_reason := self._open[index].hear(tokens, logprobs)):
+                self._decoder.end(index, finish_reason)

@@ -16,11 +16,11 @@ from ..api.build import Configured, TargetContext, build_decoder, configured, lo
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
-from ..contracts.steps import Request, Response, RoundEvent
+from ..contracts.steps import Request, Response, StepEvent
 from ..engine.decoder import Decoder
 from ..errors import ContractError, UsageError
 from ..lm.cuda_graphs import Ahead, recording
-from ..metrics.cell_metrics import RoundRecord
+from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
 from ..models.chat import encode
 from ..models.cpu_contention import Waiting
@@ -30,13 +30,13 @@ from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
 
-#: Rounds before the clock runs.
+#: Steps before the clock runs.
 WARM_UP = 4
 #: Tokens after which the prompts of the warm-up repeat themselves, so that drafters that copy draft too.
 WARM_UP_PERIOD = 8
 #: Random streams of the warm-up: far from any prompt's.
 WARM_UP_STREAM = 1 << 40
-#: A round's shape counts the length of its longest sequence in steps of so many tokens.
+#: A step's shape counts the length of its longest sequence in steps of so many tokens.
 CONTEXT_STEP = 256
 #: Tokens that a chat template may put around an answer.
 TEMPLATE_SLACK = 16
@@ -140,12 +140,12 @@ def drafter_of(config: CellConfig) -> Configured:
 
 
 def positions(config: CellConfig) -> int:
-    """Most positions that the target evaluates for a row in a round: the root and the widest draft."""
+    """Most positions that the target evaluates for a row in a step: the root and the widest draft."""
     return slot_length(0, [drafter_of(config)], config.sampling)
 
 
-class _Rounds:
-    """The rounds that the whole batch made since `start`: what they took, and how many slots were in use."""
+class _Steps:
+    """The steps that the whole batch made since `start`: what they took, and how many slots were in use."""
 
     def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
         self._decoder, self._limit, self._waiting = decoder, limit, Waiting(decoder.target.device)
@@ -160,25 +160,25 @@ class _Rounds:
         self._waiting.close()
 
     def _clear(self) -> None:
-        self.full: list[_Round] = []
-        self.others: list[_Round] = []
+        self.full: list[_Step] = []
+        self.others: list[_Step] = []
         self._before = dict(self._decoder.stopwatch.seconds)
         self._held: dict[int, tuple[int, int]] = {}
 
-    def add(self, event: RoundEvent) -> None:
-        """A round is over (``Decoder.on_round``); what was prefilled since the last one is booked with it."""
+    def add(self, event: StepEvent) -> None:
+        """A step is over (``Decoder.on_step``); what was prefilled since the last one is booked with it."""
         now = dict(self._decoder.stopwatch.seconds)
         seconds = {phase: now[phase] - self._before[phase] for phase in now}
         self._before = now
         longest = max(map(len, self._decoder.sequences.history))
-        resumed = " resumed" if event.draft.begun is not None else ""
+        resumed = " resumed" if event.draft.resume_from is not None else ""
         shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}{resumed}", sum(map(len, event.emitted))
-        found = _Round(shape, emitted, seconds, self._waiting.since(), self._prefilled(event))
+        found = _Step(shape, emitted, seconds, self._waiting.since(), self._prefilled(event))
         (self.others if None in event.prompts else self.full).append(found)
         self._limit()
 
-    def _prefilled(self, event: RoundEvent) -> int:
-        """Tokens of the prompts that this round is the first one of."""
+    def _prefilled(self, event: StepEvent) -> int:
+        """Tokens of the prompts that this step is the first one of."""
         tokens = 0
         for row, (prompt, new) in enumerate(zip(event.prompts, event.emitted, strict=True)):
             length = len(self._decoder.sequences.history[row])
@@ -188,7 +188,7 @@ class _Rounds:
         return tokens
 
     def piece(self, category: str) -> Piece:
-        """What they come to. Where no slot was ever waited for, no round is of the tail."""
+        """What they come to. Where no slot was ever waited for, no step is of the tail."""
         counted, tail = (self.full, self.others) if self.full else (self.others, [])
         steps: dict[str, list[list[int]]] = {}
         for one in counted:
@@ -204,7 +204,7 @@ class _Rounds:
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Step:
     shape: str
     emitted: int
     seconds: Mapping[str, float]
@@ -213,7 +213,7 @@ class _Round:
 
     @property
     def row(self) -> list[int]:
-        """The round as `Piece.steps` keeps it. The target's prefill before it has its share of what was waited."""
+        """The step as `Piece.steps` keeps it. The target's prefill before it has its share of what was waited."""
         every = sum(self.seconds.values())
         waited = self.waited * (1 - self.seconds[PREFILL] / every) if every else 0.0
         times = [self.seconds[phase] for phase in ("draft", "target", "verify", "rest")] + [waited]
@@ -229,7 +229,7 @@ class Cell:
         target: the loaded target; ``lm`` are its slots, shared with the group's other cells.
         models: where drafting models come from.
         sequence, slot: see `lengths`.
-        on_round: called after every round, and before the first one: a time limit, say.
+        on_step: called after every step, and before the first one: a time limit, say.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
     """
 
@@ -241,10 +241,10 @@ class Cell:
         models: Models,
         sequence: int,
         slot: int,
-        on_round: Callable[[], Any] = lambda: None,
+        on_step: Callable[[], Any] = lambda: None,
         validate: str = "sampled",
     ):
-        self.config, self.target, self.lm, self._on_round = config, target, lm, on_round
+        self.config, self.target, self.lm, self._on_step = config, target, lm, on_step
         #: Digests and source of every model it uses, by name.
         self.models: dict[str, dict[str, Any]] = {target.name: {"sha256": target.sha256, "source": target.source}}
 
@@ -262,9 +262,9 @@ class Cell:
             compile_verifier=config.compile_verifier,
             prefill_tokens=config.prefill_tokens,
             validate=validate,
-            on_round=lambda event: self._rounds.add(event),
+            on_step=lambda event: self._steps.add(event),
         )
-        self._rounds = _Rounds(self.decoder, on_round)
+        self._steps = _Steps(self.decoder, on_step)
         #: Depth of the deepest draft that it can make.
         self.depth: int = drafter.traits(options, config.sampling).depth
 
@@ -281,7 +281,7 @@ class Cell:
         return passes
 
     def warm_up(self, length: int) -> None:
-        """Run every slot for a few rounds and forget them: what is made once is made outside the timing.
+        """Run every slot for a few steps and forget them: what is made once is made outside the timing.
 
         That includes CUDA graphs: of all widths up to that of the widest draft, and for sequences of all lengths.
         Prompts are ``length`` random tokens on random streams of their own: a drafter that remembers sees nothing of
@@ -299,25 +299,25 @@ class Cell:
         whole = [Request(prompt, i, WARM_UP_STREAM + i, "the warm-up") for i, prompt in enumerate(prompts)]
         # The target alone, as where the last token is all that is wanted.
         last = [one._replace(prompt=one.prompt[:1], most=1) for one in whole]
-        self._on_round()
+        self._on_step()
         with recording(Ahead(depth=self.depth, nodes=positions(self.config) - 1)):
             for requests in (whole, last):
-                with closing(decoder.rounds(requests)) as rounds:
-                    for made, _ in enumerate(rounds, 1):
+                with closing(decoder.steps(requests)) as steps:
+                    for made, _ in enumerate(steps, 1):
                         if compiled is None and made == WARM_UP:
                             break
         decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
         if compiled is not None:
             compiled.compiling = False
         decoder.drafter.reset()
-        decoder.batch_rounds = decoder.target_rows = 0
+        decoder.batch_steps = decoder.target_rows = 0
 
     def run(self, conversations: Sequence[Conversation]) -> PieceResult:
         """Measure one piece: all first turns, then all second turns with the answers that this cell gave."""
         found, passes = PieceResult(), self._passes
         answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
         memory.start(self.lm.device)
-        self._rounds.start()
+        self._steps.start()
         try:
             for turn in range(max(len(c.prompt.turns) for c in conversations)):
                 asked = [c for c in conversations if turn < len(c.prompt.turns)]
@@ -328,9 +328,9 @@ class Cell:
                     answers[conversation.prompt.index].append(text)
                     self._record(found, conversation.prompt, turn, response, text, length)
         finally:
-            self._rounds.stop()
+            self._steps.stop()
         categories = {c.prompt.category for c in conversations}
-        found.piece = self._rounds.piece(categories.pop() if len(categories) == 1 else "")
+        found.piece = self._steps.piece(categories.pop() if len(categories) == 1 else "")
         found.passes, found.peak_memory = self._passes - passes, memory.peak(self.lm.device)
         return found
 
@@ -343,7 +343,7 @@ class Cell:
         streams = [c.prompt.stream(turn) for c in asked]
         # The loop would count the prompts it was given; people know them by question_id.
         names = [f"prompt {c.prompt.question_id!r}" for c in asked]
-        self._on_round()
+        self._on_step()
         responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
         return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
 
@@ -351,9 +351,9 @@ class Cell:
         self, found: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int
     ) -> None:
         name = str(prompt.question_id)
-        for i, r in enumerate(response.rounds):
+        for i, r in enumerate(response.steps):
             counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
-            found.records.append(RoundRecord(prompt.index, name, prompt.category, turn, i, *counts))
+            found.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
         said: dict[str, Any] = {
             "question_id": prompt.question_id,
             "turn": turn,
@@ -361,7 +361,7 @@ class Cell:
             "prompt_tokens": length,
             "text": text,
             "tokens": response.tokens,
-            "finish": response.finish,
+            "finish_reason": response.finish_reason,
         }
         if response.logprobs is not None:  # JSON knows no infinity: null is a token that the target never says
             said["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]

@@ -33,7 +33,7 @@ from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
 from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
 from .provenance import models_used
-from .round_limit import RoundLimit
+from .step_limit import StepLimit
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Progress:
     Attributes:
         warming: the cell that is warmed up next.
         at: the cell that decodes next.
-        round: a round is over; the number of turns that its tokens make, one token a row.
+        step: a step is over; the number of turns that its tokens make, one token a row.
         advance: the number of prompts that a cell has finished, and of their turns.
         skip: the number of prompts that were finished before.
         piece: the number of the piece that all cells have finished, from 1, and how many there are.
@@ -62,7 +62,7 @@ class Progress:
 
     warming: Callable[[], Any] = lambda: None
     at: Callable[[CellConfig], Any] = lambda config: None
-    round: Callable[[float], Any] = lambda turns: None
+    step: Callable[[float], Any] = lambda turns: None
     advance: Callable[[int, int], Any] = lambda n, turns: None
     skip: Callable[[int], Any] = lambda n: None
     piece: Callable[[int, int], Any] = lambda number, pieces: None
@@ -89,7 +89,7 @@ class Group:
     provenance: Sequence[Mapping[str, Any]]
     directory: RunDirectory
     models: Models
-    limit: RoundLimit
+    limit: StepLimit
     progress: Progress = field(default_factory=Progress)
     validate: str = "sampled"
     timed: bool = True
@@ -164,7 +164,7 @@ class Group:
                 continue
 
             def start(i: int = i, config: CellConfig = config) -> None:
-                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._round, self.validate)
+                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._step, self.validate)
                 self._depths[i] = self._cells[i].depth
                 self.progress.warming()
                 self._cells[i].warm_up(warm_up)
@@ -208,9 +208,9 @@ class Group:
                 self._attempt(i, lambda i=i: self._measured(i, pieces))
         compare_group(self.results)
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         self.limit.restart()
-        self.progress.round(self.configs[0].batch_size / self.configs[0].max_new_tokens)
+        self.progress.step(self.configs[0].batch_size / self.configs[0].max_new_tokens)
 
     # -- pieces -------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def explain(
     Args:
         models: transformers models, the target first; an embedding that two share counts once.
         slot: tokens that a slot holds.
-        positions: that the target evaluates a row in a round.
+        positions: that the target evaluates a row in a step.
         available: bytes, see `total`.
         recorded: bytes that the graphs of all models in the process hold (`graphs.held`), of slots as many as these.
     """

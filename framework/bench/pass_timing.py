@@ -37,7 +37,7 @@ def measure_passes(
     repeats: int = REPEATS,
     advance: Callable[[int], Any] = lambda n: None,
 ) -> list[Point]:
-    """Time a loaded transformers model as the decode loop uses it: `TransformersLM.grow` and the softmax.
+    """Time a loaded transformers model as the decode loop uses it: `TransformersLM.forward` and the softmax.
 
     W tokens are grown in each of B slots; the longest row holds C tokens and every other one a few less, as in the
     loop, where no two rows are equally long. What is in the cache does not change the time: it is not filled.
@@ -69,9 +69,9 @@ def measure_passes(
         tokens = torch.randint(lm.vocab_size, (b, width), device=device)
         before = clock.seconds["target"]
         clock.start()
-        sampling.checked_law(lm.grow(tokens)[0])
+        sampling.checked_probs(lm.forward(tokens)[0])
         clock.mark("target")
-        lm.keep([0] * b)
+        lm.commit([0] * b)
         return clock.seconds["target"] - before
 
     order = deque(points)
@@ -79,7 +79,7 @@ def measure_passes(
         for point in order:
             with recording(None if repeat else Ahead(depth=0, nodes=0)):
                 taken = once(*point)
-            if repeat:  # the first time round, buffers are made and graphs recorded
+            if repeat:  # the first time step, buffers are made and graphs recorded
                 seconds[point].append(taken)
             advance(1)
         order.rotate(len(points) // 3)

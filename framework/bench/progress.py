@@ -99,8 +99,8 @@ class Meter:
         self._at = f"{pair}, batch size {config.batch_size}"
         self._show()
 
-    def round(self, turns: float) -> None:
-        """A round is over, which made so many turns, if every row emits one token."""
+    def step(self, turns: float) -> None:
+        """A step is over, which made so many turns, if every row emits one token."""
         self._under_way += turns
         now = self._clock()
         if self._warming and self._since is not None:

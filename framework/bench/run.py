@@ -31,7 +31,7 @@ from .matrix import Plan, plan
 from .preflight import preflight
 from .progress import Meter, counted
 from .provenance import changes, distinct, provenance
-from .round_limit import RoundLimit
+from .step_limit import StepLimit
 
 
 class FirstFailure(CrossdraftError):
@@ -50,7 +50,7 @@ def run(
     fresh: bool = False,
     retry_failed: bool = False,
     fail_fast: bool = False,
-    round_limit: float | None = None,
+    step_limit: float | None = None,
     validate: str = "sampled",
     trust_remote_code: Iterable[str] = (),
     shard: Shard | None = None,
@@ -58,7 +58,7 @@ def run(
     say: Callable[[str], None] | None = say,
     progress: bool = False,
     debug: bool = False,
-    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None = None,
+    certify: Callable[[Sequence[CellConfig], StepLimit], None] | None = None,
     so_far: Callable[[Outcome], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
@@ -71,7 +71,7 @@ def run(
         fresh: measure everything, whatever is on disk.
         retry_failed: measure groups again in which a cell failed; without it the failure is reported again.
         fail_fast: end the run with the first cell that fails.
-        round_limit: seconds after which a round is given up, and its cell has failed; None = never.
+        step_limit: seconds after which a step is given up, and its cell has failed; None = never.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
         trust_remote_code: names of models that may run Python code from their own directories.
         shard: measure this part of the groups alone, in a directory of its own, see `runs.shards`.
@@ -90,7 +90,7 @@ def run(
     tell = say or (lambda _: None)
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out, shard))
-    session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), RoundLimit(round_limit), shard)
+    session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), StepLimit(step_limit), shard)
     session.tell, session.validate, session.fail_fast, session.debug = tell, validate, fail_fast, debug
     session.out, session.timed, session.certify = Path(out), not untimed, certify
     session.so_far, session.clock = so_far, clock
@@ -104,7 +104,7 @@ def run(
         with directory.locked(), Reporter(directory, count) as state:
             directory.write_json("recipe.json", recipe.model_dump(mode="json"))
             directory.write_text(README, readme(directory.path.name, recipe, count, len(prompts)))
-            tell(f"writes tables, charts and every round to {directory.path}; its README.md says what is what")
+            tell(f"writes tables, charts and every step to {directory.path}; its README.md says what is what")
             session.write_shard()
             session.run(fresh, retry_failed, progress, state)
             session.write_shard()
@@ -130,7 +130,7 @@ class _Session:
     debug: bool
     out: Path
     timed: bool
-    certify: Callable[[Sequence[CellConfig], RoundLimit], None] | None
+    certify: Callable[[Sequence[CellConfig], StepLimit], None] | None
     so_far: Callable[[Outcome], None] | None
     clock: Callable[[], float]
 
@@ -141,7 +141,7 @@ class _Session:
         prompts: Sequence[Prompt],
         directory: RunDirectory,
         models: Models,
-        limit: RoundLimit,
+        limit: StepLimit,
         shard: Shard | None,
     ):
         self.recipe, self.plan, self.prompts, self.directory = recipe, expanded, prompts, directory
@@ -231,7 +231,7 @@ class _Session:
         def failed(result: CellResult) -> None:
             self._failed(result, meter)
 
-        told = Progress(meter.warming, meter.at, meter.round, meter.advance, meter.skip, meter.piece, failed, meter.say)
+        told = Progress(meter.warming, meter.at, meter.step, meter.advance, meter.skip, meter.piece, failed, meter.say)
         if fresh:
             self.directory.drop_group(configs[0].group)
         sources = [self._provenance(config) for config in configs]

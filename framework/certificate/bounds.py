@@ -1,15 +1,15 @@
-"""Upper bounds on E[tau] of one round: how much could any verifier accept of these drafts?
+"""Upper bounds on E[tau] of one step: how much could any verifier accept of these drafts?
 
 Every draft that a drafter can make on a small exact model is enumerated with its probability; what follows looks
 at nothing else of the drafter. x^i is a prefix of i tokens, M_b(x^i) its probability under the target, M_s(x^i)
 the probability that it is drafted. As in the certificate, a token that equals a drafted child counts as accepted,
 however it came about. Nothing here binds a verifier that is lossy.
 
-For a verifier that keeps the law of every round (a drop-in rule, as Lemma 2 in Sun et al. 2024 defines it):
+For a verifier that keeps the law of every step (a drop-in rule, as Lemma 2 in Sun et al. 2024 defines it):
 
     E[tau] <= linear program <= full information <= gamma,
 
-and for chains the first is the single-draft optimum. A rule that repays in later rounds what it takes in this one
+and for chains the first is the single-draft optimum. A rule that repays in later steps what it takes in this one
 (greedy block verification) is bound by full information alone.
 
 Z. Sun, U. Mendlovic, Y. Leviathan, A. Aharoni, J. H. Ro, A. Beirami, A. T. Suresh, "Block Verification
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Verdict
-from ..contracts.rng import RoundRng
+from ..contracts.rng import StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits
 from ..errors import NumericalError
@@ -77,7 +77,7 @@ class DraftLaw:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds on what lossless verifiers accept in the first round; ``None`` = does not apply or is too large.
+    """Upper bounds on what lossless verifiers accept in the first step; ``None`` = does not apply or is too large.
 
     Attributes:
         single_draft: :func:`single_draft`, of chains alone; binds drop-in rules.
@@ -100,7 +100,7 @@ def bounds(toy: Toy, build: DrafterFactory, gamma: int, temperature: float = 1.0
         drafts = draft_law(toy, build, gamma, temperature)
     except TooLargeError as error:
         return Bounds(missing=(f"toy {toy.name}: {error}",))
-    joint = target_law(Sampling(temperature=temperature).law(toy.target.log()), drafts)
+    joint = target_law(Sampling(temperature=temperature).probs(toy.target.log()), drafts)
     missing: dict[str, None] = {}
 
     def attempt(bound: Callable[[DraftLaw, Mapping[Prefix, float]], float]) -> float | None:
@@ -149,7 +149,7 @@ class _Recorder(Verifier):
         super().__init__()
         self.law = law
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         assert isinstance(rng, Enumeration)
         sequences = None if draft.sequences is None else draft.sequences[:, 0].tolist()
         if draft.sequences is not None:
@@ -209,7 +209,7 @@ def single_draft(drafts: DraftLaw, joint: Mapping[Prefix, float]) -> float:
 
 
 def full_information(drafts: DraftLaw, joint: Mapping[Prefix, float]) -> float:
-    """What could be accepted if a round were free to break the law of its own output, sum_i alpha*_i.
+    """What could be accepted if a step were free to break the law of its own output, sum_i alpha*_i.
 
     alpha*_i is the value of the optimal transport between the prefixes of i tokens that are drafted and M_b^i;
     sum_{x^i} min(M_b, M_s) for a chain.

@@ -3,12 +3,12 @@
 The real drafter, the real decode loop and the real verifier run on small exact models with a random source
 that enumerates: every row of the batch follows one script of decisions and carries its probability. A row that
 meets a decision beyond its script takes the first possible outcome and leaves a new script for each other one,
-so the rows that come out are exactly the leaves of the decision tree. A script covers all rounds, so that one
+so the rows that come out are exactly the leaves of the decision tree. A script covers all steps, so that one
 drafter lives through them and what it learns in `Drafter.observe` counts. Where a drafter is known to look at the last
-token alone, rows that hold the same verifier state and end alike are merged between rounds instead.
+token alone, rows that hold the same verifier state and end alike are merged between steps instead.
 
-After R rounds every output is completed to R (gamma + 1) tokens with the target's own law (or, while the
-verifier still holds state, by rounds without a draft), and the joint law is compared with the target's. This is
+After R steps every output is completed to R (gamma + 1) tokens with the target's own law (or, while the
+verifier still holds state, by steps without a draft), and the joint law is compared with the target's. This is
 the validity of Lemma 2 in Sun et al. 2024, and it must hold jointly: tests of the first token miss most mistakes.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..api.build import build_decoder
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.sampling import Sampling
-from ..contracts.steps import RoundEvent
+from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier
 from ..engine.decoder import Decoder
 from .effort import MOST_PATHS, TooLargeError
@@ -45,8 +45,8 @@ class Certificate:
 
     Attributes:
         tv: total variation between the output's joint law and the target's, 0 for a lossless pair.
-        expected_tau: E[tau] of each round.
-        first_tau: Pr(tau = i) in the first round, i = 0 .. gamma.
+        expected_tau: E[tau] of each step.
+        first_tau: Pr(tau = i) in the first step, i = 0 .. gamma.
         paths: decision paths enumerated.
         drafted: whether any draft had a node: where none has, nothing was shown.
     """
@@ -65,7 +65,7 @@ class Certificate:
 class Enumeration:
     """A random source that follows one script of decisions per row and records what the scripts leave open.
 
-    A decision is known by the round, its purpose and index, as a random number is. ``weight[b]`` is the probability of
+    A decision is known by the step, its purpose and index, as a random number is. ``weight[b]`` is the probability of
     row b's decisions; a script carries the probability of what it prescribes, so it does not matter whether a number
     that no row needs (a draw for a row that stopped drafting) is asked for in one batch and not in another.
     """
@@ -77,7 +77,7 @@ class Enumeration:
         self.opened: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # parent rows, scripts, weights
         self._turn = 0
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
         self._turn += 1
         return self
 
@@ -119,7 +119,7 @@ def _widen(scripts: np.ndarray, columns: int) -> np.ndarray:
 
 
 State = tuple[tuple[int, ...], Hashable]
-#: What one round adds to a state: the emitted tokens and the verifier's new state, with their probability.
+#: What one step adds to a state: the emitted tokens and the verifier's new state, with their probability.
 Outcomes = dict[State, float]
 
 
@@ -128,66 +128,66 @@ def certify(
     build: DrafterFactory,
     verifier: Callable[[], Verifier],
     *,
-    rounds: int = 1,
+    steps: int = 1,
     gamma: int | Sequence[int] | None = None,
     temperature: float = 1.0,
     markov: bool = False,
 ) -> Certificate:
-    """Enumerate ``rounds`` rounds of a pair on ``toy``.
+    """Enumerate ``steps`` steps of a pair on ``toy``.
 
     Args:
         build: makes the drafter, see :data:`DrafterFactory`.
         verifier: makes the verifier; called once per batch of paths.
-        rounds: how many rounds to chain, at least 1.
-        gamma: draft length, the toy's own by default; 0 is allowed. One number a round makes a drafter for the
+        steps: how many steps to chain, at least 1.
+        gamma: draft length, the toy's own by default; 0 is allowed. One number a step makes a drafter for the
             largest that is cut short in the others, as at the end of a sequence.
         temperature: the target's; 0 certifies against the argmax.
         markov: the drafter looks at the last token alone, as both toy models do: states that end alike and hold
-            the same verifier state are enumerated once, by drafters that are new in each round. Otherwise one drafter
-            lives through all rounds of a path.
+            the same verifier state are enumerated once, by drafters that are new in each step. Otherwise one drafter
+            lives through all steps of a path.
 
     Raises:
         TooLargeError: there are more than `MOST_PATHS` paths.
     """
-    lengths = _lengths(toy, rounds, gamma)
+    lengths = _lengths(toy, steps, gamma)
     pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths))
-    states, laws = _merged(pair, lengths) if markov or rounds == 1 else pair.replay(lengths)
-    total = sum(lengths) + rounds
+    states, laws = _merged(pair, lengths) if markov or steps == 1 else pair.replay(lengths)
+    total = sum(lengths) + steps
     paths = pair.paths
     while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
-        # The verifier still holds state: let it finish with rounds that draft nothing.
+        # The verifier still holds state: let it finish with steps that draft nothing.
         states = {s: w for s, w in states.items() if s not in pending}
-        for state, weight in _step(pair, pending, 0, markov)[0].items():
+        for state, weight in _advance(pair, pending, 0, markov)[0].items():
             states[state] = states.get(state, 0.0) + weight
-    law = pair.sampling.law(toy.target.log())
+    law = pair.sampling.probs(toy.target.log())
     expected = [float((of_tau * np.arange(len(of_tau))).sum()) for of_tau in laws]
     tv = _total_variation(states, law, total)
     return Certificate(tv, expected, [float(x) for x in laws[0]], paths, pair.drafted)
 
 
-def _lengths(toy: Toy, rounds: int, gamma: int | Sequence[int] | None) -> list[int]:
+def _lengths(toy: Toy, steps: int, gamma: int | Sequence[int] | None) -> list[int]:
     if gamma is None or isinstance(gamma, int):
-        return [toy.gamma if gamma is None else gamma] * rounds
-    if len(gamma) != rounds:
-        raise ValueError(f"{len(gamma)} draft lengths for {rounds} rounds")
+        return [toy.gamma if gamma is None else gamma] * steps
+    if len(gamma) != steps:
+        raise ValueError(f"{len(gamma)} draft lengths for {steps} steps")
     return list(gamma)
 
 
 def _merged(pair: _Pair, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
-    """Round after round, states that are alike enumerated once; the last states, and Pr(tau = i) of each round."""
+    """Round after step, states that are alike enumerated once; the last states, and Pr(tau = i) of each step."""
     states: Outcomes = {((), None): 1.0}
     laws = []
     for length in lengths:
-        states, law = _step(pair, states, length, True)
+        states, law = _advance(pair, states, length, True)
         laws.append(law)
     return states, laws
 
 
-def _step(pair: _Pair, states: Outcomes, length: int, markov: bool) -> tuple[Outcomes, np.ndarray]:
-    """One round from every state."""
+def _advance(pair: _Pair, states: Outcomes, length: int, markov: bool) -> tuple[Outcomes, np.ndarray]:
+    """One step from every state."""
     keys = {state: (state[0][-1:] if markov else state[0], state[1]) for state in states}
     origins = list(dict.fromkeys(keys.values()))
-    outcomes = dict(zip(origins, pair.one_round(origins, length), strict=True))
+    outcomes = dict(zip(origins, pair.one_step(origins, length), strict=True))
     out: Outcomes = {}
     law = np.zeros(length + 1)
     for state, weight in states.items():
@@ -239,8 +239,8 @@ class _Pair:
         self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
         self.drafted, self.paths = False, 0
 
-    def one_round(self, origins: list[State], length: int) -> list[Outcomes]:
-        """What one round with drafts of ``length`` tokens leads to from each origin."""
+    def one_step(self, origins: list[State], length: int) -> list[Outcomes]:
+        """What one step with drafts of ``length`` tokens leads to from each origin."""
         scripts, prompt = _Scripts(len(origins)), self.toy.prompt
         out: list[Outcomes] = [{} for _ in origins]
         while scripts:
@@ -248,10 +248,10 @@ class _Pair:
             decoder = self._decoder(rng, len(batch))
             for row, origin in enumerate(batch):
                 tokens, snapshot = origins[origin]
-                decoder.begin(row, [*prompt, *tokens])
+                decoder.start(row, [*prompt, *tokens])
                 if snapshot is not None:
                     decoder.verifier.restore(row, snapshot)
-            self._round(decoder, length)
+            self._step(decoder, length)
             for row, origin in enumerate(batch):
                 new = tuple(decoder.sequences.history[row][len(prompt) + len(origins[origin][0]) :])
                 state = (new, decoder.verifier.snapshot(row))
@@ -260,7 +260,7 @@ class _Pair:
         return out
 
     def replay(self, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
-        """All rounds of every path with one drafter: the last states, and Pr(tau = i) of each round.
+        """All steps of every path with one drafter: the last states, and Pr(tau = i) of each step.
 
         Rows of a batch share a drafter, unless its memory outlives a sequence: then rows are sequences to learn from.
         """
@@ -272,10 +272,10 @@ class _Pair:
             decoder = self._decoder(rng, len(batch))
             size = 1 if decoder.drafter.remembers(decoder.drafter.config) else BATCH
             for row in range(len(batch)):
-                decoder.begin(row, prompt)
+                decoder.start(row, prompt)
             ends = [[len(prompt)] * len(batch)]
             for length in lengths:
-                self._round(decoder, length)
+                self._step(decoder, length)
                 ends.append([len(history) for history in decoder.sequences.history])
             for row, weight in enumerate(rng.weight):
                 state = (tuple(decoder.sequences.history[row][len(prompt) :]), decoder.verifier.snapshot(row))
@@ -290,20 +290,20 @@ class _Pair:
         if self.paths > MOST_PATHS:
             raise TooLargeError(
                 f"there are more than {MOST_PATHS:,.0f} decision paths, which is where enumeration gives up; lower the "
-                "draft length or the number of rounds"
+                "draft length or the number of steps"
             )
         start = len(self.toy.prompt) - 1
         context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start, words=self.toy.words)
         # How far a wrong rule leads is what is measured here; forms and counts are checked all the same.
-        options = {"rng": rng, "on_round": self._look, "validate": "never"}
+        options = {"rng": rng, "on_step": self._look, "validate": "never"}
         return build_decoder(context, lambda context: self.build(context, self.gamma), self.verifier(), **options)
 
-    def _round(self, decoder: Decoder, length: int) -> None:
+    def _step(self, decoder: Decoder, length: int) -> None:
         limit = decoder.sequences.limit
         limit[:] = [min(room, length) for room in limit]
-        decoder.round()
+        decoder.step()
 
-    def _look(self, event: RoundEvent) -> None:
+    def _look(self, event: StepEvent) -> None:
         self.drafted = self.drafted or bool(event.draft.candidates.valid.any())
 
 
@@ -313,7 +313,7 @@ def _total_variation(states: dict[State, float], law: Tensor, length: int) -> fl
     ended = [np.zeros(vocab**n) for n in range(length + 1)]
     for (tokens, _), weight in states.items():
         n, beyond = min(len(tokens), length), tokens[length:]
-        assert not beyond, "an output is longer than rounds x (gamma + 1)"
+        assert not beyond, "an output is longer than steps x (gamma + 1)"
         ended[n][_index(tokens, vocab)] += weight
     ours, target = ended[0], np.ones(1)
     for n in range(length):

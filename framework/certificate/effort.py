@@ -14,7 +14,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..contracts.drafter import DraftTraits
 
-#: log2 of the decision paths of a round with drafts of so many tokens.
+#: log2 of the decision paths of a step with drafts of so many tokens.
 Cost = Callable[[int], float]
 
 #: The joint law of an output is held as one table: most entries it may have, and most tokens, if V = 1.
@@ -25,7 +25,7 @@ MOST_PATHS = 2.0**25
 DEFAULT_PATHS = 2.0**20
 #: The same where every path is replayed from its start; by default, and if each needs a drafter of its own.
 DEFAULT_REPLAYED, DEFAULT_ALONE = 2.0**18, 2.0**12
-#: A later round is by default as long as this at least, before an earlier one is longer.
+#: A later step is by default as long as this at least, before an earlier one is longer.
 SECOND = 2
 
 
@@ -50,28 +50,28 @@ def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
 
 
 def paths(traits: DraftTraits, vocab_size: int, depth: int) -> float:
-    """log2 of the decision paths of one round, at most: every drafted node, and a decision of the rule a level."""
+    """log2 of the decision paths of one step, at most: every drafted node, and a decision of the rule a level."""
     return (drawn_nodes(traits, vocab_size, depth) + min(depth, traits.depth) + 1) * math.log2(vocab_size)
 
 
 def draft_length(cost: Cost, longest: int, most: float) -> int | None:
-    """The longest draft length up to ``longest`` of which a round has at most ``most`` paths; ``None`` = not even 0."""
+    """The longest draft length up to ``longest`` of which a step has at most ``most`` paths; ``None`` = not even 0."""
     fit = [n for n in range(min(longest, LONGEST) + 1) if cost(n) <= math.log2(most)]
     return max(fit, default=None)
 
 
-def draft_lengths(cost: Cost, longest: int, rounds: int, most: float) -> list[int] | None:
-    """A draft length for each round where the paths of rounds multiply, as long as ``most`` paths allow.
+def draft_lengths(cost: Cost, longest: int, steps: int, most: float) -> list[int] | None:
+    """A draft length for each step where the paths of steps multiply, as long as ``most`` paths allow.
 
-    Later rounds first get `SECOND` tokens (or what fits), then the first one as many as fit, and so on. ``None`` = not
+    Later steps first get `SECOND` tokens (or what fits), then the first one as many as fit, and so on. ``None`` = not
     even drafts of one token fit.
     """
     room = math.log2(most) + 1e-9
-    fitting = (n for n in range(min(SECOND, longest), min(1, longest) - 1, -1) if cost(n) * rounds <= room)
+    fitting = (n for n in range(min(SECOND, longest), min(1, longest) - 1, -1) if cost(n) * steps <= room)
     if (least := next(fitting, None)) is None:
         return None
     found = []
-    for left in range(rounds - 1, -1, -1):
+    for left in range(steps - 1, -1, -1):
         here = room - cost(least) * left
         found.append(max(n for n in range(min(longest, LONGEST) + 1) if cost(n) <= here))
         room -= cost(found[-1])
@@ -83,29 +83,29 @@ def replayed(
     traits: DraftTraits,
     vocab_size: int,
     longest: int,
-    rounds: int,
+    steps: int,
     most: float = DEFAULT_REPLAYED,
 ) -> list[int] | None:
-    """:func:`draft_lengths` where one drafter lives through all rounds of a path, fewer if each needs its own.
+    """:func:`draft_lengths` where one drafter lives through all steps of a path, fewer if each needs its own.
 
     ``remembers``: the drafter's memory outlives a sequence (`Drafter.remembers`), so a batch of paths would share it.
     """
     if remembers:
         most = min(most, DEFAULT_ALONE)
-    return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, rounds, most)
+    return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, steps, most)
 
 
-def check_law(name: str, vocab_size: int, rounds: int, gamma: int) -> None:
-    """Raise UsageError if the law of ``rounds`` rounds on the toy ``name`` is no table of a size that can be held."""
-    tokens = rounds * (gamma + 1)
+def check_law(name: str, vocab_size: int, steps: int, gamma: int) -> None:
+    """Raise UsageError if the law of ``steps`` steps on the toy ``name`` is no table of a size that can be held."""
+    tokens = steps * (gamma + 1)
     advice = (
-        f"lower --rounds (now {shown(rounds)})"
-        if rounds > 1
+        f"lower --steps (now {shown(steps)})"
+        if steps > 1
         else f"lower the draft length with --gamma (now {shown(gamma)})"
     )
     if vocab_size == 1 and tokens > LONGEST:
         raise TooLargeError(
-            f"toy {name}: outputs of rounds x (gamma + 1) = {shown(tokens)} tokens are longer than the {LONGEST} that "
+            f"toy {name}: outputs of steps x (gamma + 1) = {shown(tokens)} tokens are longer than the {LONGEST} that "
             f"are enumerated; {advice}"
         )
     if tokens <= LONGEST and tokens * math.log(vocab_size) <= math.log(LARGEST_LAW):
@@ -113,15 +113,15 @@ def check_law(name: str, vocab_size: int, rounds: int, gamma: int) -> None:
     huge = tokens > 10**12
     entries = f"{vocab_size} to the power of {shown(tokens)}" if huge else power(tokens * math.log2(vocab_size))
     raise TooLargeError(
-        f"toy {name} has V = {vocab_size}, so there are {entries} outputs of rounds x (gamma + 1) = {shown(tokens)} "
+        f"toy {name} has V = {vocab_size}, so there are {entries} outputs of steps x (gamma + 1) = {shown(tokens)} "
         f"tokens, more than the {LARGEST_LAW:,} that can be enumerated; {advice}"
     )
 
 
 def too_many_paths(cost: Cost, lengths: Sequence[int], multiply: bool) -> str | None:
-    """Why rounds with drafts of these lengths cannot be enumerated: they may have more than `MOST_PATHS` paths.
+    """Why steps with drafts of these lengths cannot be enumerated: they may have more than `MOST_PATHS` paths.
 
-    ``multiply``: paths of different rounds are not merged.
+    ``multiply``: paths of different steps are not merged.
     """
     bits = [cost(length) for length in lengths]
     found = sum(bits) if multiply else max(bits)
@@ -130,7 +130,7 @@ def too_many_paths(cost: Cost, lengths: Sequence[int], multiply: bool) -> str | 
     advice = "lower the draft length with --gamma" if max(lengths) > 1 else "ask for drafts with fewer nodes"
     return (
         f"there may be {power(found)} decision paths, more than the {MOST_PATHS:,.0f} that are followed; {advice}"
-        + (" or lower --rounds" if multiply and len(lengths) > 1 else "")
+        + (" or lower --steps" if multiply and len(lengths) > 1 else "")
     )
 
 

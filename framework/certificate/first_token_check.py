@@ -154,10 +154,10 @@ def sample(
     Args:
         p, q: ``[V]``, the target's law and the drafter's, float32 or float64, on the device to draw on.
         cases: pairs; all get the same random numbers, and those with the same draft the same drafts.
-        samples: rounds of each case; round i has the stream ``first_stream + i``.
+        samples: steps of each case; step i has the stream ``first_stream + i``.
         rng: where random numbers come from.
-        batch: rounds at once; ``None`` = by the number of tokens that p or q can say.
-        position: where the rounds start, in tokens.
+        batch: steps at once; ``None`` = by the number of tokens that p or q can say.
+        position: where the steps start, in tokens.
         progress: called with the number of samples drawn since the last call.
 
     Returns:
@@ -184,9 +184,9 @@ def sample(
             b = len(streams)
             for label, one in drafts.items():
                 drafter = one.build(q, b)
-                numbers = rng.round(streams, [position] * b, p.device)
+                numbers = rng.for_step(streams, [position] * b, p.device)
                 for row in range(b):
-                    drafter.begin(row, [0])
+                    drafter.start(row, [0])
                 root = torch.zeros(b, 1, dtype=torch.long, device=p.device)
                 draft = drafter.propose(Sequences([[0]] * b, root, [one.nodes] * b, streams), numbers)
                 rows = p.expand(b, draft.width + 1, -1)
@@ -195,8 +195,8 @@ def sample(
                         continue
                     verifier = case.verifier()
                     for row in range(b):
-                        verifier.begin(row)
-                    # A copy each, of a round in which the drafter's numbers are used up.
+                        verifier.start(row)
+                    # A copy each, of a step in which the drafter's numbers are used up.
                     token = first_token(draft, verifier.verify(draft, rows, copy.deepcopy(numbers)))
                     if token.shape != (b,) or not ((token >= 0) & (token < len(kept))).all():
                         raise ContractError(f"verifier '{case.verifier.name}' emitted something that is no token")
@@ -222,9 +222,9 @@ def laws_after(lm: LM, tokens: Sequence[int], sampling: Sampling, who: str) -> T
     The row was begun with a prompt, whose last token is the first of ``tokens``. Raises NumericalError for NaN.
     """
     with torch.inference_mode():
-        logits, _ = lm.grow(torch.tensor([list(tokens)], device=lm.device))
-    lm.keep([0])
-    laws, finite = sampling.checked_law(logits[0])
+        logits, _ = lm.forward(torch.tensor([list(tokens)], device=lm.device))
+    lm.commit([0])
+    laws, finite = sampling.checked_probs(logits[0])
     if not bool(finite.all()):
         raise NumericalError(f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights")
     return laws

@@ -39,16 +39,16 @@ def place(row: Row) -> str:
     return f"on toy '{row.toy}' with draft '{row.draft}'"
 
 
-def certify_quickly(verifier: type[Verifier], options: Any, begin: Callable[[], None]) -> list[Row]:
+def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], None]) -> list[Row]:
     """The rows of a verifier with these options on the toys `QUICK`, up to the first one that raised.
 
-    ``begin`` is called before each.
+    ``start`` is called before each.
     """
     toys = {toy.name: toy for toy in built_in_toys()}
     rows = []
     for toy in (toys[name] for name in QUICK):
         for label, kind in DRAFTS.items():
-            begin()
+            start()
             try:
                 rows.append(certify_row(toy, label, kind, verifier, options=options))
             except CannotRun:

@@ -22,7 +22,7 @@ class Row:
     """One certified pair; ``error`` is the sentence of one that could not be enumerated.
 
     Attributes:
-        lengths: how deep drafts could be, a number a round.
+        lengths: how deep drafts could be, a number a step.
         temperature: the target's.
         drafted: whether any draft had a token.
         options: the verifier's validated config; None = its defaults.
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def proves(self) -> bool:
-        """Whether it shows that the rule is lossless, over two rounds if it carries state from one to the next."""
+        """Whether it shows that the rule is lossless, over two steps if it carries state from one to the next."""
         enough = len(self.lengths) > 1 or not self.promise.stateful
         return self.error is None and self.promise.lossless and self.lossless and enough
 
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def gamma(self) -> int | list[int]:
-        """The draft length, or those of the rounds where they differ."""
+        """The draft length, or those of the steps where they differ."""
         return self.lengths[0] if len(set(self.lengths)) == 1 else list(self.lengths)
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Row:
             "draft": self.draft,
             "verifier": self.verifier.name,
             "gamma": self.gamma,
-            "rounds": len(self.lengths),
+            "steps": len(self.lengths),
             "tv": self.tv,
             "expected_tau": list(self.expected_tau),
             "lossless": self.lossless,
@@ -102,7 +102,7 @@ def certify_row(
     label: str,
     kind: DraftKind | NamedDrafter,
     verifier: type[Verifier],
-    rounds: int | None = None,
+    steps: int | None = None,
     gamma: int | None = None,
     options: StrategyConfig | None = None,
 ) -> Row:
@@ -110,8 +110,8 @@ def certify_row(
 
     Args:
         options: the verifier's validated config; None = its defaults.
-        rounds: ``None`` = 1, but 2 if anything is remembered from round to round.
-        gamma: how deep drafts may be in every round; ``None`` = as deep as the toy says and costs seconds.
+        steps: ``None`` = 1, but 2 if anything is remembered from step to step.
+        gamma: how deep drafts may be in every step; ``None`` = as deep as the toy says and costs seconds.
 
     Raises:
         CannotRun: a pair that is incompatible, or too large (`TooMuch`).
@@ -120,13 +120,13 @@ def certify_row(
     try:
         promise = row.promise
         temperature = _temperature(kind, promise)
-        lengths = tuple(_lengths(toy, label, kind, verifier.name, promise, temperature, rounds, gamma))
+        lengths = tuple(_lengths(toy, label, kind, verifier.name, promise, temperature, steps, gamma))
         row = replace(row, lengths=lengths, temperature=temperature)
         found = certify(
             toy,
             kind.build,
             verifier if options is None else lambda: verifier(options),
-            rounds=len(lengths),
+            steps=len(lengths),
             gamma=lengths,
             temperature=temperature,
             markov=kind.markov,
@@ -156,7 +156,7 @@ def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, known: dict[A
             known[key] = bounds(toy, kind.build, *key)
         except NumericalError as error:
             known[key] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
-    if row.promise.stateful:  # it may take in this round what it repays in a later one
+    if row.promise.stateful:  # it may take in this step what it repays in a later one
         return replace(known[key], single_draft=None, lp=None)
     return known[key]
 
@@ -179,10 +179,10 @@ def _lengths(
     verifier: str,
     promise: VerifierTraits,
     temperature: float,
-    rounds: int | None,
+    steps: int | None,
     gamma: int | None,
 ) -> list[int]:
-    """How deep drafts may be in each round."""
+    """How deep drafts may be in each step."""
     sampling = Sampling(temperature=temperature)
     wanted = toy.gamma if gamma is None else gamma
     drafter, config = kind.config(wanted)
@@ -195,19 +195,19 @@ def _lengths(
         return effort.paths(drafter.traits(config, sampling), toy.vocab_size, length)
 
     multiply = promise.stateful or not kind.markov
-    if rounds is None:
-        rounds = 2 if multiply else 1
+    if steps is None:
+        steps = 2 if multiply else 1
     longest = min(wanted, traits.depth)
-    found: list[int] | None = [longest] * rounds
+    found: list[int] | None = [longest] * steps
     if gamma is None and not kind.markov:
-        found = effort.replayed(drafter.remembers(config), traits, toy.vocab_size, longest, rounds)
+        found = effort.replayed(drafter.remembers(config), traits, toy.vocab_size, longest, steps)
     elif gamma is None and multiply:
-        found = effort.draft_lengths(cost, longest, rounds, effort.DEFAULT_PATHS)
+        found = effort.draft_lengths(cost, longest, steps, effort.DEFAULT_PATHS)
     elif gamma is None:
-        found = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * rounds
+        found = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * steps
     # If not even the shortest drafts fit among what is enumerated by default, they may among what is at all.
-    found = found if found is not None and (any(found) or not longest) else [min(longest, 1)] * rounds
-    if reason := effort.too_many_paths(cost, found, multiply and rounds > 1):
+    found = found if found is not None and (any(found) or not longest) else [min(longest, 1)] * steps
+    if reason := effort.too_many_paths(cost, found, multiply and steps > 1):
         raise TooMuch(f"toy {toy.name}, {label}: {reason}")
     return found
 

@@ -77,11 +77,11 @@ class TableLM:
         """Say what ``logits [V + 1, V]`` say from here on, also when they change."""
         self._logits = logits.detach()
 
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
+    def start(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
         self._followed()
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None) -> tuple[Tensor, None]:
         self.passes += 1
         if self._logits.dim() == 1:
             return self._logits.expand(*tokens.shape, -1), None
@@ -102,12 +102,12 @@ class TableLM:
             self._grown.append(before + 1)
         return torch.stack(self._grown[len(self._grown) - tokens.shape[1] :], 1)
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._grown = []
         self._followed()
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self.lengths[row] = 0
         self._followed()
 

@@ -104,7 +104,7 @@ def _responses(
         {
             "prompt": list(prompt),
             "tokens": response.tokens,
-            "finish": response.finish,
+            "finish_reason": response.finish_reason,
             "logprobs": response.logprobs,
             "max_tokens": most,
             **settings,

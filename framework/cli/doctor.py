@@ -90,25 +90,25 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _trials(args: argparse.Namespace, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
-    from ..contracts.misconfiguration import Suspect
+    from ..contracts.misconfiguration import Misconfiguration
     from ..replay.doctor import Trial, greedy_drafts
     from ..replay.teacher_forcing.lazy_models import Target
 
     responses = _responses(args, target.sampling)
-    yield Trial(Suspect("", ""), target, responses)
+    yield Trial(Misconfiguration("", ""), target, responses)
     for suspect in (*greedy_drafts(drafter, target.sampling), *_of_heads(drafter, target.loaded)):
         yield Trial(suspect, target, responses)
     if getattr(target.loaded.tokenizer, "chat_template", None):
         raw = _responses(args, target.sampling, chat=False)
         mistake = "the drafter was trained without the chat template that prompts are in"
-        yield Trial(Suspect(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
+        yield Trial(Misconfiguration(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
     precision = str(target.loaded.model.dtype).removeprefix("torch.")
     if precision != "float32":
         exact = Target(args.target, target.sampling, dtype="float32", **options)
         mistake = f"{precision} is too coarse for the drafter, the target or both"
         # What was kept with the responses is log P at the lower precision.
         unknown = [replace(response, log_p=None) for response in responses]
-        yield Trial(Suspect(mistake, "run them with --dtype float32"), exact, unknown)
+        yield Trial(Misconfiguration(mistake, "run them with --dtype float32"), exact, unknown)
 
 
 def _of_heads(drafter: Configured, target: LoadedModel) -> Sequence[Any]:
@@ -119,7 +119,7 @@ def _of_heads(drafter: Configured, target: LoadedModel) -> Sequence[Any]:
     cls, config = drafter
     if target.backend != TRANSFORMERS or not _has_heads(drafter):
         return ()
-    return list(cls.suspects(config, load_checkpoint(config.model), target.model))
+    return list(cls.misconfigurations(config, load_checkpoint(config.model), target.model))
 
 
 def _has_heads(drafter: Configured) -> bool:

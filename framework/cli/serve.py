@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=PREFILL_TOKENS,
         metavar="N",
-        help=f"most tokens of prompts fed between two rounds; 0: each prompt whole and alone ({PREFILL_TOKENS})",
+        help=f"most tokens of prompts fed between two steps; 0: each prompt whole and alone ({PREFILL_TOKENS})",
     )
     parser.add_argument(
         "--max-length",

@@ -1,7 +1,7 @@
 """The tensors that travel between drafter, target and verifier. Ground floor: imports nothing of ours.
 
 Shapes use B = rows of the batch (slots), N = drafted nodes of the widest row, D = depth of the deepest
-node, V = the target's vocabulary. Every tensor of one round lives on one device.
+node, V = the target's vocabulary. Every tensor of one step lives on one device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
 from ..util.tensors import counting, descent, eager_on_cpu, on_device, take_rows
-from .scores import DenseScores as DenseScores  # the tensors of a round are imported from one place
+from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
 from .scores import Scores as Scores
 
 #: How the siblings of a draft are related, which is what a verifier has to know about it.
@@ -33,7 +33,7 @@ Drawn = Literal["chain", "iid", "without_replacement", "greedy_draft", "determin
 
 @dataclass
 class Draft:
-    """The proposed tokens of one round: one token tree per row; a chain is a tree without branches.
+    """The proposed tokens of one step: one token tree per row; a chain is a tree without branches.
 
     Attributes:
         tokens: ``[B, N]`` int64, parents before children, siblings in the order they were drawn.
@@ -43,8 +43,8 @@ class Draft:
         q: ``[B, M, V]`` float32 (float64 on exact models), the laws the tokens were *actually* drawn from,
             after every temperature, top-k and top-p that was applied; ``None`` = every node is a point mass. Finite in
             padding, too, because rules multiply it by 0. A chain may have more rows than nodes: the law after a last
-            token (`DraftContext.final_law`), and what was cut.
-        law: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
+            token (`DraftContext.final_q`), and what was cut.
+        q_index: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
         drawn: how siblings are related, see :data:`Drawn`.
         sequences: ``[B, K, L]`` int64 for ``iid``: the node that token i of sequence k is, -1 = past its end;
             all sequences of a row are equally long. ``None`` for other drafts.
@@ -58,7 +58,7 @@ class Draft:
         finite: ``[B]`` bool, False where a logit that the draft was made from was NaN: that sequence ends with a
             sentence that names the drafter; ``None`` = the drafter does not say.
         begun: of a chain, the fork of the target (`LM.fork`) that was fed the root and then this draft's first tokens:
-            the target takes up what that computed in its first layers, see `LM.grow`. ``None`` = there is none.
+            the target takes up what that computed in its first layers, see `LM.forward`. ``None`` = there is none.
 
     Siblings never carry the same token. The loop checks all of this, see `Decoder`.
 
@@ -71,14 +71,14 @@ class Draft:
     parents: Tensor
     valid: Tensor
     q: Tensor | None = None
-    law: Tensor | None = None
+    q_index: Tensor | None = None
     drawn: Drawn = "chain"
     sequences: Tensor | None = None
     levels: int | None = None
     children: TreeShape | None = None
     probes: int = 0
     finite: Tensor | None = None
-    begun: Any = None
+    resume_from: Any = None
 
     @classmethod
     def chain(
@@ -153,17 +153,17 @@ class Draft:
             return cls.empty(b, device)
         parents = functional.pad(sequences[:, :, :-1], (1, 0), value=-1)
         # Siblings name the same row, that of the first sequence through their parent.
-        law = functional.pad(first[:, :, :-1] + 1 + counting(depth - 1, device, k), (1, 0))
+        q_index = functional.pad(first[:, :, :-1] + 1 + counting(depth - 1, device, k), (1, 0))
         slot = torch.where(new, sequences, width).flatten(1)  # copies land in a spare column
         compact = torch.zeros(b, 3, width + 1, dtype=torch.long, device=device)
-        compact.scatter_(2, slot[:, None].expand(-1, 3, -1), torch.stack([tokens, parents + 1, law], 1).flatten(2))
-        tokens, above, law = compact[:, :, :width].unbind(1)
+        compact.scatter_(2, slot[:, None].expand(-1, 3, -1), torch.stack([tokens, parents + 1, q_index], 1).flatten(2))
+        tokens, above, q_index = compact[:, :, :width].unbind(1)
         return cls(
             tokens=tokens,
             parents=above - 1,
             valid=counting(width, device) < count[:, -1:],
             q=q,
-            law=law,
+            q_index=q_index,
             drawn="iid",
             sequences=sequences,
             levels=depth,
@@ -195,12 +195,12 @@ class Draft:
         A fork to resume from (``begun``) belongs to the whole batch and is left out.
         """
         tensors = {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
-        return replace(self, **{name: function(value) for name, value in tensors.items()}, begun=None)
+        return replace(self, **{name: function(value) for name, value in tensors.items()}, resume_from=None)
 
     def first_nodes(self, n: int) -> Draft:
         """A copy with the first ``n`` nodes of every row; q keeps all its rows, and probes count from the end."""
         nodes = {name: getattr(self, name)[:, :n] for name in ("tokens", "parents", "valid")}
-        return replace(self, **nodes, law=None if self.law is None else self.law[:, :n])
+        return replace(self, **nodes, q_index=None if self.q_index is None else self.q_index[:, :n])
 
     @property
     def candidates(self) -> Draft:
@@ -215,12 +215,12 @@ class Draft:
     def point_mass(self) -> bool:
         return self.q is None
 
-    def law_of(self, node: Tensor, like: Tensor) -> Tensor:
+    def q_of(self, node: Tensor, like: Tensor) -> Tensor:
         """``[B, V]``: the law ``node [B]`` of each row was drawn from; ``like [B, V]`` shapes a point mass."""
         node = node[:, None]
         if self.q is None:
             return torch.zeros_like(like).scatter_(1, self.tokens.gather(1, node), 1.0)
-        return take_rows(self.q, (node if self.law is None else self.law.gather(1, node)).squeeze(1))
+        return take_rows(self.q, (node if self.q_index is None else self.q_index.gather(1, node)).squeeze(1))
 
     def as_sequences(self) -> Tensor:
         """``[B, K, L]``: the node that token i of sequence k is, -1 past its end; a chain is one sequence.
@@ -241,7 +241,7 @@ class Draft:
         return self.valid.sum(1)
 
     @cached_property
-    def lineage(self) -> Tensor:
+    def ancestor_mask(self) -> Tensor:
         """``[B, N, N]`` bool, ``[b, i, j]``: node j is node i or one of its ancestors."""
         n = self.width
         if self.is_chain:
@@ -250,11 +250,11 @@ class Draft:
         if not n:
             return self.valid[..., None].expand(self.batch_size, 0, 0)
         if self.children is not None:
-            return tree_constant(self.children, "lineage", self.tokens.device).expand(self.batch_size, n, n)
+            return tree_constant(self.children, "ancestor_mask", self.tokens.device).expand(self.batch_size, n, n)
         return descent(self.parents, n if self.levels is None else self.levels)
 
     @cached_property
-    def elder(self) -> Tensor:
+    def earlier_siblings(self) -> Tensor:
         """``[B, N, N]`` bool, ``[b, i, j]``: node j is an elder sibling of node i (drawn before it)."""
         order = torch.arange(self.width, device=self.tokens.device)
         return (self.parents[..., None] == self.parents[:, None]) & (order[:, None] > order) & self.valid[:, None]
@@ -264,7 +264,7 @@ class Draft:
         """``[B, N]`` int64, 1 for a child of the root."""
         if self.children is not None:
             return tree_constant(self.children, "depth", self.tokens.device)[1:].expand_as(self.tokens)
-        return self.lineage.sum(-1)
+        return self.ancestor_mask.sum(-1)
 
     def depth_of(self, node: Tensor) -> Tensor:
         """``[B]`` int64: the depth of ``node [B]``, 0 for the root (-1)."""
@@ -284,7 +284,7 @@ class Draft:
             along = self.sequences.gather(1, through[:, None, None].expand(-1, 1, self.sequences.shape[2])).squeeze(1)
             return torch.where(along <= node[:, None], along, -1)
         index = node.clamp(min=0)
-        on_path = self.lineage[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
+        on_path = self.ancestor_mask[torch.arange(self.batch_size, device=node.device), index] & (node >= 0)[:, None]
         order = torch.arange(self.width, device=node.device).expand_as(self.tokens)
         padded = torch.full((self.batch_size, self.width + 1), -1, dtype=torch.long, device=node.device)
         slot = torch.where(on_path, self.depth - 1, self.width)  # nodes off the path land in the spare column
@@ -318,7 +318,7 @@ class Sequences:
     Attributes:
         history: per slot, the committed tokens (prompt and output) as a list; empty for a free slot.
         tokens: ``[B, max_length]`` int64 on the device, the same tokens; written when they are read.
-        limit: per slot, how many tokens a draft may be deep this round (tokens still wanted minus the one
+        limit: per slot, how many tokens a draft may be deep this step (tokens still wanted minus the one
             the verifier always adds); 0 for a free slot.
         stream: per slot, the number of the random stream (the prompt's index in the run).
     """

@@ -23,10 +23,10 @@ from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES, MOST_NODES
 from .draft import Draft, Drawn, Scores, Sequences, Verdict
 from .lm import LM
-from .misconfiguration import Suspect
+from .misconfiguration import Misconfiguration
 from .models import Checkpoint, LoadedModel
 from .options import Options
-from .rng import RoundRng
+from .rng import StepRng
 from .sampling import Sampling
 
 #: ``run(function, tensors, *constants)`` returns ``function(*constants, **tensors)``, see `DraftContext.runner`.
@@ -45,7 +45,7 @@ class DraftTraits:
         drawn: the shape of its drafts; ``None`` = it never drafts (the autoregressive baseline).
         point_mass: True if its drafts carry no ``q`` (deterministic proposals).
         nodes: the most nodes a draft can have in a row, probes included; buffers are made for as many.
-        levels: depth of the deepest node there can be; ``None`` = as many as ``nodes``. Rounds in which a sequence had
+        levels: depth of the deepest node there can be; ``None`` = as many as ``nodes``. Steps in which a sequence had
             room for less are left out of the block efficiency.
         hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
             negative indices count from the end, a float is a share of the depth rounded down: 0.5 is the middle of
@@ -53,10 +53,10 @@ class DraftTraits:
         branching: for a tree in which all nodes of a level have as many children: how many, level by level.
         replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
             before the first token is drawn, and which carry the law after their last token where
-            `DraftContext.final_law` asks for it. A rule that modifies later targets needs all three.
+            `DraftContext.final_q` asks for it. A rule that modifies later targets needs all three.
         temperature_zero_only: its drafts make sense only where the target is decoded greedily; other cells of a matrix
             leave it out.
-        adapts: what or how long it drafts depends on how earlier rounds went, not on the committed tokens alone (a
+        adapts: what or how long it drafts depends on how earlier steps went, not on the committed tokens alone (a
             schedule of lengths, a bandit). Such drafts cannot be told from a text, so replay refuses them.
         nested: a shorter draft, of a smaller gamma, is the beginning of a longer one, so that replay can tell all
             lengths from the longest. Text that is made tokens of once it is drafted is not like that.
@@ -100,10 +100,10 @@ class DraftTraits:
 
 
 @dataclass(frozen=True)
-class TextLaw:
-    """How a drafter drafts whose law of a token follows from the tokens before it, wherever the round started.
+class TextDistribution:
+    """How a drafter drafts whose law of a token follows from the tokens before it, wherever the step started.
 
-    Then one pass over a text says what drafting from each of its tokens would, see `Drafter.text_law`.
+    Then one pass over a text says what drafting from each of its tokens would, see `Drafter.text_distribution`.
 
     Attributes:
         lm: slots of the model whose law it is, the drafter's own.
@@ -166,7 +166,7 @@ class DraftContext:
         target_name: what the user calls the target.
         target_sha256: the digest of its weights, empty where it has none.
         tokenizer: the target's, ``None`` where there is none.
-        final_law: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
+        final_q: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
             own gamma: the law of the token that would have come next (row ``count[b]``).
     """
 
@@ -180,7 +180,7 @@ class DraftContext:
     target_name: str = ""
     target_sha256: str = ""
     tokenizer: Any = None
-    final_law: bool = False
+    final_q: bool = False
 
     def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         """B slots of the model called ``name``, which speaks the target's token ids.
@@ -231,8 +231,8 @@ class DraftContext:
 
         ``module(input_ids, attention_mask, position_ids, past_key_values, **inputs)`` gives ``logits`` and
         ``hidden_states``; it has ``config``, ``device``, ``dtype`` and ``get_output_embeddings``. Keys and values,
-        masks and positions are kept for it; ``begin`` and ``grow`` hand further ``inputs`` to it by name. ``room``: as
-        in `load_lm`.
+        masks and positions are kept for it; ``start`` and ``forward`` hand further ``inputs`` to it by name. ``room``:
+        as in `load_lm`.
         """
         raise self._refused("run a head over a cache")
 
@@ -253,7 +253,7 @@ class DraftContext:
 class Drafter(ABC):
     """Base class of all drafters.
 
-    Life of a slot: ``begin`` with a prompt, then per round ``propose`` and ``observe``, then ``retire``.
+    Life of a slot: ``start`` with a prompt, then per step ``propose`` and ``observe``, then ``free``.
     All of it happens under `torch.inference_mode`.
 
     An instance that is made without a context, ``MyDrafter()``, is its user's: `crossdraft.generate` takes it as often
@@ -305,12 +305,12 @@ class Drafter(ABC):
 
         Returns:
             for each text, in order, int64 ``[T, depth]``: row t is what `propose` would draft after the prompt and the
-            first t tokens of the response, where every round before was observed; -1 past its end. None = not offered.
+            first t tokens of the response, where every step before was observed; -1 past its end. None = not offered.
         """
         return None
 
     @classmethod
-    def suspects(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Suspect]:
+    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Misconfiguration]:
         """What is usually wrong with ``heads`` like these, for `crossdraft doctor`, which tries it. Optional.
 
         Args:
@@ -319,7 +319,7 @@ class Drafter(ABC):
         """
         return ()
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         """Slot ``row`` starts a sequence with ``prompt`` (its last token is the first root).
 
         ``hidden``: ``[len(prompt) - 1, L, H]``, the target's features of all prompt tokens but the last, if
@@ -327,24 +327,23 @@ class Drafter(ABC):
         """
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Optional: feed a model of its own the first tokens of prompts whose slots `begin` soon, see `Prefills`.
+        """Optional: feed a model of its own the first tokens of prompts whose slots `start` soon, see `Prefills`.
 
-        Called once the target has fed them, before any of these slots begins; ``begin`` does what is left. Not called
-        where a subclass defines ``begin`` alone. ``retire`` is told of slots that are given up before they begin.
+        Called once the target has fed them, before any of these slots begins; ``start`` does what is left. Not called
+        where a subclass defines ``start`` alone. ``free`` is told of slots that are given up before they begin.
         """
 
     @abstractmethod
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         """Draft for every slot; no node of row b deeper than ``sequences.limit[b]``, none for free slots."""
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        """The round is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
+        """The step is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        """Slot ``row`` is free again. ``finish``: how its sequence ended (``eos``, ``length``, ``context``, ``stop`` =
-        a stop string, ``error`` = wrong numbers); ``None`` = it was given up half way."""
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        """Slot ``row`` is free again. ``finish_reason``: see `Response`; ``None`` = aborted before its end."""
 
     def reset(self) -> None:
         """Forget what earlier sequences taught: called between the warm-up and the first measured prompt.
@@ -360,7 +359,7 @@ class Drafter(ABC):
         """
         return cls.reset is not Drafter.reset
 
-    def text_law(self) -> TextLaw | None:
+    def text_distribution(self) -> TextDistribution | None:
         """The law of every drafted token, if it follows from the tokens before it alone; ``None`` if it does not.
 
         A shortcut for replay, which uses this drafter's slots then, and never calls ``propose``.

@@ -11,7 +11,7 @@ A plug-in is a module, named by an entry point of the group ``crossdraft``, whos
 
 ``register(name, reference, summary="")`` takes the object, or better ``"package.module:object"``, which is
 imported only when somebody asks for that name. Keep the plug-in module itself free of heavy imports:
-``crossdraft list`` imports every plug-in. The hooks work at the edges; the decoding round is plain method
+``crossdraft list`` imports every plug-in. The hooks work at the edges; the decoding step is plain method
 calls on the registered classes.
 """
 

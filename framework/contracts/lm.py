@@ -4,7 +4,7 @@ The target, the small-LM drafter and the exact toy models of the certificate all
 loop and the drafters know nothing else about a model.
 
 A slot holds *committed* tokens, whose keys and values are kept, and *speculative* nodes grown since. The last
-token of a sequence is never in the model yet: it is the root that the next ``grow`` feeds.
+token of a sequence is never in the model yet: it is the root that the next ``forward`` feeds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class LM(Protocol):
     context_length: int | None
     #: Forward passes made so far, prefill not counted.
     passes: int
-    #: Layers whose hidden states ``begin`` and ``grow`` return, see `DraftTraits.hidden_layers`; may be set any time.
+    #: Layers whose hidden states ``start`` and ``forward`` return, see `DraftTraits.hidden_layers`; may be set at
+    #: any time.
     hidden_layers: tuple[float, ...]
 
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+    def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
         """Slot ``row`` starts over with all of ``prompt`` but its last token; nodes that were not kept are dropped.
 
         What `prefill` fed of them is there already. Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers
@@ -39,8 +40,8 @@ class LM(Protocol):
         """
         ...
 
-    def grow(
-        self, tokens: Tensor, parents: Tensor | None = None, begun: Fork | None = None
+    def forward(
+        self, tokens: Tensor, parents: Tensor | None = None, resume_from: Fork | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add speculative nodes and score them in one forward pass.
 
@@ -58,14 +59,14 @@ class LM(Protocol):
         """
         ...
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Commit ``counts[b]`` speculative nodes of each row and drop the others.
 
         ``path [B, D]`` names them, root side first; ``None`` = the first ones in the order grown.
         """
         ...
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """Forget slot ``row``, NaN in its keys and values too: what comes next must not attend over it."""
         ...
 
@@ -81,13 +82,13 @@ class LM(Protocol):
 
         For drafters that are part of their target: weights are shared, and so are keys and values. A fork attends over
         what the model itself computed for committed tokens in those layers; it never changes them, and forgets its own
-        nodes when the model keeps its. ``begin`` and ``keep`` of a fork compute nothing.
+        nodes when the model keeps its. ``start`` and ``keep`` of a fork compute nothing.
 
         Args:
             no_attention, no_mlp: of those layers, the ones that run without their attention, or without their
                 feed-forward network: what is left out adds nothing to the residual stream.
             embeddings: ``[n, H]``, of n tokens that the fork knows beside the model's own, with the ids V, V + 1, ..:
-                ``grow`` takes them, and nothing is ever said of them. Such a fork is never `fed`.
+                ``forward`` takes them, and nothing is ever said of them. Such a fork is never `fed`.
 
         Raises:
             ModelError: a layer that there is not, a model that cannot run some of its layers, or parts of them, or that
@@ -114,7 +115,7 @@ class Prefills(Protocol):
     """What an `LM` may have, too."""
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed the first tokens of prompts whose slots `begin` soon: those of several slots in one pass.
+        """Feed the first tokens of prompts whose slots `start` soon: those of several slots in one pass.
 
         Args:
             prompts: by row, which is free until it begins, what it is to hold, never the prompt's last token. Several
@@ -124,7 +125,7 @@ class Prefills(Protocol):
 
 
 def prefill(lm: LM, prompts: Mapping[int, Sequence[int]]) -> bool:
-    """`Prefills.prefill`, if ``lm`` has it; otherwise `LM.begin` will feed all of each prompt, and this says False."""
+    """`Prefills.prefill`, if ``lm`` has it; otherwise `LM.start` will feed all of each prompt, and this says False."""
     if not isinstance(lm, Prefills):
         return False
     lm.prefill(prompts)

@@ -10,7 +10,7 @@ from .models import Checkpoint
 
 
 @dataclass(frozen=True)
-class Suspect:
+class Misconfiguration:
     """A mistake that may have been made, and how the drafter would be without it.
 
     Attributes:

@@ -1,12 +1,12 @@
 """Counter-based randomness: one stream per sequence, keyed so that nothing else can change a draw.
 
-A number depends on (seed, stream, position where the round starts, purpose, index within the round) and on
+A number depends on (seed, stream, position where the step starts, purpose, index within the step) and on
 nothing else: not on the batch size, the slot, the other rows, or on how many numbers were drawn before.
-Keying by the token's own absolute position would be a trap: a position drafted again in the next round would
-reuse a number on which the last round's decisions already depended.
+Keying by the token's own absolute position would be a trap: a position drafted again in the next step would
+reuse a number on which the last step's decisions already depended.
 
 The generator is Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC 2011), computed on the host for all rows and purposes of a round at once: the host knows the key, and a
+1, 2, 3", SC 2011), computed on the host for all rows and purposes of a step at once: the host knows the key, and a
 hundred small operations on a device would take longer than the verifier that needs the numbers.
 
 The certificate replaces :class:`CounterRng` by a source that enumerates both outcomes of every choice.
@@ -32,8 +32,8 @@ _LOW32 = 0xFFFFFFFF
 BLOCK, SMALL = 256, 1024
 
 
-class RoundRng(Protocol):
-    """The random choices of one round, one independent stream per row."""
+class StepRng(Protocol):
+    """The random choices of one step, one independent stream per row."""
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         """Toss a coin per entry of ``h [B, n]`` (probabilities): True with probability h, strictly.
@@ -51,10 +51,10 @@ class RoundRng(Protocol):
 
 
 class RngSource(Protocol):
-    """Makes the :class:`RoundRng` of a round."""
+    """Makes the :class:`StepRng` of a step."""
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> RoundRng:
-        """``stream[b]`` numbers row b's sequence, ``position[b]`` is its length when the round starts."""
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> StepRng:
+        """``stream[b]`` numbers row b's sequence, ``position[b]`` is its length when the step starts."""
         ...
 
 
@@ -130,29 +130,29 @@ def _find(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold[..., None], right=True).squeeze(-1)
 
 
-def draw_each(rng: RoundRng, weights: Tensor, purpose: str, indices: Sequence[int]) -> Tensor:
+def draw_each(rng: StepRng, weights: Tensor, purpose: str, indices: Sequence[int]) -> Tensor:
     """``[B, n]``: what ``rng.draw`` says of every column of ``weights [B, n, V]``, by its own of n ``indices``."""
-    if isinstance(rng, UniformRound):
+    if isinstance(rng, UniformStepRng):
         return rng.draw_each(weights, purpose, indices)
     drawn = [rng.draw(column, purpose, index) for column, index in zip(weights.unbind(1), indices, strict=True)]
     return torch.stack(drawn, 1)
 
 
-def accept_each(rng: RoundRng, h: Tensor, indices: Sequence[int]) -> Tensor:
+def accept_each(rng: StepRng, h: Tensor, indices: Sequence[int]) -> Tensor:
     """``[B, n]`` bool: what ``rng.accept`` says of every column of ``h [B, n]``, by its own of n ``indices``."""
-    if isinstance(rng, UniformRound):
+    if isinstance(rng, UniformStepRng):
         return rng.accept_each(h, indices)
     coins = [rng.accept(column[:, None], index=index) for column, index in zip(h.unbind(1), indices, strict=True)]
     return torch.cat(coins, 1)
 
 
-def first_accepted(rng: RoundRng, h: Tensor) -> Tensor:
+def first_accepted(rng: StepRng, h: Tensor) -> Tensor:
     """``[B]``: the first column of ``h [B, n]`` (probabilities) whose coin says yes, n where none does.
 
     Coin i has index i. Coins behind the first yes are not needed: for a source that enumerates outcomes they have one.
     """
     b, n = h.shape
-    if isinstance(rng, UniformRound):
+    if isinstance(rng, UniformStepRng):
         return functional.pad(rng.accept(h), (0, 1), value=True).max(1).indices
     found = torch.full((b,), n, device=h.device)
     for i in range(n):
@@ -167,12 +167,12 @@ class CounterRng:
     def __init__(self, seed: int = 0):
         self.key = (seed & _LOW32, (seed >> 32) & _LOW32)
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterRound:
-        return CounterRound(self.key, stream, position, device)
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterStepRng:
+        return CounterStepRng(self.key, stream, position, device)
 
 
-class UniformRound:
-    """The choices of one round, decided by a table of uniforms.
+class UniformStepRng:
+    """The choices of one step, decided by a table of uniforms.
 
     Args:
         uniforms: ``[2 * purposes, B, n]`` float64 in [0, 1): those of every purpose, then those that a draw takes
@@ -186,14 +186,14 @@ class UniformRound:
     def table(self, n: int) -> Tensor:
         """The uniforms, at least ``n`` of each purpose. Raises ValueError if there are fewer."""
         if self._uniforms is None or self._uniforms.shape[2] < n:
-            raise ValueError(f"{n} random numbers of a purpose were asked for, more than this round has")
+            raise ValueError(f"{n} random numbers of a purpose were asked for, more than this step has")
         return self._uniforms
 
     def uniform(self, purpose: str, index: int, n: int) -> Tensor:
         """``[B, n]`` float64 uniforms in [0, 1) for indices ``index .. index + n - 1`` of ``purpose``.
 
         Raises:
-            ValueError: a number of this round is asked for twice, which would correlate two decisions.
+            ValueError: a number of this step is asked for twice, which would correlate two decisions.
         """
         self._use(purpose, range(index, index + n))
         return self.table(index + n)[PURPOSES.index(purpose), :, index : index + n]
@@ -201,7 +201,7 @@ class UniformRound:
     def _use(self, purpose: str, indices: Sequence[int]) -> None:
         used, wanted = self._used.setdefault(purpose, set()), set(indices)
         if used & wanted:
-            raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this round")
+            raise ValueError(f"random numbers {sorted(used & wanted)} for '{purpose}' were already used this step")
         used |= wanted
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
@@ -234,8 +234,8 @@ class UniformRound:
         return inverse_cdf(weights, *(columns(numbers[i], indices) for i in (row, len(PURPOSES) + row)))
 
 
-class CounterRound(UniformRound):
-    """One round's uniforms, generated when the first one is asked for; there are as many as are asked for."""
+class CounterStepRng(UniformStepRng):
+    """One step's uniforms, generated when the first one is asked for; there are as many as are asked for."""
 
     def __init__(self, key: tuple[int, int], stream: Sequence[int], position: Sequence[int], device: torch.device):
         self._key, self._device = key, device
@@ -243,10 +243,10 @@ class CounterRound(UniformRound):
         self._uniforms = None
         self._used = {}
 
-    def of_rows(self, rows: slice) -> CounterRound:
+    def of_rows(self, rows: slice) -> CounterStepRng:
         """The same numbers, for some rows of the batch."""
         stream, position = self._where[:, rows]
-        part = CounterRound(self._key, stream, position, self._device)
+        part = CounterStepRng(self._key, stream, position, self._device)
         part._uniforms = None if self._uniforms is None else self._uniforms[:, rows]
         part._used = {purpose: set(used) for purpose, used in self._used.items()}
         return part

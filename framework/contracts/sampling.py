@@ -33,14 +33,14 @@ class Sampling(Options):
         """The same at another temperature; ``None`` = this one, which a drafter's option leaves by default."""
         return self if temperature is None else self.model_copy(update={"temperature": temperature})
 
-    def law(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
         import torch
 
         from ..util.tensors import at_once
 
         if self.temperature == 0:
-            return self.checked_law(logits)[0]
+            return self.checked_probs(logits)[0]
         warpers, v = self.warpers(), logits.shape[-1]
         rows = logits.reshape(-1, v)  # transformers' warpers want [rows, V]
         pieces = at_once(len(rows), v)
@@ -51,7 +51,7 @@ class Sampling(Options):
             law.view(-1, v)[piece] = _warped(rows[piece], warpers)
         return law
 
-    def checked_law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def checked_probs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`law`, and whether each row ``[...]`` of logits was free of NaN and +inf.
 
         The check costs no pass over V: a softmax spreads one NaN over its row, an argmax points at it.
@@ -59,7 +59,7 @@ class Sampling(Options):
         import torch
 
         if self.temperature > 0:
-            p = self.law(logits)
+            p = self.probs(logits)
             return p, self.sound(p)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         best = logits.argmax(-1, keepdim=True)

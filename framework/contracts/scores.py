@@ -21,14 +21,14 @@ class Scores(ABC):
         logits: ``[B, N+1, V]`` output of the model in its own precision, before temperature, top-k and top-p: rank
             tokens by these at temperature 0, where p is one-hot.
         hidden: ``[B, N+1, L, H]`` hidden states of the layers requested by the drafter, or ``None``.
-        taken_up: ``[B]`` bool, False if the fork of `Draft.begun` was fed other tokens than the draft holds; ``None``
-            if no fork was resumed.
+        resume_matches: ``[B]`` bool, False if the fork of `Draft.resume_from` was fed other tokens than the draft
+            holds; ``None`` if no fork was resumed.
     """
 
     p: Tensor
     logits: Tensor
     hidden: Tensor | None
-    taken_up: Tensor | None
+    resume_matches: Tensor | None
 
     @abstractmethod
     def prob_of(self, positions: Tensor, tokens: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class DenseScores(Scores):
     p: Tensor
     logits: Tensor
     hidden: Tensor | None = None
-    taken_up: Tensor | None = None
+    resume_matches: Tensor | None = None
 
     def prob_of(self, positions: Tensor, tokens: Tensor) -> Tensor:
         return self.p.flatten(1).gather(1, torch.add(tokens, positions, alpha=self.p.shape[2]))
@@ -55,7 +55,7 @@ class ChunkedScores(Scores):
     probs: Callable[[Tensor], Tensor]
     logits: Tensor
     hidden: Tensor | None = None
-    taken_up: Tensor | None = None
+    resume_matches: Tensor | None = None
 
     @property
     def p(self) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What a round did to a row, what a finished sequence is, and what a watcher of rounds is told."""
+"""What a step did to a row, what a finished sequence is, and what a watcher of steps is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .draft import Draft, Scores, Verdict
 
 
 @dataclass
-class Round:
-    """What happened to one row in one round.
+class SequenceStep:
+    """What happened to one row in one step.
 
     Attributes:
         tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
@@ -20,7 +20,7 @@ class Round:
         nodes: drafted tokens the target evaluated for this row.
         width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
         limit: how deep the draft was allowed to be (``sequences.limit``): where that is less than the drafter could
-            go, the end of the sequence cut the round, not the pair.
+            go, the end of the sequence cut the step, not the pair.
         survival: sum over i of Pr(tau >= i | the first i drafted tokens), if the verifier knows it.
     """
 
@@ -59,12 +59,11 @@ class Response:
     Attributes:
         index: which prompt it answers (its position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
-        finish: ``"eos"``, ``"length"`` (max_new_tokens reached), ``"context"`` (no room left), ``"stop"`` (a stop
-            string was said), or ``"error"`` (numbers that cannot be right; only where `Decoder.run` was asked to go on
-            with the others).
-        rounds: its rounds, in order.
+        finish_reason: ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (max_new_tokens reached, or
+            the context is full), ``"abort"``, or ``"error"`` (NaN; only with ``on_error="finish"`` of `Decoder.run`).
+        steps: its steps, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
-        error: what went wrong, a sentence, where ``finish`` is ``"error"``.
+        error: what went wrong, a sentence, where ``finish_reason`` is ``"error"``.
         logprobs: log P of each of ``tokens`` given those before it, by the target's law as it is sampled from
             (temperature and all); -inf where a lossy rule said what the target never does. ``None`` at temperature 0,
             where each is 0.
@@ -72,8 +71,8 @@ class Response:
 
     index: int
     tokens: list[int]
-    finish: str
-    rounds: list[Round]
+    finish_reason: str
+    steps: list[SequenceStep]
     text: str | None = None
     error: str | None = None
     logprobs: list[float] | None = None
@@ -81,7 +80,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a sequence said in a round, as :func:`crossdraft.stream` gives it.
+    """What a sequence said in a step, as :func:`crossdraft.stream` gives it.
 
     Attributes:
         index: which prompt it answers.
@@ -111,10 +110,10 @@ def raise_failed(responses: Sequence[Response]) -> None:
 
 
 @dataclass(frozen=True)
-class RoundEvent:
-    """A round that is over, as ``Decoder(on_round=...)`` tells it: for traces, progress, studies of acceptance.
+class StepEvent:
+    """A step that is over, as ``Decoder(on_step=...)`` tells it: for traces, progress, studies of acceptance.
 
-    The tensors are the round's own and are not copied: keep what you need, write into nothing.
+    The tensors are the step's own and are not copied: keep what you need, write into nothing.
 
     Attributes:
         draft: what was drafted, probes included.

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import quoted
 from .draft import Draft, Drawn, Verdict
 from .drafter import DraftTraits, StrategyConfig
-from .rng import RoundRng
+from .rng import StepRng
 from .sampling import Sampling
 
 
@@ -30,7 +30,7 @@ class VerifierTraits:
         pairs_only: of drafts without replacement it can judge only two children of the root with a chain below each.
         lossless: whether the output keeps the target's distribution exactly.
         temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
-        stateful: it carries per-row state from one round to the next.
+        stateful: it carries per-row state from one step to the next.
         modifies_target: its state is a modification of the target by the drafter's law, so sampled drafts must be
             replayable (see `DraftTraits`).
     """
@@ -73,18 +73,18 @@ class Verifier(ABC):
         """The rules that one with this ``config`` runs by their names: results depend on their code, too."""
         return ()
 
-    def begin(self, row: int) -> None:
+    def start(self, row: int) -> None:
         """Slot ``row`` starts a new sequence: forget what was kept for it."""
 
     @abstractmethod
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
 
     def held(self, draft: Draft) -> tuple[Tensor, ...]:
         """What `judge` reads of the state, as tensors on the device; see there."""
         return ()
 
-    def judge(self, draft: Draft, p: Tensor, rng: RoundRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
+    def judge(self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
         """``verify`` as a function of tensors alone, which can be compiled; returns what `hold` is to be given, too.
 
         A rule without state need not define it. One with state can be compiled if it does, with `held` and `hold`.
@@ -95,9 +95,9 @@ class Verifier(ABC):
         """Keep what `judge` returned after its verdict, until `observe`."""
 
     def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """The round is over: per slot, tau and the number of drafted nodes, now known on the host."""
+        """The step is over: per slot, tau and the number of drafted nodes, now known on the host."""
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """Slot ``row`` is free."""
 
     def snapshot(self, row: int) -> Hashable:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
-from ..metrics.cell_metrics import RoundRecord
+from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
 from ..models.threads import number_used
 from ..runs.records import CellResult
@@ -19,8 +19,8 @@ from .prediction import CellStatistics, Prediction, pays_until, predict, stops_p
 logger = logging.getLogger(__name__)
 
 
-class BatchRound(NamedTuple):
-    """A round of the whole batch: rows in use, nodes of the widest, tokens of the longest, tokens emitted by all."""
+class BatchStep(NamedTuple):
+    """A step of the whole batch: rows in use, nodes of the widest, tokens of the longest, tokens emitted by all."""
 
     occupied: int
     nodes: int
@@ -28,10 +28,10 @@ class BatchRound(NamedTuple):
     emitted: int
 
 
-def batch_rounds(
-    records: Sequence[RoundRecord], prompt_tokens: Sequence[int], pieces: Sequence[Piece], batch_size: int
-) -> list[BatchRound]:
-    """The rounds that the whole batch made, from those of its rows, which is what records hold.
+def batch_steps(
+    records: Sequence[StepRecord], prompt_tokens: Sequence[int], pieces: Sequence[Piece], batch_size: int
+) -> list[BatchStep]:
+    """The steps that the whole batch made, from those of its rows, which is what records hold.
 
     Rows take turns on the slots in a known order: prompts of a piece and turn in their order, a free slot to the
     next one. So the schedule can be made again.
@@ -41,53 +41,53 @@ def batch_rounds(
         prompt_tokens: of each response, in the same order.
     """
     sequences = [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
-    rounds: list[BatchRound] = []
+    steps: list[BatchStep] = []
     waiting = deque(zip(sequences, prompt_tokens, strict=True))
     for piece in pieces:
         left = piece.emitted + piece.tail_emitted
-        runs: dict[int, deque[tuple[deque[RoundRecord], int]]] = {}
+        runs: dict[int, deque[tuple[deque[StepRecord], int]]] = {}
         while left > 0 and waiting:
             rows, length = waiting.popleft()
             left -= sum(r.emitted for r in rows)
             runs.setdefault(rows[0].turn, deque()).append((deque(rows), length))
         for queue in runs.values():
-            rounds += _replay(queue, batch_size)
-    return rounds
+            steps += _replay(queue, batch_size)
+    return steps
 
 
-def _replay(queue: deque[tuple[deque[RoundRecord], int]], batch_size: int) -> list[BatchRound]:
-    rounds: list[BatchRound] = []
-    active: list[tuple[deque[RoundRecord], int]] = []
+def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> list[BatchStep]:
+    steps: list[BatchStep] = []
+    active: list[tuple[deque[StepRecord], int]] = []
     while queue or active:
         while queue and len(active) < batch_size:
             active.append(queue.popleft())
         longest, emitted = max(length for _, length in active), sum(rows[0].emitted for rows, _ in active)
-        rounds.append(BatchRound(len(active), active[0][0][0].width, longest, emitted))
+        steps.append(BatchStep(len(active), active[0][0][0].width, longest, emitted))
         active = [(rows, length + rows.popleft().emitted) for rows, length in active]
         active = [(rows, length) for rows, length in active if rows]
-    return rounds
+    return steps
 
 
 def statistics(result: CellResult) -> CellStatistics | None:
     """What a finished cell says about its pair; None for one that failed, or was not timed.
 
-    Like its measured rate, from the rounds in which all slots were in use, if there were any.
+    Like its measured rate, from the steps in which all slots were in use, if there were any.
     """
     metrics, batch_size = result.metrics, result.config.batch_size
     if metrics is None or not metrics.timed:
         return None
     lengths = [response["prompt_tokens"] for response in result.responses]
-    every = batch_rounds(result.records, lengths, result.pieces, batch_size)
-    rounds = [r for r in every if r.occupied == batch_size] or every
-    n, occupied = len(rounds), sum(r.occupied for r in rounds)
+    every = batch_steps(result.records, lengths, result.pieces, batch_size)
+    steps = [r for r in every if r.occupied == batch_size] or every
+    n, occupied = len(steps), sum(r.occupied for r in steps)
     phase = {name: metrics.shares.get(name, 0.0) * metrics.decode_seconds / n for name in ("draft", "verify", "rest")}
-    nodes, passes = sum(r.nodes for r in rounds) / n, metrics.drafter_passes / len(every)
+    nodes, passes = sum(r.nodes for r in steps) / n, metrics.drafter_passes / len(every)
     return CellStatistics(
         batch_size=batch_size,
         occupied=occupied / n,
-        tokens_per_round=sum(r.emitted for r in rounds) / occupied,
-        widths={nodes: count / n for nodes, count in sorted(Counter(r.nodes for r in rounds).items())},
-        context=sum(r.context for r in rounds) / n,
+        tokens_per_step=sum(r.emitted for r in steps) / occupied,
+        widths={nodes: count / n for nodes, count in sorted(Counter(r.nodes for r in steps).items())},
+        context=sum(r.context for r in steps) / n,
         passes=passes,
         draft_width=max(nodes / passes, 1.0) if passes else 1.0,
         draft_seconds=phase["draft"],

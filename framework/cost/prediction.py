@@ -3,10 +3,10 @@
 Acceptance does not depend on the machine or the batch size, time does; so a pair's acceptance (`CellStatistics`) and
 the curves of its models give its speed elsewhere (`predict`):
 
-    seconds a round = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + the rest
-    tokens/s        = rows in use x tokens a round / seconds a round
+    seconds a step = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + the rest
+    tokens/s        = rows in use x tokens a step / seconds a step
 
-and plain decoding has one row, no draft and one token a round.
+and plain decoding has one row, no draft and one token a step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class CellStatistics:
     Attributes:
         batch_size: rows that every pass computes.
         occupied: mean number of them that hold a sequence: less than all once prompts run out.
-        tokens_per_round: tokens a row emits in a round: the block efficiency.
-        widths: share of the rounds by nodes of the widest row; the target evaluates one position more.
+        tokens_per_step: tokens a row emits in a step: the block efficiency.
+        widths: share of the steps by nodes of the widest row; the target evaluates one position more.
         context: mean length of the longest row, in tokens.
-        passes: forward passes of the drafting model in a round; draft_width: tokens of a row in each of them.
-        draft_seconds: of a round's drafting, for drafters whose passes have no curve.
-        other_seconds: of a round's verification and bookkeeping.
+        passes: forward passes of the drafting model in a step; draft_width: tokens of a row in each of them.
+        draft_seconds: of a step's drafting, for drafters whose passes have no curve.
+        other_seconds: of a step's verification and bookkeeping.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
     """
 
     batch_size: int
     occupied: float
-    tokens_per_round: float
+    tokens_per_step: float
     widths: Mapping[int, float]
     context: float
     passes: float = 0.0
@@ -55,7 +55,7 @@ class CellStatistics:
 
     def plain(self) -> CellStatistics:
         """Plain decoding of the same rows, with the same bookkeeping."""
-        return replace(self, tokens_per_round=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=())
+        return replace(self, tokens_per_step=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=())
 
     def at(self, batch_size: int) -> CellStatistics:
         """The same pair with ``batch_size`` rows, all in use. Times without a curve are taken to grow with the rows."""
@@ -92,7 +92,7 @@ class CellStatistics:
         ratio = gamma / longest if longest > gamma else 1.0
         return replace(
             self,
-            tokens_per_round=self.tokens_per_round - sum(self.acceptance[gamma:]),
+            tokens_per_step=self.tokens_per_step - sum(self.acceptance[gamma:]),
             widths=widths,
             passes=self.passes * ratio,
             draft_seconds=self.draft_seconds * ratio,
@@ -102,10 +102,10 @@ class CellStatistics:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A pair's predicted round.
+    """A pair's predicted step.
 
     Attributes:
-        target, draft, other: seconds of a round's parts; ``seconds``: of the round.
+        target, draft, other: seconds of a step's parts; ``seconds``: of the step.
         tokens_per_second: of all rows together.
         speed_up: over plain decoding, predicted the same way.
     """
@@ -126,20 +126,20 @@ def predict(
     *,
     overlap: bool = False,
 ) -> Prediction:
-    """Seconds a round, tokens/s and speed-up of a pair.
+    """Seconds a step, tokens/s and speed-up of a pair.
 
     Args:
         target, drafter: curves of the two models; without the drafter's, ``cell.draft_seconds`` counts.
         baseline: statistics of plain decoding; `CellStatistics.plain` by default.
-        overlap: the next draft is made while the target verifies the last one, so that a round takes as long as the
+        overlap: the next draft is made while the target verifies the last one, so that a step takes as long as the
             longer of the two. At best: a draft whose predecessor is not accepted whole has to be made again.
     """
-    mine = _round(cell, target, drafter, overlap)
-    plain = _round(baseline or cell.plain(), target, None)
+    mine = _step(cell, target, drafter, overlap)
+    plain = _step(baseline or cell.plain(), target, None)
     return replace(mine, speed_up=mine.tokens_per_second / plain.tokens_per_second)
 
 
-def _round(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: bool = False) -> Prediction:
+def _step(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: bool = False) -> Prediction:
     b, context = cell.batch_size, cell.context
     scoring = sum(share * target.seconds(b, nodes + 1, context) for nodes, share in cell.widths.items())
     if drafter is None:
@@ -148,7 +148,7 @@ def _round(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: 
         drafting = cell.passes * drafter.seconds(b, cell.draft_width, context)
     both = max(scoring, drafting) if overlap else scoring + drafting
     total = both + cell.other_seconds
-    rate = cell.occupied * cell.tokens_per_round / total
+    rate = cell.occupied * cell.tokens_per_step / total
     return Prediction(scoring, drafting, cell.other_seconds, total, rate)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Verdict
-from ..contracts.rng import CounterRound, RoundRng, UniformRound
+from ..contracts.rng import CounterStepRng, StepRng, UniformStepRng
 from ..contracts.verifier import Verifier
 from ..util.compilation import TensorFunction, compile_function
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MOST_SHAPES = 8
 
 #: The verify step of a verifier: draft without probes, p and random numbers to a verdict.
-VerifyFunction = Callable[[Draft, Tensor, RoundRng], Verdict]
+VerifyFunction = Callable[[Draft, Tensor, StepRng], Verdict]
 
 
 @dataclass
@@ -80,11 +80,11 @@ class CompiledVerifier:
         """Shapes there is compiled code for."""
         return sum(code is not None for code in self._known.values())
 
-    def __call__(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        if not isinstance(rng, CounterRound) or not draft.width:
+    def __call__(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+        if not isinstance(rng, CounterStepRng) or not draft.width:
             return self.rule.verify(draft, p, rng)
         fields = {"tokens": draft.tokens, "parents": draft.parents, "valid": draft.valid}
-        fields |= {"q": draft.q, "law": draft.law, "sequences": draft.sequences}
+        fields |= {"q": draft.q, "q_index": draft.q_index, "sequences": draft.sequences}
         given = {name: tensor for name, tensor in fields.items() if tensor is not None}
         inputs = [p, *given.values(), *self.rule.held(draft)]
         key = (
@@ -113,29 +113,29 @@ class CompiledVerifier:
         self.rule.hold(*others)
         return Verdict(length, token, path, survival)
 
-    def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformRound) -> _Compiled:
+    def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformStepRng) -> _Compiled:
         """Code for ``inputs``: p, the ``given`` fields of the draft, held state; its own takes the uniforms too."""
         settled = {"drawn": draft.drawn, "levels": draft.levels, "children": draft.children}
 
-        def judged(rng: RoundRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        def judged(rng: StepRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             fields: dict[str, Any] = {"q": None, **dict(zip(given, tensors, strict=False))}
             plain = _PlainDraft(**settled, **fields)
             verdict, *new = self.rule.judge(plain, p, rng, *tensors[len(given) :])
             return verdict.length, verdict.token, verdict.path, verdict.survival, *new
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return tuple(t for t in judged(UniformRound(tensors[-1]), *tensors[:-1]) if t is not None)
+            return tuple(t for t in judged(UniformStepRng(tensors[-1]), *tensors[:-1]) if t is not None)
 
         # Once without values, to see what it takes and gives. On a CPU a rule may stop early and take fewer numbers.
         nowhere, zeros = torch.device("meta"), [0] * draft.batch_size
-        count = CounterRound((0, 0), zeros, zeros, nowhere)
+        count = CounterStepRng((0, 0), zeros, zeros, nowhere)
         _, _, path, survival, *_ = judged(count, *(tensor.to(nowhere) for tensor in inputs))
         numbers = count.table(1).shape[2]
         function = compile_function(step, [*inputs, _numbers(rng, numbers)])
         return _Compiled(function, numbers, path is not None, survival is not None)
 
 
-def _numbers(rng: UniformRound, n: int) -> Tensor:
+def _numbers(rng: UniformStepRng, n: int) -> Tensor:
     """Exactly ``n`` of each purpose."""
     return rng.table(n)[:, :, :n].contiguous()
 

@@ -1,8 +1,8 @@
-"""The batched decode loop: one round is draft, score, verify, commit; every row has its own length.
+"""The batched decode loop: one step is draft, score, verify, commit; every row has its own length.
 
 The loop knows the target as an :class:`~crossdraft.framework.contracts.lm.LM`, the drafter and the verifier by their
 contracts, and nothing about models, recipes or files. A row that finishes hands its slot to the next prompt,
-so a run "at batch size B" really runs B rows while prompts remain. There is one host synchronisation a round.
+so a run "at batch size B" really runs B rows while prompts remain. There is one host synchronisation a step.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.nn import functional
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.lm import LM
-from ..contracts.rng import CounterRng, RngSource, RoundRng
+from ..contracts.rng import CounterRng, RngSource, StepRng
 from ..contracts.sampling import Sampling
-from ..contracts.steps import Request, Response, Round, RoundEvent
+from ..contracts.steps import Request, Response, SequenceStep, StepEvent
 from ..contracts.verifier import Verifier
 from ..errors import ContractError, ModelError, NumericalError, UsageError
 from ..util.limits import PREFILL_TOKENS
 from .compiled_verifier import CompiledVerifier
 from .host_sync import Row, check_rows, failures, kept_path, to_host
-from .logits_processors import Processors
+from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import SequenceState
 from .stopwatch import Stopwatch
-from .structural_checks import Watch, check_draft, check_prompt, check_verdict
+from .structural_checks import MutationGuard, check_draft, check_prompt, check_verdict
 from .validation import validate_draft, validate_verdict
 from .verify_step import make_scores, needs_chunks, verify
 
-#: ``validate="sampled"``: these first rounds of a decoder, and every so many-th one, are validated.
+#: ``validate="sampled"``: these first steps of a decoder, and every so many-th one, are validated.
 FIRST, EVERY = 8, 64
 #: When drafts and verdicts are validated, and what happens to the others where a row's numbers cannot be right.
 VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
@@ -58,7 +58,7 @@ class Step:
         committed: new tokens of each row.
     """
 
-    rng: RoundRng
+    rng: StepRng
     validated: bool
     proposed: Draft = field(init=False)
     draft: Draft = field(init=False)
@@ -83,14 +83,14 @@ class Decoder:
         max_new_tokens: most tokens a sequence may generate.
         rng: the source of randomness; equal seeds give equal random numbers whatever B is.
         stopwatch: phase timer, or None for a fresh one.
-        on_round: called after every round with a `RoundEvent`; what it raises ends the run.
+        on_step: called after every step with a `StepEvent`; what it raises ends the run.
         compile_verifier: compile the verify step, see `CompiledVerifier`, if the verifier can be compiled.
-        processors: what the target's logits go through before they become p, see `Processors`.
-        validate: in which rounds every value of drafts and verdicts is checked (`validation`), which waits for the
+        processors: what the target's logits go through before they become p, see `LogitsProcessors`.
+        validate: in which steps every value of drafts and verdicts is checked (`validation`), which waits for the
             device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
-            NaN, counts and emitted tokens are checked in every round, for nothing.
+            NaN, counts and emitted tokens are checked in every step, for nothing.
         prefill_tokens: most tokens of a prefill pass. Prompts that begin together share passes, longer ones go in
-            pieces, one between two rounds. They then change each other by rounding; 0 = each goes by itself, at once.
+            pieces, one between two steps. They then change each other by rounding; 0 = each goes by itself, at once.
 
     Raises:
         NumericalError: the target or the drafter produced NaN, or a q is no law; names the sequence and position.
@@ -109,9 +109,9 @@ class Decoder:
         max_new_tokens: int = 128,
         rng: RngSource | None = None,
         stopwatch: Stopwatch | None = None,
-        on_round: Callable[[RoundEvent], None] | None = None,
+        on_step: Callable[[StepEvent], None] | None = None,
         compile_verifier: bool = False,
-        processors: Processors | None = None,
+        processors: LogitsProcessors | None = None,
         validate: str = "sampled",
         prefill_tokens: int = PREFILL_TOKENS,
     ):
@@ -121,7 +121,7 @@ class Decoder:
         self.sampling, self.eos, self.max_new_tokens = sampling, frozenset(eos), max_new_tokens
         self.rng = rng if rng is not None else CounterRng(0)
         self.stopwatch = stopwatch or Stopwatch(target.device)
-        self.on_round, self.processors, self.validate = on_round, processors, validate
+        self.on_step, self.processors, self.validate = on_step, processors, validate
         self.traits = drafter.traits(drafter.config, sampling)
         promised = verifier.traits(verifier.config)
         self._lossless, self._stateful = promised.lossless, promised.stateful
@@ -142,8 +142,8 @@ class Decoder:
         self._slots: list[SequenceState | None] = [None] * b
         self._prefill = Prefill(target, drafter, self.stopwatch, prefill_tokens)
         self._started, self._on_error = 0, "raise"
-        #: Rounds made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
-        self.batch_rounds = 0
+        #: Steps made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
+        self.batch_steps = 0
         self.target_rows = 0
 
     @property
@@ -170,16 +170,16 @@ class Decoder:
         for name, prompt in zip(names, queue, strict=True):
             check_prompt(name, prompt, self.target.context_length)
         waiting = (Request(prompt, i, streams[i], names[i]) for i, prompt in enumerate(queue))
-        with closing(self.rounds(waiting, on_error)) as rounds:
-            for finished in rounds:
+        with closing(self.steps(waiting, on_error)) as steps:
+            for finished in steps:
                 yield from finished
 
-    def rounds(
+    def steps(
         self, waiting: Iterable[Request | None], on_error: str = "raise", interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Response], None, None]:
-        """Round after round, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
+        """Round after step, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
 
-        ``None`` in it: none at the moment, ask again after the next round (at once where no slot is occupied).
+        ``None`` in it: none at the moment, ask again after the next step (at once where no slot is occupied).
         ``interleaved``: do other decoders wait for a turn (by default none)? Then a prefill pass is a step, too.
         """
         if on_error not in ON_ERROR:
@@ -198,12 +198,12 @@ class Decoder:
                 if self._prefill.rows:
                     self._check_claim()
                     self.target.hidden_layers = self.hidden_layers
-                    self._prefill.begin(self.begin, waited_for=self.occupied > 0 or interleaved())
+                    self._prefill.start(self.start, waited_for=self.occupied > 0 or interleaved())
                 if self.occupied or self._prefill.rows:
-                    yield self.round() if self.occupied else []
+                    yield self.step() if self.occupied else []
                 elif request is last:
                     return
-        finally:  # a caller that stops early, or an error inside a round, leaves the slots clean
+        finally:  # a caller that stops early, or an error inside a step, leaves the slots clean
             self.abandon()
 
     def abandon(self) -> None:
@@ -212,13 +212,13 @@ class Decoder:
         rows = [row for row, history in enumerate(self.sequences.history) if history]
         for row in rows:  # before anybody is told, who might raise
             self._free(row)
-        self.target.keep([0] * self.target.batch_size)
+        self.target.commit([0] * self.target.batch_size)
         self._prefill.give_up()
         for row in rows:
-            self._retired(row)
+            self._freed(row)
 
     @torch.inference_mode()
-    def begin(
+    def start(
         self,
         row: int,
         prompt: Sequence[int],
@@ -233,11 +233,11 @@ class Decoder:
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
         self.target.hidden_layers = self.hidden_layers
-        hidden = self.target.begin(row, prompt)
+        hidden = self.target.start(row, prompt)
         self.sequences.history[row] = []
         self.sequences.append(row, prompt)
         self.sequences.stream[row] = stream
-        self.verifier.begin(row)
+        self.verifier.start(row)
         sequence = self._slots[row] = SequenceState(
             index,
             name,
@@ -249,13 +249,13 @@ class Decoder:
         )
         self.sequences.limit[row] = sequence.max_draft_len
         self.stopwatch.mark("prefill")
-        self.drafter.begin(row, prompt, hidden)
+        self.drafter.start(row, prompt, hidden)
         self.stopwatch.mark("draft_prefill")
 
     # -- one step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def round(self) -> list[Response]:
+    def step(self) -> list[Response]:
         """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
         step = self._start_step()
         self._propose(step)
@@ -273,14 +273,14 @@ class Decoder:
         sampled = self.validate == "sampled" and (self._started < FIRST or not self._started % EVERY)
         self._started += 1
         lengths = [len(history) for history in self.sequences.history]
-        rng = self.rng.round(self.sequences.stream, lengths, self.target.device)
+        rng = self.rng.for_step(self.sequences.stream, lengths, self.target.device)
         self.stopwatch.mark("rest")
         return Step(rng, validated=sampled or self.validate == "always")
 
     def _propose(self, step: Step) -> None:
         """Request a draft and check it: its structure, and in a validated step its values."""
         sequences = self.sequences
-        watch = Watch(sequences, step.validated)
+        watch = MutationGuard(sequences, step.validated)
         try:
             step.proposed = self.drafter.propose(sequences, step.rng)
         except ModelError as error:  # slots have room for traits.nodes behind the longest sequence
@@ -306,18 +306,18 @@ class Decoder:
         # Node 0 of the scored tree is the root.
         parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
         resumed: dict[str, Any] = {}
-        taken_up = None
-        if draft.begun is not None and (fed := draft.begun.fed) is not None:
+        resume_matches = None
+        if draft.resume_from is not None and (fed := draft.resume_from.fed) is not None:
             width = min(fed.shape[1], tokens.shape[1])
-            resumed = {"begun": draft.begun}
+            resumed = {"resume_from": draft.resume_from}
             same = fed[:, :width] == tokens[:, :width]
-            taken_up = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
-        logits, hidden = self.target.grow(tokens, parents, **resumed)
+            resume_matches = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
+        logits, hidden = self.target.forward(tokens, parents, **resumed)
         if self.processors is not None:
             indices = [sequence and sequence.index for sequence in self._slots]
             logits = self.processors(logits, draft, histories, indices, step.validated)
         chunked = needs_chunks(logits, step.rng, stateful=self._stateful)
-        step.scores, step.finite = make_scores(logits, hidden, taken_up, self.sampling, chunked=chunked)
+        step.scores, step.finite = make_scores(logits, hidden, resume_matches, self.sampling, chunked=chunked)
         self.stopwatch.mark("target")
 
     def _verify(self, step: Step) -> None:
@@ -377,8 +377,8 @@ class Decoder:
         keep = [0] * len(rows)
         for row in step.active:
             keep[row] = rows[row].tau + 1
-        self.target.keep(keep, kept_path(step.candidates, step.verdict))
-        self.batch_rounds += 1
+        self.target.commit(keep, kept_path(step.candidates, step.verdict))
+        self.batch_steps += 1
         self.target_rows += self.occupied * (step.draft.width + 1)
         step.committed = [[] for _ in rows]
         for row, sequence in enumerate(self._slots):
@@ -395,52 +395,50 @@ class Decoder:
                 sequence.logprobs += found.logprobs[: len(new)]
             survival = found.survival if step.verdict.survival is not None else None
             tau, limit = min(found.tau, len(new)), sequences.limit[row]
-            sequence.rounds.append(Round(tau, len(new), found.nodes, step.draft.width, limit, survival))
+            sequence.steps.append(SequenceStep(tau, len(new), found.nodes, step.draft.width, limit, survival))
             sequences.limit[row] = sequence.max_draft_len
 
     def _notify(self, step: Step) -> None:
-        """Report the outcome to the drafter, the verifier and `on_round`."""
+        """Report the outcome to the drafter, the verifier and `on_step`."""
         accepted = [row.tau for row in step.rows]
-        watch = Watch(self.sequences, step.validated)
+        watch = MutationGuard(self.sequences, step.validated)
         self.stopwatch.mark("rest")
         self.drafter.observe(self.sequences, step.draft, step.verdict, accepted, step.scores)
         watch.check(self._drafter)
         self.stopwatch.mark("draft")
         self.verifier.observe(accepted, [row.nodes for row in step.rows])
-        if self.on_round is not None:
+        if self.on_step is not None:
             prompts = [
                 sequence.index if sequence and row in step.active else None for row, sequence in enumerate(self._slots)
             ]
             logprobs = [row.logprobs[: len(new)] for row, new in zip(step.rows, step.committed, strict=True)]
-            self.on_round(
-                RoundEvent(step.draft, step.scores, step.verdict, prompts, accepted, step.committed, logprobs)
-            )
+            self.on_step(StepEvent(step.draft, step.scores, step.verdict, prompts, accepted, step.committed, logprobs))
 
     def _retire_finished(self) -> list[Response]:
         responses = []
         for row, sequence in enumerate(self._slots):
-            if sequence is not None and (finish := sequence.finish):
-                responses.append(sequence.response(finish))
+            if sequence is not None and (finish_reason := sequence.finish_reason):
+                responses.append(sequence.response(finish_reason))
                 self._free(row)
-                self._retired(row, finish)
+                self._freed(row, finish_reason)
         self.stopwatch.mark("rest")
         return responses
 
-    def end(self, index: int, finish: str) -> None:
-        """End the sequence of prompt ``index`` with the step that `on_round` reports; ``finish`` is the reason."""
+    def end(self, index: int, finish_reason: str) -> None:
+        """End the sequence of prompt ``index`` with the step that `on_step` reports."""
         for sequence in self._slots:
             if sequence is not None and sequence.index == index:
-                sequence.ended = finish
+                sequence.ended = finish_reason
 
     def _free(self, row: int) -> None:
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
         self._slots[row] = None
 
-    def _retired(self, row: int, finish: str | None = None) -> None:
-        self.target.retire(row)
-        self.drafter.retire(row, finish)
-        self.verifier.retire(row)
+    def _freed(self, row: int, finish_reason: str | None = None) -> None:
+        self.target.free(row)
+        self.drafter.free(row, finish_reason)
+        self.verifier.free(row)
 
     # -- checks -------------------------------------------------------------------------------------------
 
@@ -463,7 +461,7 @@ class Decoder:
             self.target.vocab_size,
             drafter=self._drafter,
             prompts=self._prompts,
-            final_law=self.drafter.context.final_law,
+            final_q=self.drafter.context.final_q,
             finite=finite,
         )
 

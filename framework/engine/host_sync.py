@@ -1,4 +1,4 @@
-"""What the host learns of a round, in its one transfer, and what is checked of that in every round, on every device."""
+"""What the host learns of a step, in its one transfer, and what is checked of that in every step, on every device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
         tau: accepted tokens.
         nodes, depth: of what was drafted.
         target_finite, drafter_finite: whether their logits were free of NaN and infinity, as far as they say.
-        taken_up: whether what the target took up from `Draft.begun` was this draft.
+        resume_matches: whether what the target took up from `Draft.resume_from` was this draft.
         q: the sum of all its q, which is NaN or infinite where one of them is.
         survival: the sum of `Verdict.survival`.
         tokens: those on the accepted path and the one that follows; behind them whatever there was.
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     depth: int
     target_finite: bool
     drafter_finite: bool
-    taken_up: bool
+    resume_matches: bool
     q: float
     survival: float
     tokens: list[int]
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 def to_host(
     drafted: Draft, draft: Draft, scores: Scores, finite: Tensor, verdict: Verdict, *, logprobs: bool = False
 ) -> list[Row]:
-    """The round's one synchronisation.
+    """The step's one synchronisation.
 
     Args:
         drafted: what the drafter proposed, without probes.
@@ -71,8 +71,8 @@ def to_host(
             told["depth"] = (draft.sequences >= 0).sum(2).amax(1)
     if draft.finite is not None:
         told["drafter_finite"] = draft.finite
-    if scores.taken_up is not None:
-        told["taken_up"] = scores.taken_up
+    if scores.resume_matches is not None:
+        told["resume_matches"] = scores.resume_matches
     if draft.q is not None:
         told["q"] = draft.q.sum((1, 2)).double()  # with one float64 all are, which holds every token id exactly
     if verdict.survival is not None:
@@ -96,7 +96,7 @@ def _row(told: Mapping[str, float], tokens: list[float], logprobs: list[float]) 
         depth=int(told.get("depth", nodes)),
         target_finite=bool(told["target_finite"]),
         drafter_finite=bool(told.get("drafter_finite", True)),
-        taken_up=bool(told.get("taken_up", True)),
+        resume_matches=bool(told.get("resume_matches", True)),
         q=told.get("q", 1.0),
         survival=told.get("survival", 1.0),
         tokens=[int(token) for token in tokens],
@@ -145,8 +145,8 @@ def check_rows(
         row, limit = rows[index], limits[index]
         most = min(row.depth, len(row.tokens) - 1)
         strange = [token for token in row.tokens[: row.tau + 1] if not 0 <= token < vocab_size]
-        if not row.taken_up:
-            advice = "draft.begun is a fork that was fed the root and then the draft's own tokens, in their order"
+        if not row.resume_matches:
+            advice = "draft.resume_from is a fork that was fed the root and then the draft's own tokens, in their order"
             raise ContractError(
                 f"{drafter} drafted other tokens than it fed to a fork in slot {index} ({place}); {advice}"
             )

@@ -1,6 +1,6 @@
 """Logits processors: functions of a text and of what the target says after it, as transformers has them.
 
-A round scores all nodes of a draft in one pass, so a processor is asked about every one of them, each behind the tokens
+A step scores all nodes of a draft in one pass, so a processor is asked about every one of them, each behind the tokens
 on its path. What it answers is what the target says: drafts are judged by the law that it leaves. So a processor must
 be a function of the text alone. One that counts its calls, or remembers the last one, would be told of texts that are
 never said.
@@ -20,7 +20,7 @@ from ..errors import ContractError, CrossdraftError, first_line
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
-class Processors:
+class LogitsProcessors:
     """Some processors for each prompt, one after the other.
 
     Args:

@@ -1,4 +1,4 @@
-"""From a free slot to its first round: which prompts share a prefill pass, and how many passes are made at once."""
+"""From a free slot to its first step: which prompts share a prefill pass, and how many passes are made at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Prefill:
     """Requests that have a slot and have not begun.
 
     Args:
-        most: most tokens of a pass; 0 = none is shared, `LM.begin` feeds each prompt.
+        most: most tokens of a pass; 0 = none is shared, `LM.start` feeds each prompt.
 
     Raises:
         UsageError: ``most`` is negative.
@@ -39,12 +39,12 @@ class Prefill:
     def add(self, row: int, request: Request) -> None:
         self._requests[row] = request
 
-    def begin(self, begin: Callable[..., None], waited_for: bool) -> None:
+    def start(self, start: Callable[..., None], waited_for: bool) -> None:
         """Feed all of them, and call ``begin(row, *request)``; if running sequences wait for it, after one pass."""
         while self._requests:
             fed, whole = self._next() if self._most else (False, self.rows)
             for row in sorted(whole):
-                begin(row, *self._requests.pop(row))
+                start(row, *self._requests.pop(row))
             if waited_for and (fed or whole):
                 return
 
@@ -52,9 +52,9 @@ class Prefill:
         """Forget them, and what was fed."""
         rows, self._requests, self._passes = self.rows, {}, iter(())
         for row in rows:
-            self._target.retire(row)
+            self._target.free(row)
             if self._shared:
-                self._drafter.retire(row)
+                self._drafter.free(row)
 
     @torch.inference_mode()
     def _next(self) -> tuple[bool, list[int]]:
@@ -77,7 +77,7 @@ class Prefill:
 
 def shares(drafter: type[Drafter]) -> bool:
     """Does it prefill? Not so where it inherits that, and begins otherwise: in a text of its own, perhaps."""
-    first = next(cls for cls in drafter.__mro__ if {"prefill", "begin"} & vars(cls).keys())
+    first = next(cls for cls in drafter.__mro__ if {"prefill", "start"} & vars(cls).keys())
     return first is not Drafter and "prefill" in vars(first)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..contracts.steps import Response, Round
+from ..contracts.steps import Response, SequenceStep
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SequenceState:
         context: most tokens of prompt and output, or None.
         logprobs: log p of each generated token; None at temperature 0.
         tokens: generated so far.
-        rounds: its steps so far.
+        steps: its steps so far.
         ended: finish reason set from outside the loop (`Decoder.end`).
         error: message, if its numbers cannot be right.
     """
@@ -33,7 +33,7 @@ class SequenceState:
     context: int | None
     logprobs: list[float] | None
     tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
+    steps: list[SequenceStep] = field(default_factory=list)
     ended: str | None = None
     error: str | None = None
 
@@ -45,18 +45,18 @@ class SequenceState:
         return new
 
     @property
-    def finish(self) -> str | None:
-        """Reason to finish now, see `Response.finish`; None if the sequence continues."""
+    def finish_reason(self) -> str | None:
+        """Reason to finish now, see `Response.finish_reason`; None if the sequence continues."""
         if self.error is not None:
             return "error"
         if self.ended is not None:
             return self.ended
         if self.tokens and self.tokens[-1] in self.eos:
-            return "eos"
+            return "stop"
         if len(self.tokens) >= self.max_new_tokens:
             return "length"
         if self.context is not None and self.prompt_length + len(self.tokens) >= self.context:
-            return "context"
+            return "length"
         return None
 
     @property
@@ -68,6 +68,6 @@ class SequenceState:
             left = min(left, self.context - self.prompt_length - len(self.tokens))
         return max(left - 1, 0)
 
-    def response(self, finish: str) -> Response:
+    def response(self, finish_reason: str) -> Response:
         """The finished sequence."""
-        return Response(self.index, self.tokens, finish, self.rounds, error=self.error, logprobs=self.logprobs)
+        return Response(self.index, self.tokens, finish_reason, self.steps, error=self.error, logprobs=self.logprobs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-#: What is timed: the target's prefill, the drafter's, and the phases of a round. ``draft`` is proposing and observing,
+#: What is timed: the target's prefill, the drafter's, and the phases of a step. ``draft`` is proposing and observing,
 #: ``rest`` the loop's own bookkeeping.
 PHASES = ("prefill", "draft_prefill", "draft", "target", "verify", "rest")
 

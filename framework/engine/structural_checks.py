@@ -1,6 +1,6 @@
 """What the host can see of a draft and a verdict without looking at a value: shapes, dtypes, devices, promises.
 
-These checks cost no operation on the device, so the loop makes them in every round. `validation` looks at the values.
+These checks cost no operation on the device, so the loop makes them in every step. `validation` looks at the values.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ def check_draft(
     if not 0 <= draft.probes <= n:
         raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
-    if draft.begun is not None and not draft.is_chain:
-        what = f"begun a draft '{draft.drawn}'{' with probes' if draft.probes else ''}"
-        raise broken(who, f"has {what}", "draft.begun is for chains, whose nodes a fork is fed in their own order")
+    if draft.resume_from is not None and not draft.is_chain:
+        what = f"resume_from and a draft '{draft.drawn}'{' with probes' if draft.probes else ''}"
+        raise broken(
+            who, f"has {what}", "draft.resume_from is for chains, whose nodes a fork is fed in their own order"
+        )
     if draft.q is not None:
         m = _check_tensor(who, "draft.q", draft.q, "B M V", (b, None, vocab_size), tuple(TOLERANCE), like).shape[1]
-        if draft.law is not None:
-            _check_tensor(who, "draft.law", draft.law, "B N", (b, n), (torch.long,), like)
-        if m < (candidates if draft.law is None else min(candidates, 1)):
+        if draft.q_index is not None:
+            _check_tensor(who, "draft.q_index", draft.q_index, "B N", (b, n), (torch.long,), like)
+        if m < (candidates if draft.q_index is None else min(candidates, 1)):
             what = f"made draft.q of shape {list(draft.q.shape)}, too few rows for {candidates} nodes: a shape is off"
-            raise broken(who, what, "row i is the law of node i, unless draft.law says another")
+            raise broken(who, what, "row i is the law of node i, unless draft.q_index says another")
     if not candidates:
         return
     if draft.drawn != traits.drawn:
@@ -124,7 +126,7 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Watch:
+class MutationGuard:
     """Sees that a strategy leaves ``sequences`` as they are. Host only.
 
     Args:

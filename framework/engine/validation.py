@@ -1,8 +1,8 @@
 """What a draft and a verdict have to hold, checked, so that no strategy can corrupt numbers in silence.
 
 All checks are computed on the device, as flags that are fetched at once; only if one is up it is found out where. That
-waits for the device, so the loop makes these checks in some rounds, see `Decoder`; what can be seen without waiting
-(`forms`, and what travels with the round's one transfer) it checks in every round. The contract kit uses the same
+waits for the device, so the loop makes these checks in some steps, see `Decoder`; what can be seen without waiting
+(`forms`, and what travels with the step's one transfer) it checks in every step. The contract kit uses the same
 functions.
 """
 
@@ -33,7 +33,7 @@ def validate_draft(
     *,
     drafter: str = "the drafter",
     prompts: Sequence[str | None] = (),
-    final_law: bool = False,
+    final_q: bool = False,
     finite: bool = True,
 ) -> None:
     """Check all that the docstring of `Draft` promises; waits for the device once.
@@ -42,8 +42,8 @@ def validate_draft(
         traits: of the drafter that proposed it.
         sequences: what it was proposed for.
         drafter, prompts: what to call the drafter, and the prompt of each slot.
-        final_law: see `DraftContext`.
-        finite: look for NaN and infinity in q, too. The loop does that in every round.
+        final_q: see `DraftContext`.
+        finite: look for NaN and infinity in q, too. The loop does that in every step.
 
     Raises:
         ContractError: a form, a tree or a depth that is none.
@@ -52,7 +52,7 @@ def validate_draft(
     check_draft(draft, traits, sequences, vocab_size, drafter=drafter)
     faults = _tree_faults(draft, traits, sequences, vocab_size)
     if draft.q is not None and draft.q.shape[1]:
-        faults += _law_faults(draft.candidates, draft.q, traits, sequences, final_law, finite)
+        faults += _law_faults(draft.candidates, draft.q, traits, sequences, final_q, finite)
     _raise_first(drafter, faults, prompts)
 
 
@@ -109,7 +109,7 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
         ]
         depth = (order[:n] + 1).expand_as(nodes.tokens)
     else:
-        same = nodes.elder & (nodes.tokens[:, :, None] == nodes.tokens[:, None])
+        same = nodes.earlier_siblings & (nodes.tokens[:, :, None] == nodes.tokens[:, None])
         faults.append(
             _Fault(
                 same.any(-1) & nodes.valid,
@@ -176,7 +176,7 @@ def _sequence_faults(draft: Draft, sequences: Tensor) -> list[_Fault]:
 
 
 def _law_faults(
-    draft: Draft, q: Tensor, traits: DraftTraits, sequences: Sequences, final_law: bool, finite: bool
+    draft: Draft, q: Tensor, traits: DraftTraits, sequences: Sequences, final_q: bool, finite: bool
 ) -> list[_Fault]:
     """Of q, in rows that hold a sequence and whose logits the drafter has not called NaN itself."""
     b, n = draft.batch_size, draft.width
@@ -184,9 +184,9 @@ def _law_faults(
     if draft.finite is not None:
         busy = busy & draft.finite
     rows = torch.arange(b, device=q.device)[:, None]
-    index = torch.arange(n, device=q.device).expand(b, n) if draft.law is None else draft.law
+    index = torch.arange(n, device=q.device).expand(b, n) if draft.q_index is None else draft.q_index
     used, m = draft.valid & busy[:, None], q.shape[1]
-    if final_law and n <= m:  # the law after a draft that was cut short, as one more node
+    if final_q and n <= m:  # the law after a draft that was cut short, as one more node
         count = draft.count[:, None]
         index = torch.cat([index, count.clamp(max=m - 1)], 1)
         used = torch.cat([used, busy[:, None] & (count < traits.depth) & (count < m)], 1)
@@ -198,8 +198,8 @@ def _law_faults(
     faults = [
         _Fault(
             (index < 0) | (index >= m),
-            lambda row, node: f"has draft.law name row {int(index[row, node])} of the {m} rows of q",
-            "draft.law is the row of q that a node was drawn from",
+            lambda row, node: f"has draft.q_index name row {int(index[row, node])} of the {m} rows of q",
+            "draft.q_index is the row of q that a node was drawn from",
         )
     ]
     if finite:
@@ -225,8 +225,8 @@ def _law_faults(
             NumericalError,
         ),
     ]
-    if draft.drawn == "without_replacement" and draft.law is not None:
-        shared = draft.elder & (draft.law[:, :, None] == draft.law[:, None])
+    if draft.drawn == "without_replacement" and draft.q_index is not None:
+        shared = draft.earlier_siblings & (draft.q_index[:, :, None] == draft.q_index[:, None])
         faults.append(
             _Fault(
                 shared.any(-1) & draft.valid,
@@ -235,7 +235,7 @@ def _law_faults(
             )
         )
     if draft.drawn == "greedy_draft":
-        has_younger = (draft.elder & draft.valid[:, :, None]).any(1)
+        has_younger = (draft.earlier_siblings & draft.valid[:, :, None]).any(1)
         here = q[rows[..., None], law[:, :n, None], draft.tokens.clamp(0, q.shape[2] - 1)[:, None]]
         faults += [
             _Fault(
@@ -245,7 +245,7 @@ def _law_faults(
                 NumericalError,
             ),
             _Fault(
-                used[:, :n] & (draft.elder & (here > 0)).any(-1) & ~has_younger,
+                used[:, :n] & (draft.earlier_siblings & (here > 0)).any(-1) & ~has_younger,
                 lambda row, node: "reported a q above 0 at the token of an elder sibling",
                 "in a greedy draft the youngest sibling is drawn from what is left",
                 NumericalError,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Verdict
-from ..contracts.rng import CounterRound, RoundRng
+from ..contracts.rng import CounterStepRng, StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.scores import ChunkedScores, DenseScores, Scores
 from ..util import tensors
@@ -21,24 +21,24 @@ from .structural_checks import check_verdict
 
 
 def make_scores(
-    logits: Tensor, hidden: Tensor | None, taken_up: Tensor | None, sampling: Sampling, *, chunked: bool
+    logits: Tensor, hidden: Tensor | None, resume_matches: Tensor | None, sampling: Sampling, *, chunked: bool
 ) -> tuple[Scores, Tensor | None]:
     """Scores from ``logits [B, N + 1, V]``, and ``[B, N + 1]`` bool, whether each row of logits is finite.
 
     ``chunked`` scores leave that to `verify`, which reads every row once (``None``).
     """
     if chunked:
-        return ChunkedScores(sampling.law, logits, hidden, taken_up), None
-    p, finite = sampling.checked_law(logits)
-    return DenseScores(p, logits, hidden, taken_up), finite
+        return ChunkedScores(sampling.probs, logits, hidden, resume_matches), None
+    p, finite = sampling.checked_probs(logits)
+    return DenseScores(p, logits, hidden, resume_matches), finite
 
 
-def needs_chunks(logits: Tensor, rng: RoundRng, *, stateful: bool) -> bool:
+def needs_chunks(logits: Tensor, rng: StepRng, *, stateful: bool) -> bool:
     """True if the distributions of ``logits`` are large and their rows can be verified in chunks.
 
     A ``stateful`` verifier keeps its state for the whole batch, and a source that enumerates outcomes knows one batch.
     """
-    return logits.numel() > tensors.LARGE and len(logits) > 1 and not stateful and isinstance(rng, CounterRound)
+    return logits.numel() > tensors.LARGE and len(logits) > 1 and not stateful and isinstance(rng, CounterStepRng)
 
 
 def verify(
@@ -48,7 +48,7 @@ def verify(
     candidates: Draft,
     scores: Scores,
     finite: Tensor | None,
-    rng: RoundRng,
+    rng: StepRng,
     sampling: Sampling,
 ) -> tuple[Verdict, Tensor]:
     """The verdict on ``candidates``, and ``[B]`` bool, False for rows with NaN or infinite logits.
@@ -63,10 +63,10 @@ def verify(
     """
     if finite is not None:
         return function(candidates, scores.p[:, : candidates.width + 1], rng), _rows_finite(finite, draft.valid)
-    assert isinstance(rng, CounterRound)
+    assert isinstance(rng, CounterStepRng)
 
     def verify_chunk(rows: slice) -> tuple[Verdict, Tensor]:
-        p, finite = sampling.checked_law(scores.logits[rows])
+        p, finite = sampling.checked_probs(scores.logits[rows])
         part = candidates.map_rows(lambda tensor: tensor[rows])
         verdict = function(part, p[:, : candidates.width + 1], rng.of_rows(rows))
         check_verdict(part, verdict, verifier=name)

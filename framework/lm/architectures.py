@@ -238,11 +238,11 @@ def trial(lm: Any) -> None:
     texts, (child, sibling, grandchild) = (ids[:9], ids[9:12]), ids[12:15]
     try:
         for row, text in enumerate(texts):
-            lm.begin(row, text)
+            lm.start(row, text)
         feed = [[[text[-1], child] for text in texts], [[sibling, grandchild] for _ in texts]]
         parents = [[[-1, 0]] * 2, [[0, 1]] * 2]
         here = [
-            lm.grow(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)
+            lm.forward(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)
         ]
         said = torch.cat(here, 1).double()  # root, child, sibling, grandchild
         worst = 0.0

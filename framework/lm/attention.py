@@ -23,7 +23,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..util.shared_patch import Meanwhile
+from ..util.shared_patch import SharedPatch
 from .flex_attention import FLEX, BlockMask, ragged_flex
 
 
@@ -96,7 +96,7 @@ def _replace() -> Callable[[], None]:
     return take_back
 
 
-_replaced = Meanwhile(_replace)
+_replaced = SharedPatch(_replace)
 
 
 @contextmanager

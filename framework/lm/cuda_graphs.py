@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..models.placement import input_device
-from ..util.shared_patch import Meanwhile
+from ..util.shared_patch import SharedPatch
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def _forbid_synchronisation() -> Callable[[], None]:
     return lambda: torch.cuda.set_sync_debug_mode(before)
 
 
-_no_synchronisation = Meanwhile(_forbid_synchronisation)
+_no_synchronisation = SharedPatch(_forbid_synchronisation)
 
 
 class CudaRecorder:

@@ -150,17 +150,17 @@ class LayerFork(_Part):
             said = torch.cat([said, more], 1)
         return self._rest.scored(tokens, said[:, : tokens.shape[1]])
 
-    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> None:
+    def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> None:
         """The whole model has begun already."""
         self.follow()
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """The whole model holds it already."""
 
-    def grow(
-        self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
+    def forward(
+        self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        logits, hidden = super().grow(tokens, parents, None, **inputs)
+        logits, hidden = super().forward(tokens, parents, None, **inputs)
         self._chain = self._chain and parents is None and not self.hidden_layers
         if self._seam is None or self.hidden_layers:
             return logits, hidden
@@ -180,13 +180,13 @@ class LayerFork(_Part):
         own = self.model.get_input_embeddings()(tokens.where(more < 0, 0))
         return {"inputs_embeds": torch.where(more[..., None] < 0, own, self._embeddings[more.clamp(min=0)])}
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Nothing but counting; once the whole model has kept, there is nothing left to keep."""
         if self._grown:
             self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
             self._grown, self._tree = 0, None
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self.follow()
 
     def fork(self, layers: Sequence[int], **_: Any) -> LayerFork:
@@ -222,15 +222,15 @@ def _continues(model: Any, shared: int) -> bool:
         whole._prepare(model, 1, TRIAL_LENGTH)
         ids = on_device([[(7 * i + 3) % whole.vocab_size for i in range(9)]], whole.device)
         try:
-            whole.begin(0, ids[0, :6].tolist())
-            said = whole.grow(ids[:, 5:])[0]
-            whole.keep([0])
+            whole.start(0, ids[0, :6].tolist())
+            said = whole.forward(ids[:, 5:])[0]
+            whole.commit([0])
             fork = LayerFork(whole, range(shared), tried=True)
             whole._forks.add(fork)
-            fork.grow(ids[:, 5:6])
-            fork.keep([1])
-            fork.grow(ids[:, 6:7])
-            known[shared] = close(whole.grow(ids[:, 5:], begun=fork)[0], said, model.dtype)
+            fork.forward(ids[:, 5:6])
+            fork.commit([1])
+            fork.forward(ids[:, 6:7])
+            known[shared] = close(whole.forward(ids[:, 5:], resume_from=fork)[0], said, model.dtype)
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError):
             known[shared] = False  # layers that hand on something else than hidden states
     return known[shared]

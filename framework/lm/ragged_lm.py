@@ -47,7 +47,7 @@ SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 class RaggedLM:
     """B slots of a causal LM, all of :class:`~crossdraft.framework.contracts.lm.LM` but ``fork``.
 
-    `TransformersLM` is a whole model, what `forks` has are some of its layers. ``begin`` and ``grow`` hand further
+    `TransformersLM` is a whole model, what `forks` has are some of its layers. ``start`` and ``forward`` hand further
     inputs by name to the model, for drafting heads that read more than tokens.
     """
 
@@ -88,7 +88,7 @@ class RaggedLM:
     # -- protocol ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
+    def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
         """What was not prefilled before is fed here, by itself, so that it does not depend on its neighbours.
 
         ``inputs``: ``[len(prompt) - 1, ..]`` each, of all prompt tokens but the last.
@@ -109,7 +109,7 @@ class RaggedLM:
 
     def _feed(self, row: int, tokens: list[int], inputs: Mapping[str, Tensor]) -> None:
         """Slot ``row`` is to hold ``tokens``: one pass for each piece that it does not hold yet."""
-        self._grown, self._tree = 0, None  # an interrupted round may have left nodes
+        self._grown, self._tree = 0, None  # an interrupted step may have left nodes
         fed = self._begun.get(row)
         if fed is None or inputs or fed.layers != self.hidden_layers or fed.tokens != tokens[: len(fed.tokens)]:
             fed = self._begun[row] = Begun(self.hidden_layers)
@@ -147,14 +147,14 @@ class RaggedLM:
             self.lengths[row] = len(tokens)
 
     @torch.inference_mode()
-    def grow(
-        self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
+    def forward(
+        self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         plain = parents is None and not self._grown and not self.hidden_layers
-        if plain and begun is not None and begun in self._forks:
+        if plain and resume_from is not None and resume_from in self._forks:
             self._grown = tokens.shape[1]
             self.passes += 1
-            return begun.finished(tokens), None
+            return resume_from.finished(tokens), None
         logits, hidden = self._grow(tokens, parents, inputs)
         assert logits is not None
         return logits, hidden
@@ -186,7 +186,7 @@ class RaggedLM:
         return logits, hidden
 
     @torch.inference_mode()
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         if path is not None and path.shape[1] and self._grown:
             tensors = {"path": path, "committed": on_device(self.lengths, self.device)}
             if self._run.records:
@@ -198,7 +198,7 @@ class RaggedLM:
         for fork in self._forks:
             fork.follow()
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self.lengths[row] = 0
         self._begun.pop(row, None)
         self.cache.clear(row)
@@ -301,7 +301,7 @@ class RaggedLM:
             reach: slots attended over.
             start: the first slot where it is the same in all rows; ``None`` = where ``starts [B]`` says.
             layers: whose hidden states are wanted.
-            parents: ``[B, W]``, see `LM.grow`; ``None`` = chains.
+            parents: ``[B, W]``, see `LM.forward`; ``None`` = chains.
             tree: ``[B, grown]``, the parents of the nodes grown before.
 
         Returns:

@@ -44,25 +44,25 @@ class SplitLM(TransformersLM):
         _tried.add(split)
         finalize(self, distributed.drop, self._key)
 
-    def begin(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
-        return self._all("begin", super().begin, row, list(prompt))
+    def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
+        return self._all("start", super().start, row, list(prompt))
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         self._all("prefill", super().prefill, {row: list(tokens) for row, tokens in prompts.items()})
 
-    def grow(
-        self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None, **inputs: Tensor
+    def forward(
+        self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        return self._all("grow", super().grow, *([tokens] if parents is None else [tokens, parents]))
+        return self._all("forward", super().forward, *([tokens] if parents is None else [tokens, parents]))
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        self._all("keep", super().keep, list(counts), *([] if path is None else [path]))
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        self._all("commit", super().commit, list(counts), *([] if path is None else [path]))
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         if distributed.broken():  # nothing is decoded after that, and clearing up must not hide what went wrong
             self.lengths[row] = 0
         else:
-            self._all("retire", super().retire, row)
+            self._all("free", super().free, row)
 
     def fork(
         self,

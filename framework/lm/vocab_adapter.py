@@ -16,7 +16,7 @@ from ..errors import ModelError
 class FittedLM:
     """A drafting model whose logits are brought to the width of the target's.
 
-    Tables are padded to round sizes, so that models with one tokenizer may differ in width. Ids that only the
+    Tables are padded to step sizes, so that models with one tokenizer may differ in width. Ids that only the
     target has get logit -inf; ids that only the drafting model has are cut: the tokenizer knows none of them.
     """
 
@@ -26,8 +26,8 @@ class FittedLM:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        return self._lm.begin(row, self._own_ids(prompt))
+    def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        return self._lm.start(row, self._own_ids(prompt))
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         prefill(self._lm, {row: self._own_ids(tokens) for row, tokens in prompts.items()})
@@ -35,8 +35,8 @@ class FittedLM:
     def _own_ids(self, prompt: Sequence[int]) -> list[int]:
         return [min(token, self._own - 1) for token in prompt]
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits, hidden = self._lm.grow(tokens.clamp(max=self._own - 1), parents)
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, hidden = self._lm.forward(tokens.clamp(max=self._own - 1), parents)
         extra = self.vocab_size - self._own
         if extra > 0:
             return functional.pad(logits, (0, extra), value=-math.inf), hidden
@@ -64,8 +64,8 @@ class MappedLM(FittedLM):
     def _own_ids(self, prompt: Sequence[int]) -> list[int]:
         return self._read[list(prompt)].tolist()
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits, hidden = self._lm.grow(self._fed[tokens], parents)
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, hidden = self._lm.forward(self._fed[tokens], parents)
         return logits[..., self._fed].masked_fill(self._ids < 0, -math.inf), hidden
 
 

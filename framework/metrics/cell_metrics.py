@@ -1,6 +1,6 @@
 """What the records of a cell come to: block efficiency, costs and speed, with 95 % intervals.
 
-Works on plain numbers, so that metrics can be computed again from ``rounds.parquet`` and the pieces. All
+Works on plain numbers, so that metrics can be computed again from ``steps.parquet`` and the pieces. All
 times are seconds, all rates tokens per second.
 """
 
@@ -22,12 +22,12 @@ TIMES += ("tokens_per_second_with_prefill", "undisturbed", "speed_up", "speed_up
 
 
 @dataclass(frozen=True)
-class RoundRecord:
-    """One round of one row, a line of ``rounds.parquet``.
+class StepRecord:
+    """One step of one row, a line of ``steps.parquet``.
 
     Attributes:
         prompt: position of the prompt in its source; `question_id` is its name.
-        turn, round: counted from 0.
+        turn, step: counted from 0.
         tau: accepted draft tokens.
         emitted: committed tokens, correction or bonus included.
         nodes: drafted tokens of this row.
@@ -40,7 +40,7 @@ class RoundRecord:
     question_id: str
     category: str
     turn: int
-    round: int
+    step: int
     tau: int
     emitted: int
     nodes: int
@@ -68,17 +68,17 @@ class Metrics:
     """The numbers of one cell.
 
     Attributes:
-        tokens, rounds, sequences: what was measured: tokens emitted, target calls of a row, turns answered.
+        tokens, steps, sequences: what was measured: tokens emitted, target calls of a row, turns answered.
         depth: of the deepest draft there can be.
-        block_efficiency: tokens emitted per target call (bonus or correction included), over prompts, of the rounds
+        block_efficiency: tokens emitted per target call (bonus or correction included), over prompts, of the steps
             in which a sequence had room for a draft of that depth: the others were cut by the end of the sequence,
-            whose length is the recipe's. None if there was no such round.
-        rounds_cut: how many rounds that leaves out; block_efficiency_all_rounds: the plain ratio with them.
+            whose length is the recipe's. None if there was no such step.
+        steps_cut: how many steps that leaves out; block_efficiency_all_steps: the plain ratio with them.
         block_efficiency_expected: 1 + the mean of the verifier's own expectation of tau, which is less noisy;
             None where it has none. An end of sequence inside a draft is not taken into account.
-        mean_tau: accepted draft tokens per round, of the same rounds as block_efficiency; so is acceptance.
+        mean_tau: accepted draft tokens per step, of the same steps as block_efficiency; so is acceptance.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
-        nodes_per_round: drafted tokens of a row in a round.
+        nodes_per_step: drafted tokens of a row in a step.
         target_rows_per_token: positions the target evaluated per token emitted.
         drafter_passes: forward passes of the drafting model, prefill not counted.
         shares: of the decoding time: draft (the drafter's prefill included), target, verify, rest.
@@ -96,16 +96,16 @@ class Metrics:
     """
 
     tokens: int
-    rounds: int
+    steps: int
     sequences: int
     depth: int
     block_efficiency: Estimate | None
-    rounds_cut: int
-    block_efficiency_all_rounds: float
+    steps_cut: int
+    block_efficiency_all_steps: float
     block_efficiency_expected: float | None
     mean_tau: float
     acceptance: list[float]
-    nodes_per_round: float
+    nodes_per_step: float
     target_rows_per_token: float
     drafter_passes: int
     shares: dict[str, float]
@@ -132,13 +132,13 @@ class Metrics:
         return asdict(self)
 
 
-def free(records: Iterable[RoundRecord], depth: int) -> list[RoundRecord]:
-    """The rounds in which a draft of ``depth`` tokens had room: decided before anything was drafted."""
+def free(records: Iterable[StepRecord], depth: int) -> list[StepRecord]:
+    """The steps in which a draft of ``depth`` tokens had room: decided before anything was drafted."""
     return [record for record in records if record.limit >= depth]
 
 
 def measure(
-    records: Sequence[RoundRecord], pieces: Sequence[Piece], passes: int = 0, gamma: int = 0, depth: int = 0
+    records: Sequence[StepRecord], pieces: Sequence[Piece], passes: int = 0, gamma: int = 0, depth: int = 0
 ) -> Metrics:
     """The metrics of a cell by itself: rates are by the clock, and it has no speed-up yet (see `compare`).
 
@@ -146,7 +146,7 @@ def measure(
         gamma: least depth that `acceptance` goes to.
         depth: of the deepest draft there can be, see `DraftTraits.depth`.
     """
-    emitted, rounds, counted = sum(r.emitted for r in records), len(records), free(records, depth)
+    emitted, steps, counted = sum(r.emitted for r in records), len(records), free(records, depth)
     tau = np.array([r.tau for r in counted or records])
     seconds = {phase: sum(piece.seconds[phase] for piece in pieces) for phase in pieces[0].seconds}
     prefill = seconds.pop(PREFILL, 0.0)
@@ -154,21 +154,21 @@ def measure(
     decode, tail = sum(seconds.values()), sum(piece.tail_seconds for piece in pieces)
     wall = sum(piece.emitted for piece in pieces) / decode if decode else 0.0
     survival = [r.survival for r in counted if r.survival is not None]
-    by_category: dict[str, list[RoundRecord]] = {}
+    by_category: dict[str, list[StepRecord]] = {}
     for record in records:
         by_category.setdefault(record.category, []).append(record)
     return Metrics(
         tokens=emitted,
-        rounds=rounds,
+        steps=steps,
         sequences=len({(r.prompt, r.turn) for r in records}),
         depth=depth,
         block_efficiency=block_efficiency(counted),
-        rounds_cut=rounds - len(counted),
-        block_efficiency_all_rounds=emitted / rounds,
+        steps_cut=steps - len(counted),
+        block_efficiency_all_steps=emitted / steps,
         block_efficiency_expected=1 + float(np.mean(survival)) if counted and len(survival) == len(counted) else None,
         mean_tau=float(tau.mean()),
         acceptance=[float((tau >= i).mean()) for i in range(1, max(gamma, int(tau.max())) + 1)],
-        nodes_per_round=sum(r.nodes for r in records) / rounds,
+        nodes_per_step=sum(r.nodes for r in records) / steps,
         target_rows_per_token=sum(r.width + 1 for r in records) / emitted,
         drafter_passes=passes,
         shares={phase: s / decode if decode else 0.0 for phase, s in seconds.items()},
@@ -189,19 +189,19 @@ def measure(
     )
 
 
-def block_efficiency(records: Sequence[RoundRecord]) -> Estimate | None:
-    """Tokens emitted per round, over prompts; None without rounds."""
+def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
+    """Tokens emitted per step, over prompts; None without steps."""
     if not records:
         return None
     sums = _by_prompt(records)
     return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]), least=1.0)
 
 
-def acceptance(records: Sequence[RoundRecord], depth: int, positions: int) -> list[Estimate]:
-    """Pr(tau >= i) for i = 1 to ``positions`` over the rounds that `block_efficiency` counts, over prompts.
+def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> list[Estimate]:
+    """Pr(tau >= i) for i = 1 to ``positions`` over the steps that `block_efficiency` counts, over prompts.
 
     Args:
-        depth: of the deepest draft there can be; where no round had room for it, all rounds count.
+        depth: of the deepest draft there can be; where no step had room for it, all steps count.
     """
     counted = free(records, depth) or list(records)
     rows: dict[int, np.ndarray] = {}
@@ -219,17 +219,17 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
-def _by_prompt(records: Iterable[RoundRecord]) -> dict[int, tuple[float, float]]:
-    """Tokens emitted and rounds of each prompt."""
+def _by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
+    """Tokens emitted and steps of each prompt."""
     sums: dict[int, tuple[float, float]] = {}
     for record in records:
-        emitted, rounds = sums.get(record.prompt, (0.0, 0.0))
-        sums[record.prompt] = (emitted + record.emitted, rounds + 1)
+        emitted, steps = sums.get(record.prompt, (0.0, 0.0))
+        sums[record.prompt] = (emitted + record.emitted, steps + 1)
     return sums
 
 
-def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecord]) -> Estimate | None:
-    """Block efficiency of `records` minus that of `other` on the same prompts; None without rounds of both."""
+def paired_difference(records: Sequence[StepRecord], other: Sequence[StepRecord]) -> Estimate | None:
+    """Block efficiency of `records` minus that of `other` on the same prompts; None without steps of both."""
     mine, theirs = _by_prompt(records), _by_prompt(other)
     both = sorted(mine.keys() & theirs.keys())
     if not both:
@@ -238,7 +238,7 @@ def paired_difference(records: Sequence[RoundRecord], other: Sequence[RoundRecor
     return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
 
 
-def prompts_of_pieces(records: Iterable[RoundRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:
+def prompts_of_pieces(records: Iterable[StepRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:
     """The prompts of each piece of a cell, from its records in the order they were made."""
     found, rest = [], iter(records)
     for piece in pieces:

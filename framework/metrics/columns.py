@@ -67,32 +67,32 @@ QUANTITIES = (
     _asked("certificate", "The rule's mark: lossless, certified; not certified; FAILED, with its TV; or lossy."),
     Quantity("error", "Why the cell failed; empty if it did not, and then the numbers below are there."),
     Quantity("tokens", "Tokens emitted in all."),
-    Quantity("rounds", "Target calls of a sequence after prefill: each drafts, scores and verifies once."),
+    Quantity("steps", "Target calls of a sequence after prefill: each drafts, scores and verifies once."),
     Quantity("sequences", "Turns answered."),
     Quantity("depth", "Length of the longest path that a draft of this drafter can have."),
     Quantity(
         "block_efficiency",
-        "Block efficiency: tokens emitted per target call, bonus or correction included, over the rounds that had room "
+        "Block efficiency: tokens emitted per target call, bonus or correction included, over the steps that had room "
         "for a whole draft; with its 95 % interval.",
         "block efficiency",
         estimate=True,
     ),
     Quantity(
-        "rounds_cut", "Rounds that this leaves out, because the end of the sequence was nearer than a whole draft."
+        "steps_cut", "Rounds that this leaves out, because the end of the sequence was nearer than a whole draft."
     ),
-    Quantity("block_efficiency_all_rounds", "Tokens emitted per target call with those rounds."),
+    Quantity("block_efficiency_all_steps", "Tokens emitted per target call with those steps."),
     Quantity(
         "block_efficiency_expected",
         "1 + the mean of the rule's own expectation of tau, which is less noisy; empty for rules that have none.",
     ),
-    Quantity("mean_tau", "Accepted draft tokens per round, over the same rounds as block_efficiency."),
+    Quantity("mean_tau", "Accepted draft tokens per step, over the same steps as block_efficiency."),
     Quantity(
         "acceptance_<i>",
-        "Pr(τ ≥ i): the share of the rounds that block_efficiency counts in which the first i drafted tokens were all "
+        "Pr(τ ≥ i): the share of the steps that block_efficiency counts in which the first i drafted tokens were all "
         "accepted.",
         "Pr(τ ≥ i)",
     ),
-    Quantity("nodes_per_round", "Drafted tokens of a sequence in a round."),
+    Quantity("nodes_per_step", "Drafted tokens of a sequence in a step."),
     Quantity("target_rows_per_token", "Positions that the target evaluates per token emitted.", "rows/tok"),
     Quantity("drafter_passes", "Forward passes of the drafting model, prefill not counted."),
     Quantity("draft_share", "Share of the decoding time spent in drafting, the drafter's prefill included.", "draft"),
@@ -102,7 +102,7 @@ QUANTITIES = (
     Quantity("decode_seconds", "Seconds of decoding by the clock, without the tail and the target's prefill."),
     Quantity("prefill_seconds", "Seconds of the target's prefill by the clock."),
     Quantity(
-        "tail_seconds", "Seconds of the tail: rounds with empty slots, because fewer prompts were left than slots."
+        "tail_seconds", "Seconds of the tail: steps with empty slots, because fewer prompts were left than slots."
     ),
     Quantity(
         "tokens_per_second",
@@ -140,16 +140,16 @@ QUANTITIES = (
     Quantity("predicted_tokens_per_second", "Tokens per second that measured cost curves predict.", "predicted tok/s"),
     Quantity("predicted_speed_up", "Speed-up that measured cost curves predict.", "predicted speed-up"),
 )
-#: The columns of a cell's ``rounds.parquet``, a line for each round of each sequence.
-ROUND_COLUMNS = {
+#: The columns of a cell's ``steps.parquet``, a line for each step of each sequence.
+STEP_COLUMNS = {
     "cell": "The cell's hash.",
     "prompt": "Position of the prompt in its source, whatever was selected from it.",
     "question_id": "What the source calls the prompt.",
     "category": "The prompt's category.",
     "turn": "Which turn of the conversation, from 0.",
-    "round": "Which round of the turn, from 0.",
+    "step": "Which step of the turn, from 0.",
     "tau": "Accepted draft tokens.",
-    "emitted": "Tokens that the round added to the text, correction or bonus included.",
+    "emitted": "Tokens that the step added to the text, correction or bonus included.",
     "nodes": "Drafted tokens of this sequence.",
     "width": "Drafted tokens of the batch's widest sequence: the target evaluated width + 1 positions for this one.",
     "limit": "How deep the draft was allowed to be: the tokens left to generate, less one.",
@@ -157,13 +157,13 @@ ROUND_COLUMNS = {
 }
 #: What a line of a cell's ``responses.jsonl`` holds.
 RESPONSE_KEYS = {
-    "question_id, turn, category": "As in rounds.parquet.",
+    "question_id, turn, category": "As in steps.parquet.",
     "prompt_tokens": "Length of the prompt, earlier turns included, in tokens.",
     "text": "The answer.",
     "tokens": "Its tokens, by their numbers in the target's vocabulary.",
     "logprobs": "Natural logarithms of the target's probabilities of these tokens under the sampling; null is "
     "probability 0. Not there at temperature 0.",
-    "finish": "Why it ended: eos, length (max_new_tokens) or context (no room left).",
+    "finish_reason": "Why it ended: stop (an end-of-sequence token) or length (max_new_tokens, or a full context).",
 }
 _BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 _FAMILIES = [

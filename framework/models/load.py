@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import plugins
 from ..contracts.models import LoadedModel, ResolvedModel
 from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
-from ..util.shared_patch import Meanwhile
+from ..util.shared_patch import SharedPatch
 from . import distributed, placement
 from .configs import check_against_weights, check_files, read_config
 from .device import pick_dtype
@@ -255,4 +255,4 @@ def _silence() -> Callable[[], None]:
 
 
 #: Meanwhile transformers logs errors alone.
-_quiet = Meanwhile(_silence)
+_quiet = SharedPatch(_silence)

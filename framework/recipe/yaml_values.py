@@ -133,7 +133,7 @@ class _Document:
                 if documents > 1:
                     raise self.error(line, "a second document begins here; write one")
             elif isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
-                self.begin(event, line)
+                self.start(event, line)
             elif isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
                 self.end()
             elif isinstance(event, yaml.AliasEvent):
@@ -151,7 +151,7 @@ class _Document:
 
     # -- lists and mappings ------------------------------------------------------------------------------------
 
-    def begin(self, event: Any, line: int) -> None:
+    def start(self, event: Any, line: int) -> None:
         kind = "list" if isinstance(event, yaml.SequenceStartEvent) else "mapping"
         if event.tag not in (None, "!", f"{_TAG}{'seq' if kind == 'list' else 'map'}"):
             raise self.tag(event.tag, line)

@@ -1,6 +1,6 @@
-"""Pr(tau >= i) of one round given what the output turns out to be, for every rule that has an identity for it.
+"""Pr(tau >= i) of one step given what the output turns out to be, for every rule that has an identity for it.
 
-A round starts after a committed prefix, x_1 x_2 .. is what the output says from there on, P the target's law and Q the
+A step starts after a committed prefix, x_1 x_2 .. is what the output says from there on, P the target's law and Q the
 drafter's; r_j = Q(x_j) / P(x_j), R_i = r_1 .. r_i. Given the output, whatever was drafted:
 
     token verification      prod_j min(1, r_j)
@@ -54,7 +54,7 @@ def sample_match(log_q: np.ndarray, k: int = 1) -> np.ndarray:
 
 
 def survival(rule: str, forced: Forced, ks: Sequence[int] = (1,)) -> dict[int, np.ndarray]:
-    """Pr(tau >= i | the rest of the response) of a round that starts at each token, by number of sequences K.
+    """Pr(tau >= i | the rest of the response) of a step that starts at each token, by number of sequences K.
 
     Args:
         rule: a name of `RULES`; for K > 1 of `SEQUENCES`.

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..metrics.intervals import Estimate, estimate
-from .step_chain import Rounds
+from .step_chain import Steps
 
 #: Pieces of a category that intervals are over, and categories that are told apart.
 MOST_PIECES, MOST_CATEGORIES = 1024, 64
 #: Where categories beyond those are counted.
 OTHERS = "(others)"
-#: Columns of what is added up by prompt: tokens and rounds counted, all tokens and all rounds.
-_EMITTED, _COUNTED, _TOKENS, _ROUNDS = range(4)
+#: Columns of what is added up by prompt: tokens and steps counted, all tokens and all steps.
+_EMITTED, _COUNTED, _TOKENS, _STEPS = range(4)
 
 
 @dataclass
@@ -54,27 +54,27 @@ class Row:
     """What a pair does at one draft length, over all responses or those of a category.
 
     Attributes:
-        block_efficiency: tokens emitted per target call, of the rounds in which a draft of gamma tokens had room; None
-            where there was no such round. ``block_efficiency_all_rounds``: with the others.
-        rounds: expected number of all rounds; drafted: tokens drafted in them; target_rows: positions evaluated, of
+        block_efficiency: tokens emitted per target call, of the steps in which a draft of gamma tokens had room; None
+            where there was no such step. ``block_efficiency_all_steps``: with the others.
+        steps: expected number of all steps; drafted: tokens drafted in them; target_rows: positions evaluated, of
             several sequences at most (where they agree, a node is evaluated once).
-        marginal: Pr(tau >= i), i = 1 .. gamma, over the rounds that count; conditional: Pr(tau >= i | tau >= i - 1).
+        marginal: Pr(tau >= i), i = 1 .. gamma, over the steps that count; conditional: Pr(tau >= i | tau >= i - 1).
     """
 
     gamma: int
     category: str
     tokens: int
     block_efficiency: Estimate | None
-    block_efficiency_all_rounds: float
-    rounds: float
+    block_efficiency_all_steps: float
+    steps: float
     drafted: float
     target_rows: float
     marginal: list[float]
     conditional: list[float]
 
     @property
-    def drafted_per_round(self) -> float:
-        return self.drafted / self.rounds
+    def drafted_per_step(self) -> float:
+        return self.drafted / self.steps
 
     @property
     def target_rows_per_token(self) -> float:
@@ -100,26 +100,26 @@ class Tally:
         self._drafted: dict[str, np.ndarray] = {}
         self._accepted: dict[str, np.ndarray] = {}
 
-    def add(self, rounds: Rounds, numbers: Sequence[int]) -> None:
+    def add(self, steps: Steps, numbers: Sequence[int]) -> None:
         """Add responses, whose prompts have these numbers (`Pieces.number`)."""
         if missing := len(self.pieces.category) - len(self._sums):
             self._sums = np.concatenate([self._sums, np.zeros((missing, *self._sums.shape[1:]))])
         np.add.at(
-            self._sums, np.array(numbers), np.stack([rounds.emitted, rounds.counted, rounds.tokens, rounds.rounds], -1)
+            self._sums, np.array(numbers), np.stack([steps.emitted, steps.counted, steps.tokens, steps.steps], -1)
         )
         if self._at_least is not None:
             missing = len(self._sums) - len(self._at_least)
             self._at_least = np.concatenate([self._at_least, np.zeros((missing, *self._at_least.shape[1:]))])
-            np.add.at(self._at_least, np.array(numbers), rounds.accepted)
+            np.add.at(self._at_least, np.array(numbers), steps.accepted)
         categories = np.array([self.pieces.category[number] for number in numbers])
         for category in dict.fromkeys(categories.tolist()):
             mine = categories == category
-            drafted, accepted = rounds.drafted[mine].sum(0), rounds.accepted[mine].sum(0)
+            drafted, accepted = steps.drafted[mine].sum(0), steps.accepted[mine].sum(0)
             self._drafted[category] = self._drafted.get(category, 0.0) + drafted
             self._accepted[category] = self._accepted.get(category, 0.0) + accepted
 
     def by_prompt(self, gamma: int) -> np.ndarray:
-        """``[pieces, 1 + gamma]``: of each prompt the rounds that count, and in how many of them tau >= 1 .. gamma."""
+        """``[pieces, 1 + gamma]``: of each prompt the steps that count, and in how many of them tau >= 1 .. gamma."""
         assert self._at_least is not None
         column = self.gammas.index(gamma)
         return np.concatenate([self._sums[:, column, _COUNTED, None], self._at_least[:, column, :gamma]], 1)
@@ -143,16 +143,16 @@ class Tally:
             category=category,
             tokens=int(total[_TOKENS]),
             block_efficiency=estimate(_ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
-            block_efficiency_all_rounds=float(total[_TOKENS] / total[_ROUNDS]),
-            rounds=float(total[_ROUNDS]),
+            block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
+            steps=float(total[_STEPS]),
             drafted=float(drafted),
-            target_rows=float(drafted + total[_ROUNDS]),
+            target_rows=float(drafted + total[_STEPS]),
             marginal=at_least.tolist(),
             conditional=conditional,
         )
 
     def sums(self, gamma: int, category: str = "") -> np.ndarray:
-        """``[pieces, 4]``: tokens and rounds that count, all tokens and rounds, by prompt."""
+        """``[pieces, 4]``: tokens and steps that count, all tokens and steps, by prompt."""
         found = self._sums[:, self.gammas.index(gamma)]
         if category:
             of = np.array(self.pieces.category[: len(found)])
@@ -161,7 +161,7 @@ class Tally:
 
 
 def difference(mine: Tally, gamma: int, other: Tally, other_gamma: int) -> Estimate | None:
-    """Block efficiency of one minus that of the other, on the same texts; None without rounds of both."""
+    """Block efficiency of one minus that of the other, on the same texts; None without steps of both."""
     sums = np.concatenate([one.sums(g)[:, : _COUNTED + 1] for one, g in ((mine, gamma), (other, other_gamma))], axis=1)
     if not (sums[:, _COUNTED].sum() and sums[:, 2 + _COUNTED].sum()):
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..api.build import Configured
-from ..contracts.misconfiguration import Suspect
+from ..contracts.misconfiguration import Misconfiguration
 from ..contracts.sampling import Sampling
 from ..errors import CrossdraftError, UsageError
 from ..metrics.intervals import LEAST_PIECES, Estimate, pieces_needed
@@ -22,7 +22,7 @@ from .teacher_forcing.forcing import Asked, deepened
 from .teacher_forcing.lazy_models import Target
 from .teacher_forcing.shared_passes import SideBySide
 
-#: What undoing a mistake has to add to the tokens accepted a round, as a share of them, to explain anything.
+#: What undoing a mistake has to add to the tokens accepted a step, as a share of them, to explain anything.
 CLEAR = 0.2
 
 
@@ -30,7 +30,7 @@ CLEAR = 0.2
 class Trial:
     """A drafter as it may be meant, on a target, along responses."""
 
-    suspect: Suspect
+    suspect: Misconfiguration
     target: Target
     responses: Sequence[Response]
 
@@ -45,7 +45,7 @@ class Examined:
         gain: block efficiency, more than as it is, with an interval over prompts; None as it is, or without either.
     """
 
-    suspect: Suspect
+    suspect: Misconfiguration
     gamma: int
     tally: Tally | None = None
     gain: Estimate | None = None
@@ -148,10 +148,10 @@ def _interval(found: Sequence[Examined], one: Examined) -> tuple[float | None, f
     return one.gain.low, room if one.gain.high is None else min(one.gain.high, room)
 
 
-def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Suspect]:
+def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Misconfiguration]:
     """Drafts that are the drafter's most probable tokens, where the target samples."""
     if sampling.temperature and getattr(drafter[1], "temperature", None) == 0:
-        yield Suspect(
+        yield Misconfiguration(
             f"drafts are greedy (temperature: 0), and the target samples at {sampling.temperature:g}",
             "leave temperature out of the drafter's options",
             {"temperature": None},

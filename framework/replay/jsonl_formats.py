@@ -2,7 +2,7 @@
 
 Plain: ``prompt`` (the text that the model saw, or its token ids) or ``messages`` (by the chat template), and
 ``response`` (a text) or ``tokens`` (its ids, with the end-of-sequence token if there was one). Optional: ``logprobs``
-(a number for each token), ``finish`` (``stop`` or ``eos``, ``length``), ``id``, ``category``, ``max_tokens``, and the
+(a number for each token), ``finish_reason`` (``stop`` or ``length``), ``id``, ``category``, ``max_tokens``, and the
 sampling parameters ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
 Endpoints: a ``chat.completion`` or ``completion`` object with the request's ``prompt`` or ``messages`` beside its
@@ -25,8 +25,8 @@ from ..util.input_files import UNPRINTABLE, flaw
 from ..util.limits import MOST_NAME, MOST_TOKENS
 from .response import Reading, Response, log_probabilities, sampling_of, token_ids
 
-#: What servers and runs call an end of a response, and whether it ended by itself.
-FINISHED = {"stop": True, "eos": True, "length": False, "context": False}
+#: Finish reasons of servers and runs, and whether an end-of-sequence token is part of the response.
+FINISHED = {"stop": True, "eos": True, "length": False}
 
 
 def response_of(reader: Reading, row: Any, where: str) -> Iterator[Response]:
@@ -47,7 +47,7 @@ def response_of(reader: Reading, row: Any, where: str) -> Iterator[Response]:
 
 
 def _plain(reader: Reading, row: dict[str, Any], where: str) -> Response:
-    ended = _finished(row, "finish", where)
+    ended = _finished(row, "finish_reason", where)
     if row.get("tokens") is not None:
         tokens = token_ids(row["tokens"], "tokens", where)
         ends = reader.tokenizer(where).eos_token_ids if ended and reader.target else ()

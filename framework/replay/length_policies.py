@@ -5,7 +5,7 @@ probabilities of the tokens and of the most probable ones. Along the response th
 along drafts that were drawn (`force.drafted`) how many are drafted.
 
 *Heuristic* (J. Gante, "Assisted Generation", 2023). More after a draft that was accepted whole, fewer after another:
-the length is a second state of the chain that rounds are (`rounds`).
+the length is a second state of the chain that steps are (`steps`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from .step_chain import Acceptance, Rounds, expected
+from .step_chain import Acceptance, Steps, expected
 
 #: Tokens more after a draft that was accepted whole, and fewer after another, as the heuristic policy has it.
 MORE, FEWER = 2, 1
@@ -39,15 +39,15 @@ def confident(
     return np.minimum(first, unsure.shape[1]).astype(np.int64)
 
 
-def oracle(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
-    """The `Rounds` of drafts that are just as long as what will be accepted, at most gamma: the best length known after
+def oracle(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Steps:
+    """The `Steps` of drafts that are just as long as what will be accepted, at most gamma: the best length known after
     the fact. A bound on what a policy could save, no method."""
     found = expected(responses, gammas)
     return replace(found, drafted=found.taken)
 
 
-def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Rounds:
-    """The `Rounds` of responses under the heuristic policy: one column.
+def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Steps:
+    """The `Steps` of responses under the heuristic policy: one column.
 
     Args:
         responses: from a static replay at least ``gamma`` deep.
@@ -57,19 +57,17 @@ def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Rounds
     found = [_heuristic(one, gamma, start) for one in responses]
     size = np.array([[float(len(one.survival))] for one in responses])
     totals = np.array([numbers for *numbers, _ in found])
-    rounds, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(5))
-    return Rounds(
-        size, rounds, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in found])[:, None]
-    )
+    steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(5))
+    return Steps(size, steps, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in found])[:, None])
 
 
 def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, float, float, float, np.ndarray]:
     t, depth = one.survival.shape
     limit = np.iinfo(np.int64).max if one.limit is None else one.limit
     at_least = np.concatenate([np.ones((t, 1)), one.survival, np.zeros((t, 1))], 1)
-    reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a round starts at t while the length is L)
+    reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a step starts at t while the length is L)
     reached[0, start] = 1
-    rounds = drafted = taken = counted = emitted = 0.0
+    steps = drafted = taken = counted = emitted = 0.0
     accepted = np.zeros(depth)
     for at in range(t):
         room = limit - 1 - at
@@ -83,7 +81,7 @@ def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, f
             whole = max(1, min(n + MORE, gamma)) if n else length
             reached[ends[:n], shorter] += weight * tau[:n]
             reached[ends[n:], whole] += weight * tau[n:]
-            rounds += weight
+            steps += weight
             drafted += weight * n
             taken += weight * at_least[at, 1 : most + 1].sum()
             if room >= gamma:
@@ -91,4 +89,4 @@ def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, f
                 counted += weight
                 emitted += weight * (1 + (survival * bonus).sum())
                 accepted += weight * survival
-    return rounds, drafted, taken, counted, emitted, accepted
+    return steps, drafted, taken, counted, emitted, accepted

@@ -27,7 +27,7 @@ from .acceptance_formulas import RULES, SEQUENCES, certain, no_identity, surviva
 from .aggregate import Pieces, Tally
 from .recorded_logprobs import RecordedLogP
 from .response import Response
-from .step_chain import Acceptance, Rounds, expected
+from .step_chain import Acceptance, Steps, expected
 from .teacher_forcing.forced_draft import Forced
 
 #: Responses that are added up together.
@@ -63,7 +63,7 @@ class Candidate:
         forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
         drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
             `Forced` says.
-        rounds: expectations over rounds from what is accepted of each; another policy of lengths has its own.
+        steps: expectations over steps from what is accepted of each; another policy of lengths has its own.
         tallies: what came out, by rule and K.
     """
 
@@ -73,7 +73,7 @@ class Candidate:
     gammas: tuple[int, ...]
     forced: Callable[[Iterable[Response]], Iterator[Forced]]
     drafted: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
-    rounds: Callable[[Sequence[Acceptance], Sequence[int]], Rounds] = expected
+    steps: Callable[[Sequence[Acceptance], Sequence[int]], Steps] = expected
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
 
     @property
@@ -135,7 +135,7 @@ def replay(
 
     Args:
         out: write a line for every token, drafter, rule and K there (Parquet): ``drafted`` tokens, and ``survival``,
-            Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a round that starts there.
+            Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
         by_prompt: keep acceptance by prompt, too, see `Tally.by_prompt`.
 
     Raises:
@@ -190,21 +190,21 @@ def _add(
     writer: _Positions | None,
 ) -> None:
     forced, lengths = zip(*replayed, strict=True)
-    point_mass, rounds = certain(forced), {}
+    point_mass, steps = certain(forced), {}
     for rule, ks in candidate.rules.items():
         if point_mass is None:
-            rounds = {}
+            steps = {}
             at_least = [survival(rule, one, ks) for one in forced]
         else:  # every rule accepts the same of it, whatever K is
             at_least = [dict.fromkeys(ks, one) for one in point_mass]
         for k in ks:
-            if k not in rounds:
+            if k not in steps:
                 given = [
                     Acceptance(values[k], drafted, response.limit)
                     for values, drafted, response in zip(at_least, lengths, window, strict=True)
                 ]
-                rounds[k] = candidate.rounds(given, candidate.gammas)
-            candidate.tally(found, rule, k).add(rounds[k], numbers)
+                steps[k] = candidate.steps(given, candidate.gammas)
+            candidate.tally(found, rule, k).add(steps[k], numbers)
             if writer is not None:
                 writer.add(found.responses, candidate.title, rule, k, window, lengths, [one[k] for one in at_least])
 

@@ -114,7 +114,10 @@ class Reader(Reading):
         for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES):
             where = f"{printable(str(file))}:{number}"
             row = parse_json(line, file, line=number)
-            if not isinstance(row, dict) or not {"question_id", "turn", "tokens", "finish", "text"} <= row.keys():
+            if (
+                not isinstance(row, dict)
+                or not {"question_id", "turn", "tokens", "finish_reason", "text"} <= row.keys()
+            ):
                 raise UsageError(f"{where}: this is no response as a run records it")
             prompts = prompts or {str(prompt.question_id): prompt for prompt in config.prompts.load()}
             name, turn = str(row["question_id"]), row["turn"]
@@ -140,8 +143,8 @@ class Reader(Reading):
                 if row.get("logprobs") is None
                 else log_probabilities(row["logprobs"], "logprobs", len(tokens), where)
             )
-            ended = row["finish"] == "eos"
-            most = config.max_new_tokens if row["finish"] in ("eos", "length") else len(tokens)
+            ended = row["finish_reason"] == "stop"
+            most = config.max_new_tokens if ended else len(tokens)  # "length" may be that of the context
             yield Response(name, prompt.category, ids, tokens, log_p, ended, most, config.sampling, where)
 
     # -- texts -----------------------------------------------------------------------------------------------

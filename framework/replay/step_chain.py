@@ -1,13 +1,13 @@
-"""From the acceptance of one round to the rounds of whole responses: where rounds start is a Markov chain.
+"""From the acceptance of one step to the steps of whole responses: where steps start is a Markov chain.
 
-A round that starts at token t and accepts tau tokens ends at t + tau + 1. With Pr_t(tau = i) known from the text, the
-probability v(t) that some round starts at t follows from left to right: v(0) = 1 and v(t + i + 1) gains v(t) Pr_t(tau =
+A step that starts at token t and accepts tau tokens ends at t + tau + 1. With Pr_t(tau = i) known from the text, the
+probability v(t) that some step starts at t follows from left to right: v(0) = 1 and v(t + i + 1) gains v(t) Pr_t(tau =
 i). Sums over v are expectations over everything that was drafted and tossed, given the responses: a run's own figures
 with less variance (Rao-Blackwell). All draft lengths come from the same numbers: a shorter draft is the longer one,
 cut.
 
-As in a run, block efficiency counts the rounds in which a draft of gamma tokens had room, which is known before
-anything is drafted (`metrics.free`). An end-of-sequence token that is accepted ends its round, without a bonus token.
+As in a run, block efficiency counts the steps in which a draft of gamma tokens had room, which is known before
+anything is drafted (`metrics.free`). An end-of-sequence token that is accepted ends its step, without a bonus token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Acceptance:
     """One response as a drafter and a rule see it.
 
     Attributes:
-        survival: float64 [T, G], Pr(tau >= i | output) of a round that starts at each token, see `identities.survival`.
+        survival: float64 [T, G], Pr(tau >= i | output) of a step that starts at each token, see `identities.survival`.
         lengths: int64 [T], tokens that are drafted there, at most G.
         limit: most tokens that the response could have had, at least T; None if nothing but its own end ended it.
     """
@@ -37,19 +37,19 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Steps:
     """What is expected of n responses, by draft length: one column for each gamma, n rows.
 
     Attributes:
         tokens: [n, gammas], their lengths (the same in every column).
-        rounds: of all of them; ``drafted`` tokens, those that are accepted (``taken``) and ``rows`` of the target in
-            these, a row and a round a sequence.
-        counted, emitted: the rounds in which a draft of gamma tokens had room, and the tokens that these emit.
-        accepted: [n, gammas, G], sum over the counted rounds of Pr(tau >= i).
+        steps: of all of them; ``drafted`` tokens, those that are accepted (``taken``) and ``rows`` of the target in
+            these, a row and a step a sequence.
+        counted, emitted: the steps in which a draft of gamma tokens had room, and the tokens that these emit.
+        accepted: [n, gammas, G], sum over the counted steps of Pr(tau >= i).
     """
 
     tokens: np.ndarray
-    rounds: np.ndarray
+    steps: np.ndarray
     drafted: np.ndarray
     taken: np.ndarray
     counted: np.ndarray
@@ -58,8 +58,8 @@ class Rounds:
 
     @property
     def rows(self) -> np.ndarray:
-        """Positions that the target evaluates: the drafted ones and a root a round."""
-        return self.drafted + self.rounds
+        """Positions that the target evaluates: the drafted ones and a root a step."""
+        return self.drafted + self.steps
 
 
 def law_of_tau(survival: np.ndarray, gammas: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -70,8 +70,8 @@ def law_of_tau(survival: np.ndarray, gammas: Sequence[int] | np.ndarray) -> np.n
     return (at_least[..., None, :-1] * (i <= order)) - (at_least[..., None, 1:] * (i < order))
 
 
-def expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
-    """The `Rounds` of responses, in their order, at each draft length of ``gammas`` (from 1 to G)."""
+def expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Steps:
+    """The `Steps` of responses, in their order, at each draft length of ``gammas`` (from 1 to G)."""
     order = sorted(range(len(responses)), key=lambda i: len(responses[i].survival))
     parts, places, batch = [], [], []
     for i in order:
@@ -85,10 +85,10 @@ def expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
         parts.append(_expected([responses[j] for j in batch], gammas))
         places += batch
     back = np.argsort(places)
-    return Rounds(*(np.concatenate([getattr(part, f.name) for part in parts])[back] for f in fields(Rounds)))
+    return Steps(*(np.concatenate([getattr(part, f.name) for part in parts])[back] for f in fields(Steps)))
 
 
-def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
+def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Steps:
     """Those of a few responses of like length."""
     gamma = np.array(gammas)
     n, depth = len(responses), responses[0].survival.shape[1]
@@ -109,9 +109,9 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
     bonus = i <= (size[:, None] - 1 - t)[..., None]  # after an accepted last token comes nothing
     emits = 1 + np.cumsum(survival * bonus, -1)[..., gamma - 1]  # [n, T, gammas]
     drafts = np.minimum(np.minimum(lengths, room)[:, None], gamma[:, None])
-    return Rounds(
+    return Steps(
         tokens=np.broadcast_to(size[:, None], (n, len(gamma))).astype(float),
-        rounds=visited.sum(-1),
+        steps=visited.sum(-1),
         drafted=(visited * drafts).sum(-1),
         taken=(visited @ survival * (i <= gamma[:, None])).sum(-1),
         counted=counted.sum(-1),
@@ -121,21 +121,21 @@ def _expected(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Rounds:
 
 
 def _visited(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
-    """v, ``[n, gammas, T]``: the probability that a round starts at each token, from Pr(tau >= i) ``[n, T, G]``."""
+    """v, ``[n, gammas, T]``: the probability that a step starts at each token, from Pr(tau >= i) ``[n, T, G]``."""
     n, longest, depth = survival.shape
     found = np.zeros((n, len(gamma), longest + depth + 1))  # with what lies beyond the end
     found[:, :, 0] = 1
     piece = max(1, BATCH // n)  # of a long response: a step has gammas times G numbers
     for start in range(0, longest, piece):
-        steps = law_of_tau(survival[:, start : start + piece], gamma)  # [n, piece, gammas, G + 1]
-        for t in range(steps.shape[1]):
+        jumps = law_of_tau(survival[:, start : start + piece], gamma)  # [n, piece, gammas, G + 1]
+        for t in range(jumps.shape[1]):
             here = start + t
-            found[:, :, here + 1 : here + depth + 2] += found[:, :, here, None] * steps[:, t]
+            found[:, :, here + 1 : here + depth + 2] += found[:, :, here, None] * jumps[:, t]
     return found[:, :, :longest]
 
 
 def _walked(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
-    """The same where nothing is left to chance, as for a point mass: all ways are walked at once, round by round."""
+    """The same where nothing is left to chance, as for a point mass: all ways are walked at once, step by step."""
     n, longest, _ = survival.shape
     after = np.minimum(survival.sum(-1).astype(np.int64)[:, None], gamma[:, None]) + 1 + np.arange(longest)
     after = np.concatenate([np.minimum(after, longest), np.full((n, len(gamma), 1), longest)], -1)

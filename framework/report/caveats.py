@@ -24,7 +24,7 @@ def remarks_of(summary: Summary) -> list[list[str]]:
         _untimed(summary),
         _prediction_error(summary),
         _agreement(summary.results),
-        _cut_rounds(summary),
+        _cut_steps(summary),
         _busy(summary),
     ]
     remarks.append(_marks(summary.results))
@@ -117,15 +117,15 @@ def _prediction_error(summary: Summary) -> list[str]:
     return [f"predicted: tok/s from the cost curve; median |error| {100 * median(off):.0f} % over {len(off)} cells"]
 
 
-def _cut_rounds(summary: Summary) -> list[str]:
+def _cut_steps(summary: Summary) -> list[str]:
     """How much of the block efficiency the end of the sequences would have decided."""
     found = [r for r in summary.results if r.metrics and not r.config.is_baseline]
-    rounds, cut = (sum(getattr(r.metrics, key) for r in found) for key in ("rounds", "rounds_cut"))
+    steps, cut = (sum(getattr(r.metrics, key) for r in found) for key in ("steps", "steps_cut"))
     lines = []
     if cut:
-        lines.append(f"BE leaves out {100 * cut / rounds:.0f} % of the rounds, which the end of a sequence cut short")
+        lines.append(f"BE leaves out {100 * cut / steps:.0f} % of the steps, which the end of a sequence cut short")
     if any(r.metrics and r.metrics.block_efficiency is None for r in found):
-        lines.append("no BE: max_new_tokens leaves no round room for a whole draft; set it above the draft's depth")
+        lines.append("no BE: max_new_tokens leaves no step room for a whole draft; set it above the draft's depth")
     return lines
 
 
@@ -139,7 +139,7 @@ def _busy(summary: Summary) -> list[str]:
     for title, results in groups_of(summary):
         measured = [r.metrics for r in results if r.metrics and r.metrics.timed]
         reasons |= {m.withheld for m in measured}
-        share = sum(m.undisturbed * m.rounds for m in measured) / sum(m.rounds for m in measured) if measured else 1.0
+        share = sum(m.undisturbed * m.steps for m in measured) / sum(m.steps for m in measured) if measured else 1.0
         if share < _UNDISTURBED:
             lines.append(f"note: this machine was busy ({title}): {100 * share:.0f} % of the steps were undisturbed")
     if lines:

@@ -30,9 +30,9 @@ _COLUMNS = {  # header: alignment
     "speed-up [95 %]": "left",
 }
 _LEGEND = (
-    "BE: tokens emitted per target call, of rounds with room for a whole draft. rows/tok: positions the target\n"
+    "BE: tokens emitted per target call, of steps with room for a whole draft. rows/tok: positions the target\n"
     "evaluates per token emitted. d/t/v/r: share of the decoding time in draft (with prefill), target, verify, rest.\n"
-    "These, tok/s and speed-up count rounds with all slots in use; the tail, when fewer prompts than slots are left,\n"
+    "These, tok/s and speed-up count steps with all slots in use; the tail, when fewer prompts than slots are left,\n"
     "is not in them. tok/s: by what each component of a step takes undisturbed, in all cells of the group together.\n"
     "speed-up: of tok/s over the drafter none in the same group; an interval needs 3 pieces of prompts."
 )

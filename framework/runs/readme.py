@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from ..metrics.columns import QUANTITIES, RESPONSE_KEYS, ROUND_COLUMNS
+from ..metrics.columns import QUANTITIES, RESPONSE_KEYS, STEP_COLUMNS
 from ..recipe.recipe import Recipe
 
 FILE = "README.md"
@@ -23,7 +23,7 @@ _FILES = {
     "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named after its pair, temperature and batch size; HASH is what "
     "summary.csv calls it.",
     "  config.json": "The cell with all its options, when it was measured, and what its numbers depend on.",
-    "  rounds.parquet": "Every round of every sequence; its columns are below.",
+    "  steps.parquet": "Every step of every sequence; its columns are below.",
     "  responses.jsonl": "What was said, a line for each turn; its keys are below.",
     "  metrics.json": "The cell's numbers, and the pieces of prompts that they come from.",
     "  error.txt": "Of a cell that failed, instead of the three: why, and where.",
@@ -54,8 +54,8 @@ def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
         "What came out. An empty field is a number that there is none of. Intervals hold 95 %; there is none over "
         "fewer than three prompts (block efficiency) or pieces of prompts (speed-up).",
         _table("column", found),
-        "## Columns of rounds.parquet",
-        _table("column", ([f"`{key}`", what] for key, what in ROUND_COLUMNS.items())),
+        "## Columns of steps.parquet",
+        _table("column", ([f"`{key}`", what] for key, what in STEP_COLUMNS.items())),
         "## Keys of responses.jsonl",
         _table("key", ([f"`{key}`", what] for key, what in RESPONSE_KEYS.items())),
     ]

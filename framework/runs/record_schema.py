@@ -64,7 +64,7 @@ class Response(BaseModel):
     prompt_tokens: int
     tokens: list[int]
     text: str = ""
-    finish: str | None = None
+    finish_reason: str | None = None
     logprobs: list[float | None] | None = None
 
 
@@ -140,7 +140,7 @@ def read_numbers(file: Path) -> Numbers:
         raise _malformed(error, file) from None
     _check_numbers(parse_json(text, file), file)
     metrics = found.metrics
-    for key in ("tokens", "rounds", "sequences"):
+    for key in ("tokens", "steps", "sequences"):
         if getattr(metrics, key) < 1:
             raise _wrong(file, f"metrics.{key}", "it must be at least 1")
     if not found.pieces:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..metrics.cell_metrics import Metrics, RoundRecord
+from ..metrics.cell_metrics import Metrics, StepRecord
 from ..metrics.component_times import CellPieces
 from ..metrics.pieces import Piece
 from ..recipe.recipe import CellConfig, Recipe, Strategy
@@ -31,7 +31,7 @@ class CellResult:
     metrics: Metrics | None = None
     error: str | None = None
     traceback: str = ""
-    records: list[RoundRecord] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     responses: list[dict[str, Any]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
     runs/<recipe>-<hash>/README.md, recipe.json, state.json, environment.json, summary.csv, summary.md
     runs/<recipe>-<hash>/groups/<hash>/group.json, <piece>.json      while a group is being measured
-    runs/<recipe>-<hash>/cells/<pair>_<hash>/config.json, rounds.parquet, responses.jsonl, metrics.json, or error.txt
+    runs/<recipe>-<hash>/cells/<pair>_<hash>/config.json, steps.parquet, responses.jsonl, metrics.json, or error.txt
 
 README.md says what each of them is (`runs.readme`). A cell is found by its hash, which its directory's name ends with;
 older versions named it by the hash alone. Every file is written aside and renamed when it is whole, and so is a cell's
@@ -31,7 +31,7 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from ..errors import UsageError, first_line, printable, quoted
-from ..metrics.cell_metrics import RoundRecord
+from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
 from ..recipe.recipe import CellConfig
 from ..util.input_files import open_file, read_json, refuse_special_files
@@ -42,10 +42,10 @@ from .records import CellResult
 
 logger = logging.getLogger(__name__)
 
-#: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: rounds
-#: have a limit, pieces the time of each round, the provenance the code; cells that failed are kept. 5: pieces have what
-#: their rounds waited. 6: pieces have the components of every step.
-FORMAT = 6
+#: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: steps
+#: have a limit, pieces the time of each step, the provenance the code; cells that failed are kept. 5: pieces have what
+#: their steps waited. 6: pieces have the components of every step. 7: names of columns.
+FORMAT = 7
 
 #: Held by the process that writes to a run, and who that is.
 LOCK, OWNER = ".lock", ".owner.json"
@@ -54,14 +54,14 @@ _PATIENCE = 0.3
 #: Most characters of a drafter or verifier in a directory's name.
 _NAMED = 40
 
-_ROUNDS = pa.schema(
+_STEPS = pa.schema(
     [
         ("cell", pa.string()),
         ("prompt", pa.int64()),
         ("question_id", pa.string()),
         ("category", pa.string()),
         ("turn", pa.int64()),
-        ("round", pa.int64()),
+        ("step", pa.int64()),
         ("tau", pa.int64()),
         ("emitted", pa.int64()),
         ("nodes", pa.int64()),
@@ -83,7 +83,7 @@ class PieceResult:
         peak_memory: bytes, see `Metrics.peak_memory`.
     """
 
-    records: list[RoundRecord] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     responses: list[dict[str, Any]] = field(default_factory=list)
     piece: Piece = field(default_factory=lambda: Piece(0, {}))
     passes: int = 0
@@ -92,7 +92,7 @@ class PieceResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceResult:
         """Raises KeyError, TypeError or ValueError for data of another shape."""
-        records = [RoundRecord(*row) for row in data["records"]]
+        records = [StepRecord(*row) for row in data["records"]]
         return cls(**{**data, "records": records, "piece": Piece.from_json(data["piece"])})
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class RunDirectory:
         inside = RunDirectory(aside)
         assert result.metrics is not None
         rows = [asdict(record) | {"cell": result.config.hash} for record in result.records]
-        parquet.write_table(pa.Table.from_pylist(rows, schema=_ROUNDS), aside / "rounds.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), aside / "steps.parquet")
         lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
         inside.write_text("responses.jsonl", "".join(lines))
         metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
@@ -306,29 +306,29 @@ def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
     check(result.provenance, Provenance, path / "config.json", "provenance")
     numbers = read_numbers(path / "metrics.json")
     result.metrics, result.pieces = numbers.metrics, numbers.pieces
-    result.records = _read_rounds(path / "rounds.parquet")
+    result.records = _read_steps(path / "steps.parquet")
     result.responses = read_responses(path / "responses.jsonl")
-    if len(result.records) != numbers.metrics.rounds or len(result.responses) != numbers.metrics.sequences:
-        raise UsageError(f"{printable(str(path))}: rounds or responses are missing; run its recipe again")
+    if len(result.records) != numbers.metrics.steps or len(result.responses) != numbers.metrics.sequences:
+        raise UsageError(f"{printable(str(path))}: steps or responses are missing; run its recipe again")
     return result
 
 
-def _read_rounds(file: Path) -> list[RoundRecord]:
-    """The rounds of a cell. Raises UsageError."""
+def _read_steps(file: Path) -> list[StepRecord]:
+    """The steps of a cell. Raises UsageError."""
     about = printable(str(file))
     with open_file(file, TABLE_BYTES) as opened:
         try:
             table = parquet.read_table(opened)
-            if not table.schema.equals(_ROUNDS) or any(
-                table[name].null_count for name in _ROUNDS.names if name != "survival"
+            if not table.schema.equals(_STEPS) or any(
+                table[name].null_count for name in _STEPS.names if name != "survival"
             ):
                 raise UsageError(f"{about}: it has other columns, or empty places; run its recipe again")
             rows = table.drop_columns(["cell"]).to_pylist()
         except (OSError, ValueError, pa.ArrowException) as error:
             raise UsageError(f"{about}: it is damaged: {first_line(error)}; run its recipe again") from None
     if any(row["emitted"] < 1 or min(row["tau"], row["nodes"], row["width"]) < 0 for row in rows):
-        raise UsageError(f"{about}: a round has a count that no round has; run its recipe again")
-    return [RoundRecord(**row) for row in rows]
+        raise UsageError(f"{about}: a step has a count that no step has; run its recipe again")
+    return [StepRecord(**row) for row in rows]
 
 
 def cell_name(config: CellConfig) -> str:

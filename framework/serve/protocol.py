@@ -24,7 +24,7 @@ HONOURED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: fr
 #: Fields that say something about the client alone.
 HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
 
-_LAW = "it changes the law along the draft, which a round scores at once"
+_LAW = "it changes the law along the draft, which a step scores at once"
 _ONE = "each prompt is answered once; send it again, with another seed"
 #: Fields that are refused: the values that ask for nothing (null always does), and why others cannot be honoured.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -11,8 +11,6 @@ from ..api.detokenizer import Text
 from ..contracts.steps import Chunk, Response
 from .protocol import Asked
 
-#: How an answer ended, in the protocol's words.
-_FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 #: What stands for log 0, which JSON cannot say; the protocol's own number.
 _IMPOSSIBLE = -9999.0
 
@@ -50,9 +48,9 @@ class Telling:
         if not (piece.text or done or (self._asked.logprobs and piece.tokens)):
             return None
         logprobs = self._logprobs(choice, piece)
-        finish = None if piece.response is None else _FINISH[piece.response.finish]
+        finish_reason = None if piece.response is None else piece.response.finish_reason
         said = {"delta": {"content": piece.text} if piece.text else {}} if self._asked.chat else {"text": piece.text}
-        return self._chunk(choice, finish_reason=finish, logprobs=logprobs, **said)
+        return self._chunk(choice, finish_reason=finish_reason, logprobs=logprobs, **said)
 
     def whole(self, pieces: list[Chunk]) -> dict[str, Any]:
         """All answers at once; ``pieces``: the whole of each, in order."""
@@ -60,8 +58,8 @@ class Telling:
         for i, (piece, response) in enumerate(zip(pieces, responses, strict=True)):
             said = {"message": {"role": "assistant", "content": response.text}} if self._asked.chat else {}
             said = said or {"text": response.text}
-            logprobs, finish = self._logprobs(i, piece), _FINISH[response.finish]
-            choices.append({"index": i, **said, "logprobs": logprobs, "finish_reason": finish})
+            logprobs, finish_reason = self._logprobs(i, piece), response.finish_reason
+            choices.append({"index": i, **said, "logprobs": logprobs, "finish_reason": finish_reason})
         return {**self._whole, "choices": choices, "usage": self.counted(responses)}
 
     def usage(self, responses: list[Response]) -> dict[str, Any]:
@@ -72,11 +70,11 @@ class Telling:
         """Tokens, and how many of those that were drafted were accepted."""
         prompt = sum(len(request.prompt) for request in self._asked.requests)
         new = sum(len(response.tokens) for response in responses)
-        rounds = [one for response in responses for one in response.rounds]
-        accepted = sum(one.tau for one in rounds)
+        steps = [one for response in responses for one in response.steps]
+        accepted = sum(one.tau for one in steps)
         details = {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.nodes for one in rounds) - accepted,
+            "rejected_prediction_tokens": sum(one.nodes for one in steps) - accepted,
         }
         return {**_counts(prompt, new), "completion_tokens_details": details}
 

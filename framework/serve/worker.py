@@ -143,7 +143,7 @@ class Worker:
         return jobs
 
     def give_up(self, jobs: Sequence[Job]) -> None:
-        """Nobody wants these answers any more: those in work end with the round under way."""
+        """Nobody wants these answers any more: those in work end with the step under way."""
         with self._changed:
             for job in jobs:
                 job.output.given_up = True
@@ -173,7 +173,7 @@ class Worker:
                 self._fail(f"requests with these sampling parameters cannot be decoded: {first_line(error)}", law)
                 continue
             session = Session(law)
-            session.steps = outputs.rounds(self._admitted(session), interleaved=lambda: len(self._sessions) > 1)
+            session.steps = outputs.steps(self._admitted(session), interleaved=lambda: len(self._sessions) > 1)
             self._sessions[law] = session
 
     def _openable(self) -> Sampling | None:

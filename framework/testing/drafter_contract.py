@@ -31,9 +31,9 @@ from .settings import Setting, Toys
 
 #: Rules that look at q in different ways; those that accept a drafter's drafts are used.
 RULES = ("token", "block", "specinfer", "traversal", "sample-match")
-#: Decision paths of two rounds that are enumerated, at most.
+#: Decision paths of two steps that are enumerated, at most.
 PATHS = 2.0**14
-#: A mean over rounds this many standard deviations away from 0 is no accident: once in a million tests of 100 tokens.
+#: A mean over steps this many standard deviations away from 0 is no accident: once in a million tests of 100 tokens.
 FAR = 6.0
 NEW_TOKENS = 12
 #: Rows of a batch in which drafts are counted.
@@ -123,10 +123,10 @@ class DrafterContract(OneThread):
             )
 
     def test_every_draft_keeps_the_contract(self) -> None:
-        """Tokens, parents, laws and limits of every draft of some dozens of rounds, see `validate_draft`."""
+        """Tokens, parents, laws and limits of every draft of some dozens of steps, see `validate_draft`."""
         for temperature in self.each_temperature():
             widths: list[int] = []
-            watched = {"on_round": lambda event, widths=widths: widths.append(event.draft.width)}
+            watched = {"on_step": lambda event, widths=widths: widths.append(event.draft.width)}
             decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos], **watched)
             list(decoder.run(self.setting.prompts))
             if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
@@ -136,7 +136,7 @@ class DrafterContract(OneThread):
         """Over thousands of drafts, tokens come as often as the q that is reported for them says.
 
         Whatever the draft looks like, given what was drawn before, a token that is one with probability q is on average
-        (1 where it was drawn, else 0) - q = 0 away from it. So the mean over rounds is tested for every node and token.
+        (1 where it was drawn, else 0) - q = 0 away from it. So the mean over steps is tested for every node and token.
         """
         sampling = Sampling(temperature=1.0)
         if 1.0 not in self.each_temperature() or self.drafting.traits(self.config, sampling).point_mass:
@@ -155,7 +155,7 @@ class DrafterContract(OneThread):
         )
 
     def test_the_output_keeps_the_targets_law(self) -> None:
-        """By enumeration on exact models: with lossless rules the joint law of two rounds is the target's.
+        """By enumeration on exact models: with lossless rules the joint law of two steps is the target's.
 
         One drafter lives through both, so that what it learns in the first counts.
         """
@@ -167,7 +167,7 @@ class DrafterContract(OneThread):
                     traits = self.drafting.traits(self.config, Sampling(temperature=temperature))
                     learns = self.drafting.remembers(self.config)
                     lengths = effort.replayed(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
-                    options = {"rounds": len(lengths), "gamma": lengths, "temperature": temperature}
+                    options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
                     found = certify(toy, lambda context, _: self.make(context), rule, **options)
                     assert found.tv <= TOLERANCE, (
                         f"with '{rule.name}' at temperature {temperature:g} the output is {found.tv:.3g} away from the "
@@ -186,7 +186,7 @@ class DrafterContract(OneThread):
                     f"batch and {alone.tokens} alone"
                 )
                 if not self.remembers:
-                    assert [r.tau for r in alone.rounds] == [r.tau for r in response.rounds], (
+                    assert [r.tau for r in alone.steps] == [r.tau for r in response.steps], (
                         f"rows share state: at temperature {temperature:g} prompt {i} has other drafts in a batch than "
                         "alone"
                     )
@@ -202,7 +202,7 @@ class DrafterContract(OneThread):
                 fresh = self.decode(1, temperature, [i])[i]
                 assert used.tokens == fresh.tokens and _taus(used) == _taus(fresh), (
                     f"a slot keeps what its last sequence left there: prompt {i} has drafts of {_taus(used)} accepted "
-                    f"tokens in a used slot and {_taus(fresh)} in a fresh one; forget it in begin() or retire()"
+                    f"tokens in a used slot and {_taus(fresh)} in a fresh one; forget it in start() or free()"
                     + ("; memory across sequences goes in reset()" if self.remembers else "")
                 )
 
@@ -210,7 +210,7 @@ class DrafterContract(OneThread):
         """A draft is no deeper than a row's limit, and nothing is drafted for a row that has no room."""
         decoder = self.decoder(3, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
         for row in range(3):
-            decoder.begin(row, self.setting.prompts[row], row, row)
+            decoder.start(row, self.setting.prompts[row], row, row)
         for limits in ([0, 0, 0], [1, 0, 2], [0, 3, 1]):
             decoder.sequences.limit[:] = limits
             draft = self._propose(decoder)
@@ -259,7 +259,7 @@ class DrafterContract(OneThread):
                 f"warm-up and {_taus(fresh[i])} without one"
             )
 
-    def test_an_interrupted_round_leaves_nothing(self) -> None:
+    def test_an_interrupted_step_leaves_nothing(self) -> None:
         """After an error in the drafter, the target or the verifier a decoder drafts as a new one."""
         temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
         fresh = self.decode(2, temperature, [0, 1], **short)
@@ -271,26 +271,26 @@ class DrafterContract(OneThread):
             for i, response in _by_index(decoder.run(prompts)).items():
                 same = response.tokens == fresh[i].tokens and _taus(response) == _taus(fresh[i])
                 assert same, (
-                    f"an error in the {place}, in the middle of a round, leaves something behind: prompt {i} has "
+                    f"an error in the {place}, in the middle of a step, leaves something behind: prompt {i} has "
                     f"drafts of {_taus(response)} accepted tokens afterwards and {_taus(fresh[i])} in a new decoder; "
-                    "forget it in begin()"
+                    "forget it in start()"
                 )
 
     def test_retire_is_told_how_a_sequence_ended(self) -> None:
         """retire(row, finish) is called once for every sequence, and may be called for one that is given up."""
         decoder = self.decoder(2, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
         told: list[Any] = []
-        retire = decoder.drafter.retire
+        free = decoder.drafter.free
 
-        def listening(row: int, finish: str | None = None) -> None:
-            told.append(finish)
-            retire(row, finish)
+        def listening(row: int, finish_reason: str | None = None) -> None:
+            told.append(finish_reason)
+            free(row, finish_reason)
 
-        decoder.drafter.retire = listening  # type: ignore[method-assign]
+        decoder.drafter.free = listening  # type: ignore[method-assign]
         list(decoder.run(self.setting.prompts))
         assert told == ["length"] * len(self.setting.prompts)
-        decoder.begin(0, self.setting.prompts[0])
-        decoder.round()
+        decoder.start(0, self.setting.prompts[0])
+        decoder.step()
         decoder.abandon()
         assert told[-1] is None
         list(decoder.run(self.setting.prompts))  # and the slots are clean
@@ -312,10 +312,10 @@ class DrafterContract(OneThread):
             with torch.inference_mode():
                 for row in range(2):
                     prompt = self.setting.prompts[row]
-                    hidden = context.target.begin(row, prompt)
+                    hidden = context.target.start(row, prompt)
                     sequences.history[row] = list(prompt)
-                    drafter.begin(row, prompt, hidden)
-                rng = CounterRng(0).round([0, 1], [9, 9], torch.device("meta"))
+                    drafter.start(row, prompt, hidden)
+                rng = CounterRng(0).for_step([0, 1], [9, 9], torch.device("meta"))
                 try:
                     drafter.propose(sequences, rng)
                 except (NotImplementedError, RuntimeError) as error:
@@ -327,11 +327,14 @@ class DrafterContract(OneThread):
                     ) from error
 
     def test_the_law_of_a_text(self) -> None:
-        """A drafter that offers `text_law` says by it what it drafts from each token of a text, forced to follow it."""
-        drafts = type("Forced", (self.drafting,), {"text_law": Drafter.text_law})
+        """The distributions of `text_distribution` are those of the drafts from each token of a text."""
+        drafts = type("Forced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
-            if type(self).make is not DrafterContract.make or self.drafting.text_law is Drafter.text_law:
+            if (
+                type(self).make is not DrafterContract.make
+                or self.drafting.text_distribution is Drafter.text_distribution
+            ):
                 return
             traits = self.drafting.traits(self.config, sampling)
             if traits.drawn != "chain" or traits.adapts:
@@ -342,8 +345,8 @@ class DrafterContract(OneThread):
             for told, drafted in zip(*both, strict=True):
                 off = abs(np.exp(told.log_q) - np.exp(drafted.log_q)).max()
                 assert off < 1e-3, (
-                    f"text_law() is not the law of the drafts: a token's probability differs by {off:.3g}. Leave it "
-                    "out if the law depends on more than the tokens before"
+                    f"text_distribution() differs from the drafts by {off:.3g} in a token's probability. Leave it out "
+                    "if the distribution depends on more than the tokens before"
                 )
 
     # -- pieces -----------------------------------------------------------------------------------------------
@@ -354,18 +357,18 @@ class DrafterContract(OneThread):
 
     def _propose(self, decoder: Decoder) -> Draft:
         seqs = decoder.sequences
-        rng = decoder.rng.round(seqs.stream, [len(h) for h in seqs.history], decoder.target.device)
+        rng = decoder.rng.for_step(seqs.stream, [len(h) for h in seqs.history], decoder.target.device)
         with torch.inference_mode():
             return decoder.drafter.propose(seqs, rng)
 
     def _rejected(self, decoder: Decoder, draft: Draft) -> tuple[Any, list[int], Any]:
-        """The verdict, taus and scores of a round in which nothing is accepted."""
+        """The verdict, taus and scores of a step in which nothing is accepted."""
         seqs = decoder.sequences
         with torch.inference_mode():
-            step = Step(decoder.rng.round([], [], decoder.target.device), validated=True)
+            step = Step(decoder.rng.for_step([], [], decoder.target.device), validated=True)
             step.draft = draft
             decoder._score(step)
-            decoder.target.keep([1] * seqs.batch_size)
+            decoder.target.commit([1] * seqs.batch_size)
         nothing = torch.zeros(seqs.batch_size, dtype=torch.long)
         path = None if draft.is_chain else torch.full((seqs.batch_size, max(draft.width, 1)), -1)
         verdict = Verdict(nothing, nothing.clone(), path)
@@ -385,7 +388,7 @@ class DrafterContract(OneThread):
         counted = Counted()
         rule = self.rules(sampling)[0]
         context = self.setting.context(ROWS, sampling)
-        decoder = build_decoder(context, self.make, rule(rule.Config()), on_round=counted, max_new_tokens=96)
+        decoder = build_decoder(context, self.make, rule(rule.Config()), on_step=counted, max_new_tokens=96)
         prompts = [self.setting.prompts[i % len(self.setting.prompts)] for i in range(self.setting.drafts)]
         for _ in decoder.run(prompts):
             if counted.drafts >= self.setting.drafts or not counted.drafts:
@@ -399,4 +402,4 @@ def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, R
 
 
 def _taus(response: Response) -> list[int]:
-    return [r.tau for r in response.rounds]
+    return [r.tau for r in response.steps]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, take_rows
-from ..contracts.steps import RoundEvent
+from ..contracts.steps import StepEvent
 
 
 class Counted:
-    """How often tokens were drawn and how often q says they would be, over rounds: an ``on_round``.
+    """How often tokens were drawn and how often q says they would be, over steps: an ``on_step``.
 
     Attributes:
         drafts: rows of drafts that had a q.
@@ -22,7 +22,7 @@ class Counted:
         self.drafts = 0
         self._sums: dict[str, Tensor] = {}
 
-    def __call__(self, event: RoundEvent) -> None:
+    def __call__(self, event: StepEvent) -> None:
         if event.draft.q is None:
             return
         busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
@@ -46,7 +46,7 @@ def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     That is the nodes; of independent sequences, which share nodes where they agree, the tokens of every sequence.
     """
     assert draft.q is not None
-    law = torch.arange(draft.width).expand_as(draft.tokens) if draft.law is None else draft.law
+    law = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
     tokens, valid = draft.tokens, draft.valid
     if draft.sequences is not None:
         entry = draft.sequences.transpose(1, 2).flatten(1)

@@ -1,4 +1,4 @@
-"""Errors in the middle of a round, on purpose."""
+"""Errors in the middle of a step, on purpose."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Interrupted(Exception):
 
 @contextmanager
 def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
-    """Within it, the second round raises `Interrupted`: halfway through ``propose``, after the target's pass, or after
+    """Within it, the second step raises `Interrupted`: halfway through ``propose``, after the target's pass, or after
     ``verify``."""
     strategy: Any = {"drafter": decoder.drafter, "target": decoder.target, "verifier": decoder.verifier}[place]
-    name = {"drafter": "propose", "target": "grow", "verifier": "verify"}[place]
+    name = {"drafter": "propose", "target": "forward", "verifier": "verify"}[place]
     own: Callable[..., Any] = getattr(strategy, name)
     operations: list[int] = []  # of the first call
 

@@ -1,4 +1,4 @@
-"""Counting what a round asks of a device, where there is none: operations that would launch a kernel or a copy."""
+"""Counting what a step asks of a device, where there is none: operations that would launch a kernel or a copy."""
 
 from __future__ import annotations
 

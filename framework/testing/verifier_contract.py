@@ -15,9 +15,9 @@ from ..certificate.certify import TOLERANCE, certify
 from ..certificate.drafts import DRAFTS
 from ..certificate.toys import built_in_toys
 from ..contracts.draft import DenseScores, Draft, Verdict
-from ..contracts.rng import CounterRng, RoundRng
+from ..contracts.rng import CounterRng, StepRng
 from ..contracts.sampling import Sampling
-from ..contracts.steps import RoundEvent
+from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..engine.validation import validate_verdict
 from ..plugins import get
@@ -30,7 +30,7 @@ GAMMA = 3
 TOYS, DEEP = ("G1", "G2"), "D6"
 ROWS = 4
 #: What of a draft is a tensor.
-FIELDS = ("tokens", "parents", "valid", "q", "law", "sequences")
+FIELDS = ("tokens", "parents", "valid", "q", "q_index", "sequences")
 
 
 class VerifierContract(OneThread):
@@ -72,27 +72,27 @@ class VerifierContract(OneThread):
                 found.append(label)
         return found
 
-    def recorded(self, rounds: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
-        """Drafts and laws of real rounds: label, draft, p, and how to make the round's random numbers again."""
+    def recorded(self, steps: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
+        """Drafts and laws of real steps: label, draft, p, and how to make the step's random numbers again."""
         for label in self.labels():
-            events: list[RoundEvent] = []
+            events: list[StepEvent] = []
             context = Toys().context(ROWS, self.sampling)
             match = get("verifiers", "greedy" if self.sampling.temperature == 0 else "sample-match")
-            context.final_law = self.traits.modifies_target
+            context.final_q = self.traits.modifies_target
             drafter = partial(DRAFTS[label].build, gamma=GAMMA)
-            decoder = build_decoder(context, drafter, match(match.Config()), on_round=events.append)
+            decoder = build_decoder(context, drafter, match(match.Config()), on_step=events.append)
             for row in range(ROWS):
-                decoder.begin(row, Toys.prompts[row], row, row)
-            for position in range(rounds):
+                decoder.start(row, Toys.prompts[row], row, row)
+            for position in range(steps):
                 if position % 3 == 2:  # ragged: some rows have less room, one has none
                     decoder.sequences.limit[:] = [2, 0, 1, 3]
-                decoder.round()
+                decoder.step()
                 event = events.pop()
                 yield label, event.draft, event.scores.p, CounterRng(3), list(range(ROWS)), position
 
-    def judge(self, verifier: Verifier, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def judge(self, verifier: Verifier, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         for row in range(draft.batch_size):
-            verifier.begin(row)
+            verifier.start(row)
         with torch.inference_mode():
             return verifier.verify(draft, p, rng)
 
@@ -107,14 +107,14 @@ class VerifierContract(OneThread):
     def test_lossless_by_enumeration(self) -> None:
         """The joint law of the output is the target's, exactly, for every draft that the rule says it can judge.
 
-        Of one round, which is enough for a rule without state; of two for one that carries state from round to round.
+        Of one step, which is enough for a rule without state; of two for one that carries state from step to step.
         One kind of draft is six tokens deep.
         """
-        options: Any = {"rounds": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
+        options: Any = {"steps": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
         toys = {toy.name: toy for toy in built_in_toys()}
         for number, label in enumerate(self.labels()):
             for toy in (toys[name] for name in (TOYS if number else (*TOYS, DEEP))):
-                lengths = [toy.gamma, min(toy.gamma, GAMMA)][: options["rounds"]]
+                lengths = [toy.gamma, min(toy.gamma, GAMMA)][: options["steps"]]
                 found = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
                 if self.traits.lossless:
                     assert found.tv <= TOLERANCE, (
@@ -125,7 +125,7 @@ class VerifierContract(OneThread):
     def test_verdicts_keep_the_contract(self) -> None:
         """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            verdict = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            verdict = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             prob_of = DenseScores(p, p).prob_of if self.traits.lossless else None
             name = f"on '{label}' drafts, verifier '{self.rule.name}'"
             validate_verdict(draft, verdict, p.shape[2], verifier=name, prob_of=prob_of)
@@ -133,9 +133,9 @@ class VerifierContract(OneThread):
     def test_rows_do_not_share_state(self) -> None:
         """A row is judged alone as in a batch: with the same numbers to the same verdict."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            whole = self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            whole = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
-                rng = numbers.round([streams[row]], [position], p.device)
+                rng = numbers.for_step([streams[row]], [position], p.device)
                 alone = self.judge(
                     self.make(), draft.map_rows(lambda t, row=row: t[row : row + 1]), p[row : row + 1], rng
                 )
@@ -152,7 +152,7 @@ class VerifierContract(OneThread):
         for label, draft, p, numbers, streams, position in self.recorded(3):
             before = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
             law = p.clone()
-            self.judge(self.make(), draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             changed = [name for name, t in before.items() if not torch.equal(t, getattr(draft, name))]
             assert not changed and torch.equal(law, p), (
                 f"'{self.rule.name}' writes into {', '.join(changed) or 'p'} of '{label}' drafts"
@@ -162,8 +162,8 @@ class VerifierContract(OneThread):
         """Where nothing was drafted, a token of the target's law follows."""
         target = Toys().context(ROWS, self.sampling).target
         assert target is not None
-        p = self.sampling.law(target.grow(torch.tensor([[0], [1], [2], [3]]))[0])
-        rng = CounterRng(0).round(range(ROWS), [0] * ROWS, p.device)
+        p = self.sampling.probs(target.forward(torch.tensor([[0], [1], [2], [3]]))[0])
+        rng = CounterRng(0).for_step(range(ROWS), [0] * ROWS, p.device)
         verdict = self.judge(self.make(), Draft.empty(ROWS), p, rng)
         assert verdict.length.tolist() == [0] * ROWS
         assert bool((p[:, 0].gather(1, verdict.token[:, None]) > 0).all()), "an impossible token was emitted"
@@ -172,7 +172,7 @@ class VerifierContract(OneThread):
         """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
         for label, draft, p, _, streams, position in self.recorded(2):
             away = draft.map_rows(lambda t: t.to("meta"))
-            rng = CounterRng(0).round(streams, [position] * ROWS, torch.device("meta"))
+            rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
                     self.judge(self.make(), away, p.to("meta"), rng)
@@ -192,12 +192,12 @@ class VerifierContract(OneThread):
             return
         for _, draft, p, numbers, streams, position in self.recorded(3):
             verifier, again = self.make(), self.make()
-            self.judge(verifier, draft, p, numbers.round(streams, [position] * ROWS, p.device))
+            self.judge(verifier, draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             verifier.observe([0] * ROWS, draft.count.tolist())
             for row in range(ROWS):
                 snapshot = verifier.snapshot(row)
                 hash(snapshot)
-                again.begin(row)
+                again.start(row)
                 again.restore(row, snapshot)
                 assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
 

@@ -50,8 +50,8 @@ def measure(
     found: dict[str, tuple[float, int]] = {}
     for category in sorted({prompt.category for prompt in prompts}):
         mine = [r for r, prompt in zip(responses, prompts, strict=True) if prompt.category == category]
-        emitted = sum(r.emitted for response in mine for r in response.rounds)
-        found[category] = (emitted / max(sum(len(response.rounds) for response in mine), 1), len(mine))
+        emitted = sum(r.emitted for response in mine for r in response.steps)
+        found[category] = (emitted / max(sum(len(response.steps) for response in mine), 1), len(mine))
     rule = "greedy" if temperature == 0 else "block"
     named = {key: value["name"] if isinstance(value, Mapping) else value for key, value in drafter.items()}
     options = "".join(f", {key} {value}" for key, value in named.items() if key not in ("name", "model", "checkpoint"))

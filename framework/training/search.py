@@ -206,15 +206,17 @@ class _Sample:
         self._fed = on_device([tokens + [0] * (longest - len(tokens)) for tokens in fed], self._lm.device)
         with torch.inference_mode():
             for row, text in enumerate(chosen):
-                self._lm.begin(row, text.prompt)
+                self._lm.start(row, text.prompt)
             self._p = self._laws(self._lm)
         self._read = _read(self._lm.model)
 
     def _laws(self, lm: Any) -> list[Tensor]:
         """Of each text, ``[response tokens, V]``."""
-        logits, _ = lm.grow(self._fed)
-        self._lm.keep([0] * len(self._chosen))
-        return [self._sampling.law(rows[: len(text.response)]) for rows, text in zip(logits, self._chosen, strict=True)]
+        logits, _ = lm.forward(self._fed)
+        self._lm.commit([0] * len(self._chosen))
+        return [
+            self._sampling.probs(rows[: len(text.response)]) for rows, text in zip(logits, self._chosen, strict=True)
+        ]
 
     @torch.inference_mode()
     def acceptance(self, search: Any, settings: Mapping[str, Any]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shared_patch import Meanwhile
+from .shared_patch import SharedPatch
 
 #: Compiled code: a list of tensors to a sequence of tensors.
 TensorFunction = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -52,7 +52,7 @@ def _ignore_future_warnings() -> Callable[[], None]:
     return lambda: caught.__exit__(None, None, None)
 
 
-_no_future_warnings = Meanwhile(_ignore_future_warnings)
+_no_future_warnings = SharedPatch(_ignore_future_warnings)
 
 
 class _FunctionModule(nn.Module):

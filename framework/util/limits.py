@@ -25,10 +25,10 @@ class Limit(int):
         return f"the most is {int(self)}: {self.why}" if n > self else None
 
 
-# -- a round ---------------------------------------------------------------------------------------------------
+# -- a step ---------------------------------------------------------------------------------------------------
 
-MOST_NODES = Limit(4096, "the target evaluates every node of a draft in every round")
-MOST_LEVELS = Limit(1024, "the work of every round grows with it")
+MOST_NODES = Limit(4096, "the target evaluates every node of a draft in every step")
+MOST_LEVELS = Limit(1024, "the work of every step grows with it")
 MOST_SIBLINGS = Limit(256, "every one of them is a row of the drafter's own passes")
 
 # -- a run -----------------------------------------------------------------------------------------------------

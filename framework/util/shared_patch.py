@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Meanwhile:
+class SharedPatch:
     """A context manager that many threads may be inside of at once: the first makes a change, the last takes it back.
 
     If every thread saved what it found and put that back, one that came second would find the change of the first, and

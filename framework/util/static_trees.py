@@ -78,7 +78,7 @@ _MADE = {
     "parents": parents_of,
     "depth": lambda children: [len(way) for way in _ways(children)],
     "paths": _paths,
-    "lineage": _lineage,
+    "ancestor_mask": _lineage,
     "leaves first": _leaves_first,
     "fed": _fed,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: Most numbers that a step over laws makes at the same time where it may go piece by piece: 64 MiB of float32.
 AT_ONCE = 2**24
-#: Laws of a round that are more numbers than this, 512 MiB of float32, are never there twice, and those of the target
+#: Laws of a step that are more numbers than this, 512 MiB of float32, are never there twice, and those of the target
 #: are made for some rows at a time: `PIECE` numbers, 128 MiB.
 LARGE, PIECE = 2**27, 2**25
 

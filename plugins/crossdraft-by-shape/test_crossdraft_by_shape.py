@@ -17,9 +17,9 @@ class TestByShape(VerifierContract):
         """Draft for draft, with the same random numbers."""
         shapes = set()
         for _, draft, p, numbers, streams, position in self.recorded(2):
-            rounds = [numbers.round(streams, [position] * len(streams), p.device) for _ in range(2)]
-            said = self.judge(self.make(), draft, p, rounds[0])
-            alone = self.judge(make_verifier(getattr(ByShape.Config(), draft.drawn)), draft, p, rounds[1])
+            steps = [numbers.for_step(streams, [position] * len(streams), p.device) for _ in range(2)]
+            said = self.judge(self.make(), draft, p, steps[0])
+            alone = self.judge(make_verifier(getattr(ByShape.Config(), draft.drawn)), draft, p, steps[1])
             assert said.length.tolist() == alone.length.tolist() and said.token.tolist() == alone.token.tolist()
             shapes.add(draft.drawn)
         assert shapes == set(ByShape.Config.model_fields), "a shape was never judged"

@@ -166,6 +166,6 @@ def test_the_model_makes_no_pass_where_a_copy_is_found() -> None:
         (rule,) = [rule for rule in TestMerged().rules(Sampling(temperature=0)) if rule.name == "sample-match"]
         decoder = build_decoder(context, (Combine, config), (rule, rule.Config()), max_new_tokens=12)
         (response,) = decoder.run([[2, 1, 2, 1, 2]])
-        passes.append((decoder.drafter.passes, [r.tau for r in response.rounds]))
+        passes.append((decoder.drafter.passes, [r.tau for r in response.steps]))
     assert passes[0][0] < passes[1][0], passes
     assert torch.tensor(passes[0][1]).sum() > 0

@@ -20,7 +20,7 @@ def counted(*texts: list[int], **options: Any) -> NgramCache:
     """A cache that has seen these texts in one slot after another."""
     cache = NgramCache(NgramCache.Config(**options))
     for row, text in enumerate(texts):
-        cache.begin(row, text)
+        cache.start(row, text)
     return cache
 
 

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from crossdraft import Draft, DraftContext, RoundRng, Sampling, Scores, Sequences, Verdict
+from crossdraft import Draft, DraftContext, Sampling, Scores, Sequences, StepRng, Verdict
 from crossdraft.testing import DrafterContract
 
 
@@ -186,41 +186,41 @@ def test_the_own_text_comes_first() -> None:
     assert speculate([earlier], [4, 9], 1.0, 0.0, False).tokens == [1], "nothing matches across two texts"
 
 
-def of_rounds(drafter: Suffix, prompt: list[int], response: list[int], depth: int) -> list[list[int]]:
-    """What the drafter proposes where every round commits one token; its slot is retired afterwards."""
+def of_steps(drafter: Suffix, prompt: list[int], response: list[int], depth: int) -> list[list[int]]:
+    """What the drafter proposes where every step commits one token; its slot is retired afterwards."""
     sequences = Sequences([list(prompt)], torch.zeros(1, 200, dtype=torch.long), [depth], [0])
-    drafter.begin(0, prompt)
+    drafter.start(0, prompt)
     found = []
     for token in response:
-        rng: Any = RoundRng
+        rng: Any = StepRng
         one = drafter.propose(sequences, rng)
         found.append([*one.tokens[0].tolist(), *[-1] * (depth - one.width)])
         sequences.append(0, [token])
         scores: Any = Scores
         drafter.observe(sequences, one, Verdict(torch.zeros(1), torch.tensor([token])), [0], scores)
-    drafter.retire(0, "length")
+    drafter.free(0, "length")
     return found
 
 
 @settings(deadline=None)  # the first draft along a text compiles
 @given(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), st.sampled_from([0, 15, 1000]))
 @example([([0, 1], [i * i % 7 % 3 for i in range(150)]), ([2, 1], [i * i % 11 % 3 for i in range(150)])], 1000)
-def test_recorded_texts_are_drafted_as_in_rounds(texts: Any, memory: int) -> None:
+def test_recorded_texts_are_drafted_as_in_steps(texts: Any, memory: int) -> None:
     config = Suffix.Config(gamma=4, memory=memory, factor=2, occurrences=1000)
     drafter = Suffix(config, DraftContext(Sampling(), 1, 200, 4, torch.device("cpu")))
     for (prompt, response), drafts in zip(texts, Suffix.drafts_along(config, iter(texts), 4), strict=True):
-        assert drafts.tolist() == of_rounds(drafter, prompt, response, 4)
+        assert drafts.tolist() == of_steps(drafter, prompt, response, 4)
 
 
 def test_outputs_are_remembered_and_prompts_are_not() -> None:
-    def again(config: Any, finish: str | None) -> list[int]:
+    def again(config: Any, finish_reason: str | None) -> list[int]:
         drafter = Suffix(config, DraftContext(Sampling(), 1, 50, 9, torch.device("cpu")))
-        drafter.begin(0, [1, 2, 3])
+        drafter.start(0, [1, 2, 3])
         sequences = Sequences([[1, 2, 3, 4, 5, 6]], torch.zeros(1, 50, dtype=torch.long), [4], [0])
         nothing: Any = None
         drafter.observe(sequences, Draft.empty(1), nothing, [0], nothing)
-        drafter.retire(0, finish)
-        drafter.begin(0, [2, 4])
+        drafter.free(0, finish_reason)
+        drafter.start(0, [2, 4])
         fresh = Sequences([[2, 4]], torch.zeros(1, 50, dtype=torch.long), [4], [0])
         return drafter.propose(fresh, nothing).tokens[0].tolist()
 

@@ -118,7 +118,7 @@ def test_what_an_engine_cannot_do_is_priced(place: Path, capsys: Any) -> None:
 
 
 def test_no_response_reached_its_end(place: Path, capsys: Any) -> None:
-    run = write_run(place, [cell(None, finish="length"), cell(GOOD, finish="length")])
+    run = write_run(place, [cell(None, finish_reason="length"), cell(GOOD, finish_reason="length")])
     assert any("no response reached its end" in w for w in told(capsys, run)["remarks"]["warnings"])
     code, _, err = advise(capsys, write_run(place, [cell(None)], "plain"))
     assert code == 2 and "there is no pair to choose from" in err
@@ -194,7 +194,7 @@ def test_what_the_traffic_was(place: Path, capsys: Any) -> None:
     assert any("random prompts" in line for line in warnings) and any("ignored end" in line for line in warnings)
     assert any("at which temperature" in line for line in warnings)
     found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
-    assert any("engines count rounds with a draft alone" in line for line in found["remarks"]["warnings"])
+    assert any("engines count steps with a draft alone" in line for line in found["remarks"]["warnings"])
     found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in found["warnings"])
     assert any("over its 4 experts" in line for line in found["assumed"])

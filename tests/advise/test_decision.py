@@ -96,7 +96,7 @@ def test_what_is_left_out_of_a_run_is_said() -> None:
     found, notes = of_run(results, "run", curves())
     assert found == [] and sorted(note.split(": ")[1] for note in notes) == [
         "lenient is left out",
-        "small-lm had no room for a draft in any round and is left out",
+        "small-lm had no room for a draft in any step and is left out",
         "small-lm × block failed and is left out",
     ]
     found, notes = of_run([cell(None), cell(GOOD)], "run", [])

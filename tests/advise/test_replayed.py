@@ -54,7 +54,7 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
 
     path = tmp_path / "said.jsonl"
     rows = [
-        {"id": i, "prompt": [5, 6, 7, 5, 6], "tokens": [7, 5, 6, 7, 8, 9, 5, 6] * 4, "finish": "length"}
+        {"id": i, "prompt": [5, 6, 7, 5, 6], "tokens": [7, 5, 6, 7, 8, 9, 5, 6] * 4, "finish_reason": "length"}
         for i in range(5)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

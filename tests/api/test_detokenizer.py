@@ -34,7 +34,7 @@ TEXTS = st.text(st.sampled_from("ab é€😀\ufffd"), max_size=12)
 
 
 def said(tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], Text, int]:
-    """The pieces when tokens come in rounds of the lengths ``cuts``, the text, and how many tokens were taken."""
+    """The pieces when tokens come in steps of the lengths ``cuts``, the text, and how many tokens were taken."""
     text, pieces, taken, at = Text(tokenizer, stop), [], 0, 0
     for n in [*cuts, len(tokens)]:
         taken += text.add(tokens[at : at + n])
@@ -42,7 +42,7 @@ def said(tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ..
         at += n
         if text.stopped:
             break
-    return [*pieces, text.finish()], text, taken
+    return [*pieces, text.flush()], text, taken
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,4 +97,4 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_is_known() -> None:
         text.add(BYTES(letter)["input_ids"])
         assert text.piece() == piece
     text.add(BYTES("ab")["input_ids"])
-    assert (text.piece(), text.finish(), text.stopped) == ("", "ab", False)
+    assert (text.piece(), text.flush(), text.stopped) == ("", "ab", False)

@@ -84,7 +84,7 @@ def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: 
         ({"top_k": 2.5}, "top_k=2.5 cannot be"),
         ({"min_p": 2}, "min_p=2 cannot be"),
         ({"chat": "no"}, "chat='no' must be True, False, or None"),
-        ({"on_round": 3}, "on_round=3 must be a function"),
+        ({"on_step": 3}, "on_step=3 must be a function"),
         ({"drafter": None}, "a drafter is given by its name"),
         ({"drafter": {"gamma": 3}}, "a drafter needs a 'name'"),
         (

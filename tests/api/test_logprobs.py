@@ -1,4 +1,4 @@
-"""The loop's log P of what it said: the target's own, for a gather a round and not one transfer more."""
+"""The loop's log P of what it said: the target's own, for a gather a step and not one transfer more."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +38,11 @@ def test_they_are_the_targets_own(
     rule = plugins.get("verifiers", verifier)()
     loop = Decoder(lm, drafting(config, context), rule, sampling=sampling, max_new_tokens=8, eos=[4])
     responses = list(loop.run(PROMPTS))
-    assert any(r.tau for response in responses for r in response.rounds) or drafter == "none"
+    assert any(r.tau for response in responses for r in response.steps) or drafter == "none"
     for response in responses:
         ids = torch.tensor([[*PROMPTS[response.index], *response.tokens]])
         with torch.no_grad():
-            law = sampling.law(target(ids).logits[0, len(PROMPTS[response.index]) - 1 : -1])
+            law = sampling.probs(target(ids).logits[0, len(PROMPTS[response.index]) - 1 : -1])
         expected = law[torch.arange(len(response.tokens)), ids[0, len(PROMPTS[response.index]) :]].log()
         assert response.logprobs is not None
         assert torch.tensor(response.logprobs) == pytest.approx(expected, abs=1e-4)
@@ -68,7 +68,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_a_round_makes_few_operations_more_and_waits_as_often(chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_makes_few_operations_more_and_waits_as_often(chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     b, n, v = 2, 3, 7
     torch.manual_seed(0)
     p = torch.rand(b, n + 1, v).softmax(-1)

@@ -17,7 +17,7 @@ from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models import load
-from crossdraft.framework.util.shared_patch import Meanwhile
+from crossdraft.framework.util.shared_patch import SharedPatch
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 7], [3, 4], [11, 12, 11, 12, 11]]
 
@@ -79,7 +79,7 @@ def test_hidden_states_leave_no_hooks(model: Any) -> None:
     before = state(model)
     lm = TransformersLM(own_modules(model), 1, 16)
     lm.hidden_layers = (0, -1)
-    _, hidden = lm.grow(torch.tensor([[3, 4, 5]]))
+    _, hidden = lm.forward(torch.tensor([[3, 4, 5]]))
     assert hidden is not None and same(state(model), before)
     assert len(model(torch.tensor([[3, 4]]), output_hidden_states=True).hidden_states) == 3  # once a layer
 
@@ -209,7 +209,7 @@ def test_a_change_that_fails_is_not_taken_back() -> None:
     def fails() -> Callable[[], None]:
         raise OSError
 
-    meanwhile = Meanwhile(fails)
+    meanwhile = SharedPatch(fails)
     for _ in range(2):
         with pytest.raises(OSError), meanwhile:
             raise AssertionError

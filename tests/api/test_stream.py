@@ -11,7 +11,7 @@ from recording_streamer import Listener
 from tiny_models import save_model
 from transformers import TextStreamer
 
-from crossdraft import Chunk, LoadedModel, NumericalError, RoundEvent, generate, load_model, stream
+from crossdraft import Chunk, LoadedModel, NumericalError, StepEvent, generate, load_model, stream
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import UsageError
@@ -45,16 +45,16 @@ def test_a_stream_is_what_generate_returns(target: LoadedModel, more: dict[str, 
             assert all(piece.logprobs is None for piece in mine)
         else:
             assert list(chain(*(piece.logprobs or [] for piece in mine))) == response.logprobs
-        assert len(mine) == len(response.rounds) and all(piece.tokens for piece in mine)
+        assert len(mine) == len(response.steps) and all(piece.tokens for piece in mine)
     assert {r.index for r in whole} == pieces.keys()
 
 
-def test_a_stream_comes_round_by_round(target: LoadedModel) -> None:
-    """After a piece, nothing but its round was decoded."""
-    rounds: list[RoundEvent] = []
-    for n, _ in enumerate(stream(target, PROMPTS[:1], on_round=rounds.append, **OPTIONS), 1):
-        assert len(rounds) == n
-    assert len(rounds) > 5
+def test_a_stream_comes_step_by_step(target: LoadedModel) -> None:
+    """After a piece, nothing but its step was decoded."""
+    steps: list[StepEvent] = []
+    for n, _ in enumerate(stream(target, PROMPTS[:1], on_step=steps.append, **OPTIONS), 1):
+        assert len(steps) == n
+    assert len(steps) > 5
 
 
 def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch:
     assert [decoder.occupied for decoder in left] == [0]
 
 
-def test_a_stop_string_cuts_text_tokens_and_the_last_round(target: LoadedModel) -> None:
+def test_a_stop_string_cuts_text_tokens_and_the_last_step(target: LoadedModel) -> None:
     """Greedy text is known: whatever is in it can be what stops it."""
     itself: Any = {"name": "small-lm", "model": target.name, "gamma": 4}  # every draft is accepted whole
     options: dict[str, Any] = {"drafter": itself, "temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -80,20 +80,20 @@ def test_a_stop_string_cuts_text_tokens_and_the_last_round(target: LoadedModel) 
         word = words[k]
         (cut,) = generate(target, PROMPTS[:1], stop=word, **options)
         first = (plain.text or "").index(word)
-        assert cut.finish == "stop" and cut.text == (plain.text or "")[:first]
+        assert cut.finish_reason == "stop" and cut.text == (plain.text or "")[:first]
         assert cut.tokens == plain.tokens[: len(cut.tokens)]
         assert word in target.tokenizer.decode(cut.tokens) and word not in target.tokenizer.decode(cut.tokens[:-1])
-        assert sum(one.emitted for one in cut.rounds) == len(cut.tokens)
-        assert all(0 <= one.tau <= one.emitted for one in cut.rounds)
-        cuts += cut.rounds[-1].emitted < plain.rounds[len(cut.rounds) - 1].emitted
-    assert cuts  # a round was cut in its middle, or this test would not know
+        assert sum(one.emitted for one in cut.steps) == len(cut.tokens)
+        assert all(0 <= one.tau <= one.emitted for one in cut.steps)
+        cuts += cut.steps[-1].emitted < plain.steps[len(cut.steps) - 1].emitted
+    assert cuts  # a step was cut in its middle, or this test would not know
 
 
 def test_a_stopped_sequence_hands_its_slot_on(target: LoadedModel) -> None:
     plain = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True)
     word = (plain[0].text or "").split()[2]
     stopped = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True, stop=[word])
-    assert len(stopped[0].tokens) <= 3 and len(stopped[0].rounds) < len(plain[0].rounds)
+    assert len(stopped[0].tokens) <= 3 and len(stopped[0].steps) < len(plain[0].steps)
     for before, after in zip(plain, stopped, strict=True):
         assert (after.text or "") == (before.text or "").partition(word)[0]
 
@@ -124,7 +124,7 @@ def test_each_prompt_has_its_own_law(target: LoadedModel, drafter: Any) -> None:
         # Another number of rows is another shape of the passes: log P agrees to rounding.
         assert mixed[i].tokens == alone[i].tokens
         assert mixed[i].logprobs == pytest.approx(alone[i].logprobs, abs=1e-4)
-        assert [one.emitted for one in mixed[i].rounds] == [one.emitted for one in alone[i].rounds]
+        assert [one.emitted for one in mixed[i].steps] == [one.emitted for one in alone[i].steps]
     assert len({tuple(response.tokens) for response in alone}) == 4
     pieces = list(stream(target, inputs, **named, **options))
     for i, response in enumerate(mixed):
@@ -136,9 +136,9 @@ def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
     end = plain.tokens[4]
     ending = LoadedModel(target.model, target.tokenizer, "ending", "", "", (end,), None)
     (cut,) = generate(ending, [[5, 6, 7]], temperature=0, max_new_tokens=30)
-    assert cut.finish == "eos" and cut.tokens == plain.tokens[: plain.tokens.index(end) + 1]
+    assert cut.finish_reason == "stop" and cut.tokens == plain.tokens[: plain.tokens.index(end) + 1]
     (on,) = generate(ending, [[5, 6, 7]], temperature=0, max_new_tokens=30, ignore_eos=True)
-    assert on.finish == "length" and on.tokens == plain.tokens
+    assert on.finish_reason == "length" and on.tokens == plain.tokens
 
 
 def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
@@ -192,5 +192,5 @@ def test_numbers_that_cannot_be_right_are_raised_behind_all_pieces(tmp_path: Pat
         found += list(stream(broken, [[5, 6], [7]], max_new_tokens=4))
     pieces: Any = stream(broken, [[5, 6], [7]], max_new_tokens=4)
     last = [next(pieces), next(pieces)]
-    assert [piece.response.finish for piece in last] == ["error", "error"]
+    assert [piece.response.finish_reason for piece in last] == ["error", "error"]
     assert list(stream(broken, [])) == []

@@ -9,14 +9,14 @@ from crossdraft.framework.api.build import build_decoder, configured
 from crossdraft.framework.certificate.table_lm import ToyContext
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.metrics.cell_metrics import Metrics, RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import Metrics, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 
 GAMMA = 8
 
 
 def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] | None = None) -> Metrics:
-    """A prompt of one token for each of ``starts``; ``roots`` collects the tokens that rounds began with."""
+    """A prompt of one token for each of ``starts``; ``roots`` collects the tokens that steps began with."""
     slots = 32
     context = ToyContext(toy.target, toy.drafter, Sampling(), slots, max_length=max_new_tokens + 2 * GAMMA)
     drafter = configured("drafters", {"name": "small-lm", "model": "toy", "gamma": GAMMA})
@@ -25,35 +25,35 @@ def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] 
     )
     records = []
     for response in decoder.run([[start] for start in starts]):
-        ends = list(accumulate(r.emitted for r in response.rounds))
+        ends = list(accumulate(r.emitted for r in response.steps))
         if roots is not None:
             roots += [response.tokens[end - 1] for end in ends]
         name = str(response.index)
-        for i, r in enumerate(response.rounds):
+        for i, r in enumerate(response.steps):
             counts = (r.tau, r.emitted, r.nodes, r.width, r.limit)
-            records.append(RoundRecord(response.index, name, "", 0, i, *counts))
+            records.append(StepRecord(response.index, name, "", 0, i, *counts))
     return measure(records, [Piece(sum(r.emitted for r in records), {"target": 1.0})], gamma=GAMMA, depth=GAMMA)
 
 
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_it_does_not_depend_on_the_limit(toys: Any, tokens: int) -> None:
-    """The plain ratio is 4.77 at 12 tokens and 6.27 at 512 on a toy like this: it counts rounds that had no room."""
+    """The plain ratio is 4.77 at 12 tokens and 6.27 at 512 on a toy like this: it counts steps that had no room."""
     roots: list[int] = []
     toy = toys["T0"]
     long = measured(toy, 512, [i % toy.vocab_size for i in range(32)], roots)
-    # Prompts that end as rounds end: what follows a prompt may be easier than what follows that.
+    # Prompts that end as steps end: what follows a prompt may be easier than what follows that.
     short = measured(toy, tokens, roots[:: len(roots) // 256][:256])
     assert long.block_efficiency is not None and short.block_efficiency is not None
     assert short.block_efficiency.low is not None and short.block_efficiency.high is not None
     truth = long.block_efficiency.value
     assert short.block_efficiency.low <= truth <= short.block_efficiency.high
     assert short.block_efficiency.high - short.block_efficiency.low < 0.12 * truth
-    assert short.block_efficiency_all_rounds < 0.97 * truth and short.rounds_cut > 0
+    assert short.block_efficiency_all_steps < 0.97 * truth and short.steps_cut > 0
     assert short.acceptance[-1] == pytest.approx(long.acceptance[-1], abs=0.05)
-    assert long.rounds_cut < 0.05 * long.rounds
+    assert long.steps_cut < 0.05 * long.steps
 
 
-def test_nothing_is_said_without_a_round_that_had_room(toys: Any) -> None:
+def test_nothing_is_said_without_a_step_that_had_room(toys: Any) -> None:
     assert measured(toys["T0"], GAMMA, [0] * 8).block_efficiency is None
     found = measured(toys["T0"], GAMMA + 1, [0] * 8)
-    assert found.block_efficiency is not None and found.rounds - found.rounds_cut == 8
+    assert found.block_efficiency is not None and found.steps - found.steps_cut == 8

@@ -33,7 +33,7 @@ TWO_GROUPS = ["matrix={batch_size: [1, 2]}", *SETTINGS[1:]]
 class Clock:
     """Time that passes only while a cell decodes: a second a turn, or as many as `price` holds."""
 
-    def __init__(self, monkeypatch: Any, price: float = 1.0, rounds: float = 0.0):
+    def __init__(self, monkeypatch: Any, price: float = 1.0, steps: float = 0.0):
         self.now, self.price, self.order = 0.0, price, list[tuple[str, list[int]]]()
         measured, add = Cell.run, Cell.warm_up
 
@@ -44,13 +44,13 @@ class Clock:
             return found
 
         def warm_up(cell: Cell, length: int) -> None:
-            on_round = cell._on_round
+            on_step = cell._on_step
 
             def slow() -> None:
-                self.now += rounds
-                on_round()
+                self.now += steps
+                on_step()
 
-            cell._on_round = cell._rounds._limit = slow
+            cell._on_step = cell._steps._limit = slow
             add(cell, length)
 
         monkeypatch.setattr(Cell, "run", run_)
@@ -66,7 +66,7 @@ def prompts_of(outcome: Outcome) -> list[list[str]]:
 
 
 def records(directory: Path) -> dict[str, Any]:
-    return {d.name: (said(d), parquet.read_table(d / "rounds.parquet").to_pylist()) for d in directory.glob("cells/*")}
+    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in directory.glob("cells/*")}
 
 
 def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -146,8 +146,8 @@ def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A round takes 8 s: the estimate comes in the first minute, out of a piece that is not finished."""
-    clock, lines = Clock(monkeypatch, price=0.0, rounds=8.0), list[tuple[float, str]]()
+    """A step takes 8 s: the estimate comes in the first minute, out of a piece that is not finished."""
+    clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
     asked = load_recipe(recipe, [*SETTINGS, "time=30s"])
     outcome = run(asked, tmp_path / "runs", say=lambda line: lines.append((clock.now, line)), clock=clock)
     assert [len(asked) for asked in prompts_of(outcome)] == [1, 1] and clock.now > 60

@@ -16,7 +16,7 @@ from crossdraft.verifiers.token import Token
 
 
 class Broken(Token):
-    """Fails in the middle of a round, when the target has grown nodes that nobody keeps."""
+    """Fails in the middle of a step, when the target has grown nodes that nobody keeps."""
 
     name = "broken"
     calls = 0
@@ -32,11 +32,11 @@ class Interrupting(PromptLookup):
     """Somebody presses Ctrl-C while its third batch is decoded."""
 
     name = "interrupting"
-    rounds = 0
+    steps = 0
 
     def propose(self, sequences: Any, rng: Any) -> Any:
-        type(self).rounds += sequences.batch_size == 3
-        if self.rounds > 9:
+        type(self).steps += sequences.batch_size == 3
+        if self.steps > 9:
             os.kill(os.getpid(), signal.SIGINT)
         return super().propose(sequences, rng)
 
@@ -171,13 +171,13 @@ def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
 
 
 def test_an_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:
-    Interrupting.rounds = -2  # of the warm-up
+    Interrupting.steps = -2  # of the warm-up
     install("drafters", ("interrupting", Interrupting))
     settings = ["matrix={batch_size: [1, 3]}", *ONE_GROUP[1:], "drafters=[interrupting]"]
     code, out, _ = bench(*settings)
     assert code == 130
     assert "batch size 1\n" in out and "interrupted: " in out
     assert len(cells(tmp_path)) == 3 and not list(tmp_path.glob("runs/*/cells/.*"))
-    Interrupting.rounds = -1000
+    Interrupting.steps = -1000
     code, out, err = bench(*settings)
     assert code == 0 and "reusing 3 cells" in err and "batch size 3\n" in out

@@ -32,7 +32,7 @@ def pieces(out: Path) -> int:
 
 
 def found(tmp_path: Path) -> dict[str, Any]:
-    return {d.name: (said(d), parquet.read_table(d / "rounds.parquet").to_pylist()) for d in cells(tmp_path)}
+    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
 
 
 def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> None:
@@ -44,7 +44,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
     expected = found(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "undisturbed")
 
-    kills, rounds, chance = 0, 0, random.Random(0)
+    kills, steps, chance = 0, 0, random.Random(0)
     while kills < MOMENTS:
         kept = 0
         while True:
@@ -68,6 +68,6 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
             break
         assert found(tmp_path) == expected
         assert not [path for path in (tmp_path / "runs").glob("*/cells/.*")]
-        (tmp_path / "runs").rename(tmp_path / f"round {rounds}")
-        rounds += 1
-    print(f"{kills} kills in {rounds} runs, each of which ended like the undisturbed one")
+        (tmp_path / "runs").rename(tmp_path / f"round {steps}")
+        steps += 1
+    print(f"{kills} kills in {steps} runs, each of which ended like the undisturbed one")

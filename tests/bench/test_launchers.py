@@ -161,7 +161,7 @@ def test_mlflow_in_a_folder(start: Any, tmp_path: Path, monkeypatch: Any) -> Non
     for name, one in cells.items():
         metrics = json.loads((run / "cells" / name / "metrics.json").read_text(encoding="utf-8"))["metrics"]
         assert one.data.metrics["tokens_per_second"] == metrics["tokens_per_second"]
-        assert one.data.metrics["rounds"] == metrics["rounds"]
+        assert one.data.metrics["steps"] == metrics["steps"]
         assert one.data.params["batch_size"] == "1" and one.info.status == "FINISHED"
         assert one.data.tags["mlflow.parentRunId"] == parent.info.run_id
 

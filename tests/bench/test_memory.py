@@ -48,7 +48,7 @@ def test_what_recordings_hold_counts(tiny_model: Any) -> None:
 def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> None:
     model = tiny_model(family)
     lm = TransformersLM(model, 2, 16)
-    lm.begin(0, [3, 4, 5])
+    lm.start(0, [3, 4, 5])
     cache, logits = lm.cache.nbytes() // 2, 2 * 4 * lm.vocab_size
     weights = sum(p.nbytes for p in model.parameters())
     assert "batch size 1 would fit" in explain([model], 2, 16, 1, weights + cache + logits)

@@ -56,9 +56,9 @@ class Bad(PromptLookup):
         self._do("propose")
         return super().propose(sequences, rng)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self._do("retire")
-        super().retire(row, finish)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self._do("free")
+        super().free(row, finish_reason)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ class Bad(PromptLookup):
     [
         (exits, "propose", "SystemExit: 0"),
         (exits, "init", "SystemExit: 0"),
-        (interrupts_itself, "retire", "KeyboardInterrupt"),
+        (interrupts_itself, "free", "KeyboardInterrupt"),
         (interrupts_itself, "init", "KeyboardInterrupt"),
         (is_worst, "propose", "Worst: the worst"),
         (generator, "propose", "GeneratorExit"),
@@ -81,20 +81,18 @@ def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, d
     assert "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
 
 
-def test_a_round_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
+def test_a_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Bad, "deed", staticmethod(hangs))
     install("drafters", ("bad", Bad))
-    code, out, err = bench(
-        *SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2", flags=["--round-limit", "2.0"]
-    )
-    assert code == 1 and "failed: bad × token: a round took longer than 2 s, the limit (--round-limit)" in err
+    code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2", flags=["--step-limit", "2.0"])
+    assert code == 1 and "failed: bad × token: a step took longer than 2 s, the limit (--step-limit)" in err
     assert "prompt-lookup  token" in out
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e300"])
 def test_a_limit_that_is_none(bench: Any, seconds: str) -> None:
-    code, _, err = bench(*SETTINGS, flags=[f"--round-limit={seconds}"])
-    assert code == 2 and "the limit for a round must be a number of seconds above 0" in err
+    code, _, err = bench(*SETTINGS, flags=[f"--step-limit={seconds}"])
+    assert code == 2 and "the limit for a step must be a number of seconds above 0" in err
 
 
 class Counting(PromptLookup):

@@ -16,7 +16,7 @@ from crossdraft.framework.bench.group import cut
 from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
-from crossdraft.framework.cost.finished_cells import batch_rounds
+from crossdraft.framework.cost.finished_cells import batch_steps
 from crossdraft.framework.engine import compiled_verifier, decoder, stopwatch
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.lm.vocab_adapter import FittedLM
@@ -32,7 +32,7 @@ def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
         told.append(run["cells"])
 
     def crossdraft_cell_finished(run: Any, cell: Any) -> None:
-        told.append((cell["config"]["drafter"]["name"], cell["metrics"]["rounds"] > 0))
+        told.append((cell["config"]["drafter"]["name"], cell["metrics"]["steps"] > 0))
 
     hooks = {f.__name__: hookimpl(f) for f in (crossdraft_run_started, crossdraft_cell_finished)}
     plugin = SimpleNamespace(**hooks)
@@ -52,10 +52,10 @@ def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
 
 
 def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Every look at the clock takes a second, of which a round books seven."""
+    """Every look at the clock takes a second, of which a step books seven."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    monkeypatch.setattr(decoder, "FIRST", 0)  # a validated round looks once more
+    monkeypatch.setattr(decoder, "FIRST", 0)  # a validated step looks once more
     monkeypatch.setattr(decoder, "EVERY", 10**9)
     settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
     outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
@@ -63,21 +63,21 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert result.metrics is not None
         b = result.config.batch_size
         lengths = [response["prompt_tokens"] for response in result.responses]
-        rounds = batch_rounds(result.records, lengths, result.pieces, b)
-        tail = [r for r in rounds if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
+        made = batch_steps(result.records, lengths, result.pieces, b)
+        tail = [r for r in made if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
         assert (len(tail) > 0) == (b == 3)
         assert sum(c.tail_emitted for c in result.pieces) == sum(r.emitted for r in tail)
-        # What the loop does once a round was told is booked with the next one; the first has none before it.
+        # What the loop does once a step was told is booked with the next one; the first has none before it.
         steps = [row for piece in result.pieces for rows in piece.steps.values() for row in rows]
-        assert len(steps) == len(rounds) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
+        assert len(steps) == len(made) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
         begins = [row[5:] for row in steps if len(row) > 5]  # the tokens of its prompts, a second for each
         fed = sum(response["prompt_tokens"] for response in result.responses)
         assert sum(tokens for tokens, _ in begins) == fed or tail
         assert sum(seconds for _, seconds in begins) == 1e6 * result.metrics.sequences or tail
         begun = result.metrics.sequences  # a second of drafter prefill each
         every = result.metrics.decode_seconds + result.metrics.tail_seconds
-        assert 6 * len(rounds) <= every - begun <= 7 * len(rounds)
-        assert result.metrics.tokens == sum(r.emitted for r in rounds)
+        assert 6 * len(made) <= every - begun <= 7 * len(made)
+        assert result.metrics.tokens == sum(r.emitted for r in made)
         counted = result.metrics.tokens - sum(r.emitted for r in tail)
         assert result.metrics.tokens_per_second_wall == counted / result.metrics.decode_seconds
 
@@ -141,11 +141,11 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
     own = load_model(models["narrow"], dtype="float32", device="cpu").model
     for width in (64, 80, 60):
         lm = FittedLM(TransformersLM(own, 1, 16), width)
-        lm.begin(0, [5, 70, 6])
-        logits, _ = lm.grow(torch.tensor([[71, 7]]))
+        lm.start(0, [5, 70, 6])
+        logits, _ = lm.forward(torch.tensor([[71, 7]]))
         assert logits.shape == (1, 2, width)
         assert logits[..., 64:].eq(-torch.inf).all() and logits[..., :60].isfinite().all()
-        lm.keep([1])
+        lm.commit([1])
         assert (lm.lengths, lm.passes) == ([3], 1)
 
 

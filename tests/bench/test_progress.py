@@ -107,12 +107,12 @@ def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
         meter.warming()
         for _ in range(5):  # of 16 tokens a turn
             clock.now += 4.0
-            meter.round(1 / 16)
+            meter.step(1 / 16)
         assert meter.pace == 64.0 and said == []
         clock.now += 100.0  # loading
         meter.at(config())
         clock.now += 8.0
-        meter.round(1 / 16)
+        meter.step(1 / 16)
         assert said == ["too long (judging by the first steps)"] and judged == [128.0]
         assert meter.left == 1000.0  # of 2048 s
         clock.now += 56.0

@@ -65,7 +65,7 @@ def test_a_warm_up_that_does_not_look_ahead_is_seen(
 
 
 def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
-    """The first time round records every point; whatever is timed replays."""
+    """The first time step records every point; whatever is timed replays."""
     made: list[int] = []
     advance = lambda n: made.append(sum(one._recorder.recorded for one in recorded))  # type: ignore[union-attr] # noqa: E731
     pass_timing.measure_passes(

@@ -54,10 +54,10 @@ class Remembering(PromptLookup):
 
 
 def records(tmp_path: Path) -> dict[str, Any]:
-    """What every cell said, and what it did in each round."""
+    """What every cell said, and what it did in each step."""
     from pyarrow import parquet
 
-    return {d.name: (said(d), parquet.read_table(d / "rounds.parquet").to_pylist()) for d in cells(tmp_path)}
+    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert max(map(len, out.split("skipped: ")[0].splitlines())) <= 130
     assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in out
     assert " the same BE on the same prompts" in out  # the drafter is the target
-    assert "BE leaves out " in out and "of the rounds, which the end of a sequence cut short" in out
+    assert "BE leaves out " in out and "of the steps, which the end of a sequence cut short" in out
 
     (directory,) = tmp_path.glob("runs/*")
     assert {p.name for p in directory.iterdir()} - {".lock"} == {
@@ -41,7 +41,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     found = cells(tmp_path)
     assert len(found) == 16
     assert all(
-        {p.name for p in d.iterdir()} == {"config.json", "rounds.parquet", "responses.jsonl", "metrics.json"}
+        {p.name for p in d.iterdir()} == {"config.json", "steps.parquet", "responses.jsonl", "metrics.json"}
         for d in found
     )
     environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
@@ -63,9 +63,9 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     for row in rows:
         (cell,) = directory.glob(f"cells/*_{row['cell']}")
         assert cell.name.startswith(f"{row['drafter']}_{row['verifier']}_T{float(row['temperature']):g}_B")
-        table = parquet.read_table(cell / "rounds.parquet")
-        emitted, rounds = sum(table["emitted"].to_pylist()), table.num_rows
-        assert float(row["block_efficiency_all_rounds"]) == pytest.approx(emitted / rounds)
+        table = parquet.read_table(cell / "steps.parquet")
+        emitted, steps = sum(table["emitted"].to_pylist()), table.num_rows
+        assert float(row["block_efficiency_all_steps"]) == pytest.approx(emitted / steps)
         free = [
             e
             for e, limit in zip(*table.select(["emitted", "limit"]).to_pydict().values(), strict=True)
@@ -74,13 +74,13 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         assert (float(row["block_efficiency"]) if free else row["block_efficiency"]) == (
             pytest.approx(sum(free) / len(free)) if free else ""
         )
-        assert int(row["rounds_cut"]) == rounds - len(free)
+        assert int(row["steps_cut"]) == steps - len(free)
         assert int(row["tokens"]) == emitted == sum(len(t) for t in said(cell).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
         if row["drafter"] == "small-lm":
-            assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency_all_rounds"]) > 2
+            assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency_all_steps"]) > 2
         if row["drafter"] == "none":
             assert float(row["speed_up"]) == 1.0
     assert "| small-lm" in (directory / "summary.md").read_text(encoding="utf-8")

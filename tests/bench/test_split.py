@@ -90,7 +90,7 @@ def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path
     assert there[0].keys() == there[1].keys() and len(there[0]) == 10
     for name, path in there[0].items():
         assert said(path) == said(there[1][name]), name
-        alone, split = _rounds(path), _rounds(there[1][name])
+        alone, split = _steps(path), _steps(there[1][name])
         survival = [[row.pop("survival") for row in rows] for rows in (alone, split)]
         assert alone == split, name
         assert survival[0] == pytest.approx(survival[1], abs=1e-4, nan_ok=True), name
@@ -100,8 +100,8 @@ def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path
     assert again.returncode == 0 and "reusing 10 cells" in again.stderr
 
 
-def _rounds(cell: Path) -> list[dict[str, Any]]:
-    return parquet.read_table(cell / "rounds.parquet").drop_columns(["cell"]).to_pylist()
+def _steps(cell: Path) -> list[dict[str, Any]]:
+    return parquet.read_table(cell / "steps.parquet").drop_columns(["cell"]).to_pylist()
 
 
 def test_what_a_split_target_cannot_do_is_refused_in_one_sentence(tmp_path: Path, paths: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""``benchmarks/loop_overhead.py`` takes a round apart without losing any of it; no time is judged."""
+"""``benchmarks/loop_overhead.py`` takes a step apart without losing any of it; no time is judged."""
 
 import runpy
 from pathlib import Path
@@ -21,10 +21,10 @@ def test_the_parts_are_the_whole(tiny_model: Any, decoder: Any, drafter: Any, op
     clocks = script["ForwardClock"](target), script["ForwardClock"](small)
     made = decoder(target, drafter, options, Token, batch_size=2, drafting=small, temperature=1.0, max_new_tokens=4)
     found = script["measure"](made, clocks, PROMPTS, 1)
-    # One measured round: its shares are no medians of different rounds, and have to sum up.
+    # One measured step: its shares are no medians of different steps, and have to sum up.
     parts = [found[key] for key in ("target pass", "draft pass", *script["PHASES"])]
     assert sum(parts) == pytest.approx(100)
     assert sum(parts[2:]) == pytest.approx(found["outside"])
     assert found["target pass"] > 0 and (found["draft pass"] > 0) == bool(options)
-    assert made.batch_rounds == 1 + script["WARM_UP"]
+    assert made.batch_steps == 1 + script["WARM_UP"]
     assert made.occupied == 0  # stopped in the middle of sequences, the slots are clean

@@ -153,7 +153,7 @@ def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy],
         first = 1 - result.first_tau[0]
         assert first <= mine.optimal_transport + 1e-9, rule.name
         assert result.expected_tau[0] <= mine.full_information + 1e-9, rule.name
-        if not traits_of(rule).stateful:  # state may take in this round what it repays in a later one
+        if not traits_of(rule).stateful:  # state may take in this step what it repays in a later one
             assert result.expected_tau[0] <= mine.lp + 1e-9, rule.name
         judged += 1
     assert judged >= 3
@@ -204,7 +204,7 @@ def test_json(capsys: Any, found: Found, only: Callable) -> None:
             lp=mine.lp,
         )
     )
-    # Its first round is not bound by what holds for rules that keep the law of every round.
+    # Its first step is not bound by what holds for rules that keep the law of every step.
     assert rows["G1", "chain", "greedy-block"]["single_draft"] is None
     assert rows["G1", "chain", "greedy-block"]["lp"] is None
     assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(mine.full_information)
@@ -218,7 +218,7 @@ def test_table(capsys: Any, only: Callable) -> None:
     )
     assert code == 0 and not err
     head, _, *lines = out.splitlines()
-    assert " ".join(head.split()).endswith("E[tau] per round single draft LP full information root lossless")
+    assert " ".join(head.split()).endswith("E[tau] per step single draft LP full information root lossless")
     assert [line.split()[6:] for line in lines if line.startswith("T0") and " token " in line] == [
         ["1.111111", "1.222222", "1.222222", "1.333333", "0.666667", "yes"]
     ]

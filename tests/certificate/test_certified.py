@@ -107,17 +107,17 @@ def test_so_are_rules_for_trees(toys: dict[str, Toy], label: str) -> None:
     assert bad.tv is not None and bad.tv > 1e-4 and bad.bad and bad.verdict == "NO"
 
 
-def test_a_mistake_in_the_second_round_is_seen_by_default(toys: dict[str, Toy]) -> None:
+def test_a_mistake_in_the_second_step_is_seen_by_default(toys: dict[str, Toy]) -> None:
     row = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater)
     assert row.bad and len(row.lengths) == 2
-    once = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater, rounds=1)
+    once = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater, steps=1)
     assert not once.bad and not once.proves
 
 
-def test_deep_first_rounds_and_shorter_later_ones(toys: dict[str, Toy]) -> None:
+def test_deep_first_steps_and_shorter_later_ones(toys: dict[str, Toy]) -> None:
     row = certify_row(toys["D6"], "chain", DRAFTS["chain"], plugins.get("verifiers", "greedy-block"))
     assert row.lengths == (6, 3) and row.gamma == [6, 3] and row.proves
-    assert row.as_json()["gamma"] == [6, 3] and row.as_json()["rounds"] == 2
+    assert row.as_json()["gamma"] == [6, 3] and row.as_json()["steps"] == 2
 
 
 # -- effort --------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_paths_are_an_upper_bound(toys: dict[str, Toy]) -> None:
             assert 1 < found.paths <= 2**bits
 
 
-def test_lengths_of_rounds() -> None:
+def test_lengths_of_steps() -> None:
     chain = lambda n: 2 * n + 1.0  # noqa: E731 - two tokens
     assert effort.draft_length(chain, 6, 2**20) == 6
     assert effort.draft_length(chain, 6, 2**7) == 3

@@ -28,7 +28,7 @@ Certified = Callable[[str, str, str], Certificate]
 
 @pytest.fixture(scope="module")
 def certified(toys: dict[str, Toy], drafts: dict[str, Callable]) -> Certified:
-    """``certified(toy, draft label, verifier)``: two rounds, each pair enumerated once."""
+    """``certified(toy, draft label, verifier)``: two steps, each pair enumerated once."""
     found: dict[tuple[str, str, str], Certificate] = {}
 
     def look_up(toy: str, draft: str, verifier: str) -> Certificate:
@@ -36,7 +36,7 @@ def certified(toys: dict[str, Toy], drafts: dict[str, Callable]) -> Certified:
         if key not in found:
             rule = plugins.get("verifiers", verifier)
             temperature = 0.0 if verifier == "greedy" else 1.0
-            found[key] = certify(toys[toy], drafts[draft], rule, rounds=2, temperature=temperature, markov=True)
+            found[key] = certify(toys[toy], drafts[draft], rule, steps=2, temperature=temperature, markov=True)
         return found[key]
 
     return look_up
@@ -48,12 +48,12 @@ def certified(toys: dict[str, Toy], drafts: dict[str, Callable]) -> Certified:
 @pytest.mark.parametrize("verifier", ["token", "block", "greedy"])
 @pytest.mark.parametrize("draft", CHAINS)
 @pytest.mark.parametrize("toy", TOYS)
-def test_two_rounds_are_lossless(certified: Certified, toy: str, draft: str, verifier: str) -> None:
+def test_two_steps_are_lossless(certified: Certified, toy: str, draft: str, verifier: str) -> None:
     assert certified(toy, draft, verifier).tv <= TOLERANCE
 
 
 def closed_form(toy: Toy, draft: str, verifier: str) -> float:
-    """E[tau] of the first round without decoding: the sum over prefixes of Pr(drafted) Pr(accepted)."""
+    """E[tau] of the first step without decoding: the sum over prefixes of Pr(drafted) Pr(accepted)."""
     total = 0.0
     for depth in range(1, toy.gamma + 1):
         for prefix in itertools.product(range(toy.vocab_size), repeat=depth):
@@ -98,14 +98,14 @@ def test_stopping_early_accepts_less(certified: Certified, toy: str, verifier: s
 def test_gamma_zero_is_plain_decoding(toys: dict[str, Toy], drafts: dict, draft: str, verifier: str) -> None:
     rule = plugins.get("verifiers", verifier)
     temperature = 0.0 if traits_of(rule).temperature_zero_only else 1.0
-    found = certify(toys["G1"], drafts[draft], rule, rounds=3, gamma=0, temperature=temperature)
+    found = certify(toys["G1"], drafts[draft], rule, steps=3, gamma=0, temperature=temperature)
     assert found.tv <= TOLERANCE
     assert found.expected_tau == [0, 0, 0]
     assert found.first_tau == pytest.approx([1])
 
 
 class FixedChain(Drafter):
-    """Proposes the same tokens every round, as a point mass."""
+    """Proposes the same tokens every step, as a point mass."""
 
     name = "fixed-chain"
 
@@ -132,7 +132,7 @@ def test_fixed_chain_as_a_point_mass(
     toys: dict[str, Toy], toy: str, tokens: Sequence[int], want: str, verifier: str
 ) -> None:
     rule = plugins.get("verifiers", verifier)
-    found = certify(toys[toy], lambda context, gamma: FixedChain(context, tokens), rule, rounds=2)
+    found = certify(toys[toy], lambda context, gamma: FixedChain(context, tokens), rule, steps=2)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
 
@@ -141,18 +141,18 @@ def test_fixed_chain_as_a_point_mass(
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
-def test_state_travels_between_rounds(toys: dict[str, Toy], drafts: dict, golden: dict, toy: str) -> None:
-    found = certify(toys[toy], drafts["chain"], ByTurn, rounds=2, markov=True)
+def test_state_travels_between_steps(toys: dict[str, Toy], drafts: dict, golden: dict, toy: str) -> None:
+    found = certify(toys[toy], drafts["chain"], ByTurn, steps=2, markov=True)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == pytest.approx(exact(golden["expected_tau"]["token"]["chain"][toy])[0], abs=1e-9)
-    if toy == "T0":  # its laws do not depend on the context, so the second round is block's first
+    if toy == "T0":  # its laws do not depend on the context, so the second step is block's first
         assert found.expected_tau[1] == pytest.approx(exact(golden["expected_tau"]["block"]["chain"][toy])[0], abs=1e-9)
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
-def test_a_mistake_in_the_second_round_takes_two_rounds_to_see(toys: dict[str, Toy], drafts: dict, toy: str) -> None:
-    assert certify(toys[toy], drafts["chain"], WrongLater, rounds=1).lossless
-    found = certify(toys[toy], drafts["chain"], WrongLater, rounds=2, markov=True)
+def test_a_mistake_in_the_second_step_takes_two_steps_to_see(toys: dict[str, Toy], drafts: dict, toy: str) -> None:
+    assert certify(toys[toy], drafts["chain"], WrongLater, steps=1).lossless
+    found = certify(toys[toy], drafts["chain"], WrongLater, steps=2, markov=True)
     assert found.tv > 0.05
     assert found.expected_tau[1] == pytest.approx(toys[toy].gamma)
 
@@ -209,11 +209,11 @@ def test_labels_make_drafts_of_their_shape(label: str, drawn: str) -> None:
 
 
 @pytest.mark.parametrize("label, verifier", [("chain", "greedy-block"), ("iid-2", "traversal"), ("chain", "token")])
-def test_a_draft_length_for_each_round(toys: dict[str, Toy], drafts: dict, label: str, verifier: str) -> None:
-    """T0's laws do not depend on the context: a rule without state does in each round what it does in the first."""
+def test_a_draft_length_for_each_step(toys: dict[str, Toy], drafts: dict, label: str, verifier: str) -> None:
+    """T0's laws do not depend on the context: a rule without state does in each step what it does in the first."""
     rule, t0 = plugins.get("verifiers", verifier), toys["T0"]
     lengths = [2, 0, 1, 2]
-    found = certify(t0, drafts[label], rule, rounds=4, gamma=lengths, markov=True)
+    found = certify(t0, drafts[label], rule, steps=4, gamma=lengths, markov=True)
     assert found.tv <= TOLERANCE
     assert len(found.first_tau) == 3
     if traits_of(rule).stateful:
@@ -223,15 +223,15 @@ def test_a_draft_length_for_each_round(toys: dict[str, Toy], drafts: dict, label
         assert found.expected_tau == pytest.approx([alone[n] for n in lengths], abs=1e-12)
 
 
-def test_one_draft_length_for_all_rounds_is_a_list_of_equal_ones(toys: dict[str, Toy], drafts: dict) -> None:
+def test_one_draft_length_for_all_steps_is_a_list_of_equal_ones(toys: dict[str, Toy], drafts: dict) -> None:
     block = plugins.get("verifiers", "block")
-    same, listed = (certify(toys["G1"], drafts["chain"], block, rounds=2, gamma=gamma) for gamma in (1, [1, 1]))
+    same, listed = (certify(toys["G1"], drafts["chain"], block, steps=2, gamma=gamma) for gamma in (1, [1, 1]))
     assert listed == same
 
 
-def test_draft_lengths_must_be_as_many_as_rounds(toys: dict[str, Toy], drafts: dict) -> None:
-    with pytest.raises(ValueError, match="3 draft lengths for 2 rounds"):
-        certify(toys["T0"], drafts["chain"], plugins.get("verifiers", "token"), rounds=2, gamma=[1, 2, 1])
+def test_draft_lengths_must_be_as_many_as_steps(toys: dict[str, Toy], drafts: dict) -> None:
+    with pytest.raises(ValueError, match="3 draft lengths for 2 steps"):
+        certify(toys["T0"], drafts["chain"], plugins.get("verifiers", "token"), steps=2, gamma=[1, 2, 1])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_merging_states_that_end_alike_changes_nothing(
             toys[toy],
             drafts[label],
             plugins.get("verifiers", verifier),
-            rounds=len(gamma),
+            steps=len(gamma),
             gamma=gamma,
             markov=markov,
         )
@@ -266,7 +266,7 @@ def test_merging_states_that_end_alike_changes_nothing(
 
 def test_merging_keeps_apart_what_is_wrong(toys: dict[str, Toy], drafts: dict) -> None:
     one_by_one, merged = (
-        certify(toys["T0"], drafts["chain"], WrongLater, rounds=2, markov=markov) for markov in (False, True)
+        certify(toys["T0"], drafts["chain"], WrongLater, steps=2, markov=markov) for markov in (False, True)
     )
     assert one_by_one.tv > 0.05
     assert merged.tv == pytest.approx(one_by_one.tv, abs=1e-12)

@@ -58,13 +58,13 @@ def test_by_default_everything_registered_is_certified(capsys: Any, smallest_toy
 
 
 def test_json_rows(capsys: Any, golden: dict) -> None:
-    code, out, err = run(capsys, "--json --verifier block --draft chain --rounds 2")
+    code, out, err = run(capsys, "--json --verifier block --draft chain --steps 2")
     rows = json.loads(out)
     assert code == 0 and re.fullmatch(r"lossless: 6 pairs certified, TV at most \S+\n", err)
     assert [row["toy"] for row in rows] == list(TOYS)
     for row in rows:
-        assert set(row) == {"toy", "draft", "verifier", "gamma", "rounds", "tv", "expected_tau", "lossless", "drafted"}
-        assert (row["draft"], row["verifier"], row["rounds"]) == ("chain", "block", 2)
+        assert set(row) == {"toy", "draft", "verifier", "gamma", "steps", "tv", "expected_tau", "lossless", "drafted"}
+        assert (row["draft"], row["verifier"], row["steps"]) == ("chain", "block", 2)
         assert row["gamma"] == GAMMA[row["toy"]]
         assert row["lossless"] is True and row["drafted"] is True and 0 <= row["tv"] <= TOLERANCE
         if row["toy"] != "D6":
@@ -82,7 +82,7 @@ def test_table(capsys: Any, install: Callable) -> None:
     code, out, _ = run(capsys, "-v --verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
     assert code == 0  # a verifier that says it is lossy breaks no promise
     lines = out.splitlines()
-    assert " ".join(lines[0].split()) == "toy draft verifier gamma rounds TV E[tau] per round lossless"
+    assert " ".join(lines[0].split()) == "toy draft verifier gamma steps TV E[tau] per step lossless"
     assert any("token" in line and line.endswith("yes") for line in lines)
     assert any("greedy (temperature 0)" in line and line.endswith("yes") for line in lines)
     assert any("lossy" in line and line.endswith("declared lossy") for line in lines)
@@ -185,13 +185,13 @@ def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
     [
         ("--verifier blok", "did you mean 'block'?"),
         ("--draft chian", "did you mean 'chain'?"),
-        ("--rounds 0", "--rounds must be at least 1"),
+        ("--steps 0", "--steps must be at least 1"),
         ("--gamma -1", "--gamma must be at least 0"),
         ("--toy no-such-file.json", "cannot read toy file no-such-file.json"),
         ("--gamma 24", "lower the draft length with --gamma (now 24)"),
-        ("--rounds 9", "lower --rounds (now 9)"),
+        ("--steps 9", "lower --steps (now 9)"),
         ("--gamma 1" + "0" * 30, "2 to the power of about 10^30 outputs"),
-        ("--rounds 1000000000", "about 10^903,089,987 outputs"),
+        ("--steps 1000000000", "about 10^903,089,987 outputs"),
         (
             "--gamma 9 --draft iid-2 --verifier specinfer",
             "T0, iid-2: there may be 268,435,456 decision paths",

@@ -129,8 +129,8 @@ def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: P
 def test_nan_is_an_error() -> None:
     broken = SimpleNamespace(
         device="cpu",
-        grow=lambda tokens: (torch.full((1, 1, 5), torch.nan), None),
-        keep=lambda counts: None,
+        forward=lambda tokens: (torch.full((1, 1, 5), torch.nan), None),
+        commit=lambda counts: None,
     )
     with pytest.raises(NumericalError, match="the target 'x' produced NaN"):
         laws_after(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
@@ -141,8 +141,8 @@ def test_options_that_a_parser_has_already() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gamma", type=int, default=7)
     model.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=1)
-    args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--rounds", "2"])
+    parser.add_argument("--steps", type=int, default=1)
+    args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--steps", "2"])
     assert (args.gamma, args.draws) == (7, 5)
-    with pytest.raises(UsageError, match="--rounds is for the exact models"):
+    with pytest.raises(UsageError, match="--steps is for the exact models"):
         model.main(args)

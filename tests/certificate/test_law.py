@@ -1,7 +1,7 @@
 """The sampled law: what generator, loop and rules say on a real model follows the target's exact law.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
-that serves the wrong context. A chi-square of the joint law of four tokens, two to four rounds long, can. It
+that serves the wrong context. A chi-square of the joint law of four tokens, two to four steps long, can. It
 only counts because mistakes made on purpose fail it.
 """
 
@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
-from crossdraft.framework.contracts.rng import CounterRng, CounterRound
+from crossdraft.framework.contracts.rng import CounterRng, CounterStepRng
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 VOCAB, LENGTH, GAMMA = 6, 4, 2
@@ -49,9 +49,9 @@ class SamePrompt(TransformersLM):
     ready = False
 
     @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
+    def start(self, row: int, prompt: Sequence[int]) -> None:
         if not self.ready:
-            super().begin(row, prompt)
+            super().start(row, prompt)
             layers: Any = self.cache.layers
             for layer in layers:
                 for buffer in (layer.keys, layer.values):
@@ -59,7 +59,7 @@ class SamePrompt(TransformersLM):
             self.ready = True
         self.lengths[row] = len(prompt) - 1
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self.lengths[row] = 0  # and the prompt stays where it is
 
 
@@ -99,12 +99,12 @@ def sample(decoder: Callable, target: Any, tiny_model: Callable) -> Callable[...
             rng=rng or CounterRng(2024),
         )
         counts = np.zeros(VOCAB**LENGTH)
-        rounds = drafted = 0
+        steps = drafted = 0
         for response in loop.run([PROMPT] * n):
             counts[int(np.ravel_multi_index(response.tokens, (VOCAB,) * LENGTH))] += 1
-            rounds += len(response.rounds)
-            drafted += sum(r.nodes > 0 for r in response.rounds)
-        assert rounds > 1.5 * n, "most sequences must take two rounds or more"
+            steps += len(response.steps)
+            drafted += sum(r.nodes > 0 for r in response.steps)
+        assert steps > 1.5 * n, "most sequences must take two steps or more"
         assert drafted > 0.5 * n
         return counts
 
@@ -184,20 +184,20 @@ def test_a_residual_without_q_is_seen(sample: Callable, exact_law: np.ndarray, d
 class AbsoluteRng(CounterRng):
     """Keys each number by the token's own position: a position drafted again reuses its numbers."""
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterRound:
-        return AbsoluteRound(self.key, stream, position, device)
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterStepRng:
+        return AbsoluteStepRng(self.key, stream, position, device)
 
 
-class AbsoluteRound(CounterRound):
+class AbsoluteStepRng(CounterStepRng):
     def uniform(self, purpose: str, index: int, n: int) -> torch.Tensor:
         stream, position = self._where.tolist()
         later = [[at + index + i for at in position] for i in range(n)]
-        columns = [CounterRound(self._key, stream, at, torch.device("cpu")) for at in later]
+        columns = [CounterStepRng(self._key, stream, at, torch.device("cpu")) for at in later]
         none = torch.empty(len(stream), 0, dtype=torch.float64)
         return torch.cat([none, *(column.uniform(purpose, 0, 1) for column in columns)], 1)
 
 
-def test_numbers_reused_by_the_next_round_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
+def test_numbers_reused_by_the_next_step_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
     """The trap that no enumeration can see: block verification looks at coins beyond the accepted prefix."""
     block = plugins.get("verifiers", "block")
     assert p_value(sample("small-lm", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6

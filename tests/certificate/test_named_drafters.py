@@ -1,4 +1,4 @@
-"""``crossdraft certify --drafter``: one drafter lives through all rounds of a path, and what it learns counts."""
+"""``crossdraft certify --drafter``: one drafter lives through all steps of a path, and what it learns counts."""
 
 import json
 import re
@@ -40,7 +40,7 @@ class Counts(Drafter):
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=False, nodes=config.gamma)
 
-    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+    def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.law[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
@@ -75,7 +75,7 @@ class LiesOnceItLearnt(Counts):
 
 
 class LiesTheSecondTime(Counts):
-    """Counts its own rounds; nothing is observed."""
+    """Counts its own steps; nothing is observed."""
 
     name = "lies-the-second-time"
     observe = Drafter.observe
@@ -85,7 +85,7 @@ class LiesTheSecondTime(Counts):
 
 
 class LiesAboutHistory(Counts):
-    """After two equal tokens of its own round it reports a law that it did not draw from."""
+    """After two equal tokens of its own step it reports a law that it did not draw from."""
 
     name = "lies-about-history"
 
@@ -108,7 +108,7 @@ class SharedCounts(Counts):
     def reset(self) -> None:
         self.shared = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
-    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+    def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.law[row] = self.shared
 
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
@@ -123,7 +123,7 @@ class SharedLie(SharedCounts):
 
 
 class Shy(Counts):
-    """Has learnt so little after two rounds that it drafts nothing."""
+    """Has learnt so little after two steps that it drafts nothing."""
 
     name = "shy"
 
@@ -131,13 +131,13 @@ class Shy(Counts):
         return Draft.empty(sequences.batch_size, sequences.device)
 
 
-def found(toy: Toy, drafter: type[Drafter], rounds: int, **options: Any) -> Certificate:
+def found(toy: Toy, drafter: type[Drafter], steps: int, **options: Any) -> Certificate:
     rule = plugins.get("verifiers", options.pop("rule", "token"))
     build = lambda context, gamma: drafter(drafter.Config(), context)  # noqa: E731
-    return certify(toy, build, rule, rounds=rounds, **options)
+    return certify(toy, build, rule, steps=steps, **options)
 
 
-# -- one drafter through all rounds --------------------------------------------------------------------------
+# -- one drafter through all steps --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", [Counts, SharedCounts])
@@ -150,7 +150,7 @@ def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str
 
 
 def test_what_was_learnt_is_what_was_said(toys: dict[str, Toy]) -> None:
-    """By hand, on T0 with drafts of one token: E[tau] of round two is the mean over what round one said."""
+    """By hand, on T0 with drafts of one token: E[tau] of step two is the mean over what step one said."""
     p = (1 / 3, 2 / 3)
 
     def accepted(counts: tuple[float, float]) -> float:
@@ -179,17 +179,17 @@ def test_a_memory_of_all_sequences_sees_one_path_at_a_time(toys: dict[str, Toy])
 
 
 def test_somebody_elses_learner(toys: dict[str, Toy]) -> None:
-    """It drafts what followed most often: nothing in the first round, something in the second."""
+    """It drafts what followed most often: nothing in the first step, something in the second."""
     one, two = found(toys["G2"], Frequent, 1), found(toys["G2"], Frequent, 2)
     assert one.lossless and not one.drafted
     assert two.lossless and two.drafted and two.expected_tau[1] > 0
 
 
-def test_replayed_rounds_agree_with_merged_ones(toys: dict[str, Toy]) -> None:
+def test_replayed_steps_agree_with_merged_ones(toys: dict[str, Toy]) -> None:
     chain = DRAFTS["chain"].build
     for rule in ("token", "greedy-block"):
         replayed, merged = (
-            certify(toys["G2"], chain, plugins.get("verifiers", rule), rounds=2, gamma=[3, 1], markov=markov)
+            certify(toys["G2"], chain, plugins.get("verifiers", rule), steps=2, gamma=[3, 1], markov=markov)
             for markov in (False, True)
         )
         assert replayed.expected_tau == pytest.approx(merged.expected_tau, abs=1e-12)
@@ -220,7 +220,7 @@ def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[s
     table = json.loads(out)
     assert code == 0 and "cannot run together" in err
     assert {"token", "block", "specinfer", "traversal"} <= {row["verifier"] for row in table}
-    assert {(row["toy"], row["draft"], row["rounds"], row["gamma"]) for row in table} == {("T0", "counts", 2, 1)}
+    assert {(row["toy"], row["draft"], row["steps"], row["gamma"]) for row in table} == {("T0", "counts", 2, 1)}
     assert all(row["lossless"] and row["drafted"] for row in table if row["verifier"] in ("token", "block"))
 
 
@@ -233,7 +233,7 @@ def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str]
     assert out.splitlines()[-1].startswith(
         f"FAILED: drafter '{drafter.name}' with verifier 'token' changes the target's"
     )
-    code, out, _ = run(capsys, *options, "--rounds", "1")
+    code, out, _ = run(capsys, *options, "--steps", "1")
     assert code == 0 and out.splitlines()[-3].endswith("yes")
 
 

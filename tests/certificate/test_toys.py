@@ -46,23 +46,23 @@ def test_the_first_token_has_a_law_of_its_own() -> None:
 
     def laws(lm: TableLM, tokens: list[int], parents: list[int] | None = None) -> list[float]:
         return (
-            lm.grow(torch.tensor([tokens]), None if parents is None else torch.tensor([parents]))[0]
+            lm.forward(torch.tensor([tokens]), None if parents is None else torch.tensor([parents]))[0]
             .exp()[0, :, 0]
             .tolist()
         )
 
     lm = TableLM(table, 1, start=2)
-    lm.begin(0, [0, 0, 1])
+    lm.start(0, [0, 0, 1])
     assert laws(lm, [1, 0, 1]) == pytest.approx([0.6, 0.9, 0.2])
     assert laws(lm, [0]) == pytest.approx([0.9])
-    lm.keep([1])
+    lm.commit([1])
     assert laws(lm, [1, 0], [-1, -1]) == pytest.approx([0.2, 0.9])  # two children of what was kept
-    lm.begin(0, [1])
-    lm.keep([0])
+    lm.start(0, [1])
+    lm.commit([0])
     assert laws(lm, [1, 0, 1, 1], [-1, 0, 0, 1]) == pytest.approx([0.2, 0.9, 0.2, 0.6])  # the prompt, fed as a tree
     assert laws(lm, [1, 0], [2, 3]) == pytest.approx([0.6, 0.9])
     rows = TableLM(table, 1)
-    rows.begin(0, [0, 0, 1])
+    rows.start(0, [0, 0, 1])
     assert laws(rows, [1]) == pytest.approx([0.2])
 
 
@@ -78,7 +78,7 @@ def test_every_id_is_a_token_of_the_vocabulary(toys: dict[str, Toy], label: str)
 
     g1 = toys["G1"]
     rule = plugins.get("verifiers", "sample-match")
-    found = certify(g1, lambda context, gamma: Spy(kind.config(gamma)[1], context), rule, rounds=2, gamma=1)
+    found = certify(g1, lambda context, gamma: Spy(kind.config(gamma)[1], context), rule, steps=2, gamma=1)
     assert found.lossless and found.drafted
     assert ids == {0, 1, 2} == set(range(g1.vocab_size))
 
@@ -161,7 +161,7 @@ def test_files_that_are_no_files(tmp_path: Path, capsys: Any) -> None:
     "keys, sentence",
     [
         ({"gamma": 10**30}, "2 to the power of about 10^30 outputs"),
-        ({"gamma": 40}, "about 10^12 outputs of rounds x (gamma + 1) = 41 tokens"),
+        ({"gamma": 40}, "about 10^12 outputs of steps x (gamma + 1) = 41 tokens"),
         (
             {
                 "V": 1,
@@ -171,7 +171,7 @@ def test_files_that_are_no_files(tmp_path: Path, capsys: Any) -> None:
                 "draft_start": [1],
                 "draft_rows": [[1]],
             },
-            "outputs of rounds x (gamma + 1) = 1,000,000,001 tokens are longer than the 64",
+            "outputs of steps x (gamma + 1) = 1,000,000,001 tokens are longer than the 64",
         ),
     ],
 )

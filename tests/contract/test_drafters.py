@@ -64,7 +64,7 @@ class TestHeuristicPolicy(DrafterContract):
 
 @pytest.mark.slow
 class TestOnline(DrafterContract):
-    """Each round changes what the next one draws from."""
+    """Each step changes what the next one draws from."""
 
     drafter = "online"
     options = {"model": "toy", "gamma": 3, "every": 1, "learning_rate": 0.05}

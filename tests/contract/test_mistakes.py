@@ -16,12 +16,12 @@ from crossdraft import (
     Drafter,
     DraftModel,
     DraftTraits,
-    RoundRng,
     Sampling,
     Scores,
     Sequences,
+    StepRng,
     StrategyConfig,
-    TextLaw,
+    TextDistribution,
     Verdict,
     Verifier,
     VerifierTraits,
@@ -44,13 +44,13 @@ class Chain(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=False, nodes=2)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.model.retire(row)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.model.free(row)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         steps = min(2, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
@@ -60,7 +60,7 @@ class Chain(Drafter):
             laws.append(reported)
             tokens.append(rng.draw(drawn_from, "draft", i))
             if i + 1 < steps:
-                logits = self.model.grow(tokens[-1][:, None])[:, 0]
+                logits = self.model.forward(tokens[-1][:, None])[:, 0]
         length = on_device(sequences.limit, sequences.device).clamp(max=steps)
         return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1)))
 
@@ -75,7 +75,7 @@ class Chain(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        self.model.keep(verdict, accepted)
+        self.model.commit(verdict, accepted)
 
 
 class OtherTemperature(Chain):
@@ -104,14 +104,14 @@ class LeavesSomething(Chain):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self.begun = torch.zeros(context.batch_size, 1)
+        self.resume_from = torch.zeros(context.batch_size, 1)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        super().begin(row, prompt)
-        self.begun[row] += 1
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        super().start(row, prompt)
+        self.resume_from[row] += 1
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = (logits / self.begun.clamp(min=1)).softmax(-1)
+        law = (logits / self.resume_from.clamp(min=1)).softmax(-1)
         return law, law
 
 
@@ -146,8 +146,8 @@ class Waits(Chain):
 
 
 class OtherTextLaw(Chain):
-    def text_law(self) -> TextLaw:
-        return TextLaw(self.model.lm, Sampling(temperature=2))
+    def text_distribution(self) -> TextDistribution:
+        return TextDistribution(self.model.lm, Sampling(temperature=2))
 
 
 class Forgets(Chain):
@@ -193,7 +193,7 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         (ShapeOffByOne, "test_every_draft_keeps_the_contract", "draft.parents of shape .*: a shape is off"),
         (LawsOffByOne, "test_every_draft_keeps_the_contract", "too few rows .*: a shape is off"),
         (TooDeep, "test_limits", "but sequences.limit allows"),
-        (OtherTextLaw, "test_the_law_of_a_text", r"text_law\(\) is not the law of the drafts"),
+        (OtherTextLaw, "test_the_law_of_a_text", r"text_distribution\(\) differs from the drafts"),
         (Forgets, "test_whether_it_remembers", r"define the classmethod remembers\(config\), or replay refuses"),
         (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
     ],
@@ -222,14 +222,14 @@ class Honest(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}))
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return make_verifier("token").verify(draft, p, rng)
 
 
 class TooKind(Honest):
     """Accepts a little more often than it may."""
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         if not draft.width:
             return super().verify(draft, p, rng)
         kinder = p.clone()
@@ -242,7 +242,7 @@ class TooKind(Honest):
 class NumbersByWidth(Honest):
     """Another random number in a wider batch."""
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rng.accept(p.new_full((draft.batch_size, draft.batch_size), 0.5), "other")
         kept = rng.accept(p.new_full((draft.batch_size, 1), 0.5), "other", draft.batch_size).squeeze(1)
         verdict = super().verify(draft, p, rng)
@@ -250,32 +250,32 @@ class NumbersByWidth(Honest):
 
 
 class BeyondTheVocabulary(Honest):
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         verdict = super().verify(draft, p, rng)
         return Verdict(verdict.length, verdict.token + p.shape[2])
 
 
 class Column(Honest):
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         verdict = super().verify(draft, p, rng)
         return Verdict(verdict.length[:, None], verdict.token)
 
 
 class LongerThanTheDraft(Honest):
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         verdict = super().verify(draft, p, rng)
         return Verdict(verdict.length + 1, verdict.token)
 
 
 class WritesIntoP(Honest):
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         verdict = super().verify(draft, p, rng)
         p[:, 0] = 0
         return verdict
 
 
 class Looks(Honest):
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return super().verify(draft, p * float(p.sum() > 0), rng)
 
 

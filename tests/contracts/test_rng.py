@@ -44,7 +44,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], wa
 
 
 def uniforms(seed: int, stream: list[int], position: list[int], purpose: str = "accept", n: int = 6) -> torch.Tensor:
-    return CounterRng(seed).round(stream, position, CPU).uniform(purpose, 0, n)
+    return CounterRng(seed).for_step(stream, position, CPU).uniform(purpose, 0, n)
 
 
 def test_numbers_do_not_depend_on_batch_or_slot() -> None:
@@ -55,7 +55,7 @@ def test_numbers_do_not_depend_on_batch_or_slot() -> None:
 
 def test_numbers_do_not_depend_on_what_was_drawn_before() -> None:
     at_once = uniforms(7, [3], [10], n=40)
-    piecewise = CounterRng(7).round([3], [10], CPU)
+    piecewise = CounterRng(7).for_step([3], [10], CPU)
     piecewise.draw(torch.ones(1, 5), "draft", 0)
     assert torch.equal(piecewise.uniform("accept", 30, 10), at_once[:, 30:])
     assert torch.equal(piecewise.uniform("accept", 0, 1), at_once[:, :1])
@@ -78,10 +78,10 @@ def test_any_integer_is_a_seed(seed: int) -> None:
     assert ((found >= 0) & (found < 1)).all()
 
 
-def test_a_number_is_used_once_a_round() -> None:
-    rng = CounterRng(0).round([0], [0], CPU)
+def test_a_number_is_used_once_a_step() -> None:
+    rng = CounterRng(0).for_step([0], [0], CPU)
     rng.accept(torch.full((1, 4), 0.5))
-    with pytest.raises(ValueError, match=r"\[3\] for 'accept' were already used this round"):
+    with pytest.raises(ValueError, match=r"\[3\] for 'accept' were already used this step"):
         rng.accept(torch.full((1, 4), 0.5), index=3)
     rng.accept(torch.full((1, 4), 0.5), index=4)
     rng.draw(torch.ones(1, 3), "draft", 0)  # another purpose has its own numbers
@@ -91,13 +91,13 @@ def test_a_number_is_used_once_a_round() -> None:
 
 def test_an_unknown_purpose_is_an_error() -> None:
     with pytest.raises(ValueError):
-        CounterRng(0).round([0], [0], CPU).uniform("no-such-purpose", 0, 1)
+        CounterRng(0).for_step([0], [0], CPU).uniform("no-such-purpose", 0, 1)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 def test_impossible_and_certain_coins(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
     """Acceptance is strict: even the number 0 does not accept an event of probability 0."""
-    rng = CounterRng(0).round([0], [0], CPU)
+    rng = CounterRng(0).for_step([0], [0], CPU)
     monkeypatch.setattr(rng, "uniform", lambda purpose, index, n: torch.full((1, n), uniform, dtype=torch.float64))
     h = torch.tensor([[0.0, 1.0]])
     assert torch.equal(rng.accept(h), h == 1)
@@ -126,7 +126,7 @@ def test_uniformity(varying: str) -> None:
 
 def test_draws_follow_their_weights() -> None:
     n, weights = 100_000, torch.tensor([0.5, 0.0, 3.0, 1.5], dtype=torch.float64)
-    found = CounterRng(5).round(range(n), [0] * n, CPU).draw(weights.expand(n, 4))
+    found = CounterRng(5).for_step(range(n), [0] * n, CPU).draw(weights.expand(n, 4))
     counts = found.bincount(minlength=4)
     assert counts[1] == 0
     kept = weights > 0
@@ -187,14 +187,14 @@ def test_inverse_cdf_finds_a_block_and_a_token_in_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
-    """Two numbers a draw, neither of them one that another draw or coin of the round uses."""
-    numbers = CounterRng(0).round([3], [5], torch.device("cpu"))
+    """Two numbers a draw, neither of them one that another draw or coin of the step uses."""
+    numbers = CounterRng(0).for_step([3], [5], torch.device("cpu"))
     weights = torch.rand(1, 5000, generator=torch.Generator().manual_seed(0))
     numbers.draw(weights)
     table = numbers.table(16)
     assert table.shape == (2 * len(PURPOSES), 1, 16) and len(table.unique()) == table.numel()
     mine = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
-    again = CounterRng(0).round([3], [5], torch.device("cpu"))
+    again = CounterRng(0).for_step([3], [5], torch.device("cpu"))
     assert torch.equal(again.draw(weights), inverse_cdf(weights, *mine))
 
 
@@ -202,34 +202,34 @@ def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
 @pytest.mark.parametrize("v", [9, 700, 5000])
 def test_several_draws_at_once_are_the_same_draws(indices: list[int], v: int) -> None:
     weights = torch.rand(4, 3, v, generator=torch.Generator().manual_seed(v)) ** 9
-    one, other, slow = (CounterRng(1).round(range(4), [3] * 4, CPU) for _ in range(3))
+    one, other, slow = (CounterRng(1).for_step(range(4), [3] * 4, CPU) for _ in range(3))
     drawn = draw_each(one, weights, "draft", indices)
     alone = [other.draw(column, "draft", index) for column, index in zip(weights.unbind(1), indices, strict=True)]
     assert torch.equal(drawn, torch.stack(alone, 1))
     assert torch.equal(drawn, draw_each(Plain(slow), weights, "draft", indices))
-    with pytest.raises(ValueError, match="already used this round"):
+    with pytest.raises(ValueError, match="already used this step"):
         draw_each(one, weights, "draft", indices)
 
 
 def test_one_of_two_draws_is_that_draw() -> None:
     weights = torch.rand(4, 5000, generator=torch.Generator().manual_seed(2)) ** 9
     which = torch.tensor([True, False, False, True])
-    one, other = (CounterRng(1).round(range(4), [3] * 4, CPU) for _ in range(2))
+    one, other = (CounterRng(1).for_step(range(4), [3] * 4, CPU) for _ in range(2))
     drawn = one.draw_either(which, weights, ("residual", 2), ("other", 0))
     assert torch.equal(drawn, torch.where(which, other.draw(weights, "residual", 2), other.draw(weights, "other", 0)))
-    with pytest.raises(ValueError, match="already used this round"):
+    with pytest.raises(ValueError, match="already used this step"):
         one.draw(weights, "other", 0)
 
 
 @pytest.mark.parametrize("before", [0, 3, 40])
 def test_some_rows_have_the_numbers_of_the_whole_batch(before: int) -> None:
-    whole = CounterRng(1).round(range(5), [3, 4, 5, 6, 7], CPU)
+    whole = CounterRng(1).for_step(range(5), [3, 4, 5, 6, 7], CPU)
     for index in range(before):
         whole.uniform("draft", index, 1)
     part = whole.of_rows(slice(1, 3))
     assert torch.equal(part.uniform("accept", 5, 20), whole.uniform("accept", 5, 20)[1:3])
     if before:
-        with pytest.raises(ValueError, match="already used this round"):
+        with pytest.raises(ValueError, match="already used this step"):
             part.uniform("draft", 0, 1)
 
 
@@ -237,7 +237,7 @@ def test_some_rows_have_the_numbers_of_the_whole_batch(before: int) -> None:
 @given(seed=st.integers(0, 999), n=st.integers(0, 6), low=st.floats(0, 1))
 def test_the_first_coin_that_says_yes(seed: int, n: int, low: float) -> None:
     h = torch.rand(5, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * low
-    one, other, slow = (CounterRng(seed).round(range(5), [0] * 5, CPU) for _ in range(3))
+    one, other, slow = (CounterRng(seed).for_step(range(5), [0] * 5, CPU) for _ in range(3))
     said = other.accept(h).tolist()
     want = [row.index(True) if True in row else n for row in said]
     assert first_accepted(one, h).tolist() == want == first_accepted(Plain(slow), h).tolist()

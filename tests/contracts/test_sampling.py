@@ -21,7 +21,7 @@ def test_nan_and_infinity_never_pass_for_a_law(temperature: float, top_k: int, t
         for count in (1, 4, 8):
             for first in (0, 3, 7):
                 spoilt.append(torch.where((torch.arange(8) - first) % 8 < count, value, good))
-    p, finite = sampling.checked_law(torch.stack([good, *spoilt]))
+    p, finite = sampling.checked_probs(torch.stack([good, *spoilt]))
     impossible_only = [bool((row == -math.inf).any()) and not bool((row == -math.inf).all()) for row in spoilt]
     assert finite.tolist() == [True, *impossible_only]
     assert torch.allclose(p[finite].sum(1), torch.ones(int(finite.sum())))

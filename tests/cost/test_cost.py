@@ -25,13 +25,13 @@ def test_passes_are_those_of_the_loop(tiny_model: Any, monkeypatch: Any) -> None
     from crossdraft.framework.lm.transformers_lm import TransformersLM
 
     seen: list[tuple[int, int, list[int]]] = []
-    grow = TransformersLM.grow
+    grow = TransformersLM.forward
 
     def spy(self: TransformersLM, tokens: torch.Tensor, parents: Any = None) -> Any:
         seen.append((tokens.shape[0], tokens.shape[1], list(self.lengths)))
         return grow(self, tokens, parents)
 
-    monkeypatch.setattr(TransformersLM, "grow", spy)
+    monkeypatch.setattr(TransformersLM, "forward", spy)
     advanced: list[int] = []
     points = measure_passes(
         tiny_model("llama"), batch_sizes=[1, 3], widths=[1, 4], contexts=[2, 20], repeats=3, advance=advanced.append

@@ -1,4 +1,4 @@
-"""What a finished cell says about its rounds, and predictions from it, on synthetic numbers."""
+"""What a finished cell says about its steps, and predictions from it, on synthetic numbers."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from cost_curves import HERE, curve, piece, rows, seconds
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.cost.curve import CostCurve
 from crossdraft.framework.cost.finished_cells import (
-    BatchRound,
-    batch_rounds,
+    BatchStep,
+    batch_steps,
     last_paying,
     predicted,
     predictions,
@@ -17,27 +17,27 @@ from crossdraft.framework.cost.finished_cells import (
 )
 from crossdraft.framework.cost.prediction import CellStatistics, predict
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.cell_metrics import Estimate, Metrics, RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import Estimate, Metrics, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Strategy
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy
 
 
-def test_rounds_of_the_batch_by_hand() -> None:
+def test_steps_of_the_batch_by_hand() -> None:
     # Two slots. Piece one: prompts 0 and 1, prompt 2 takes the slot of 1; then the second turn of prompt 0.
     records = [*rows(0, 0, [2, 2]), *rows(1, 0, [3]), *rows(2, 0, [1, 1, 1]), *rows(0, 1, [2]), *rows(3, 0, [5])]
-    rounds = batch_rounds(records, [10, 20, 5, 30, 7], [piece(12), piece(5)], 2)
-    assert rounds == [
-        BatchRound(2, 2, 20, 5),
-        BatchRound(2, 2, 12, 3),
-        BatchRound(1, 2, 6, 1),
-        BatchRound(1, 2, 7, 1),
-        BatchRound(1, 2, 30, 2),
-        BatchRound(1, 2, 7, 5),
+    steps = batch_steps(records, [10, 20, 5, 30, 7], [piece(12), piece(5)], 2)
+    assert steps == [
+        BatchStep(2, 2, 20, 5),
+        BatchStep(2, 2, 12, 3),
+        BatchStep(1, 2, 6, 1),
+        BatchStep(1, 2, 7, 1),
+        BatchStep(1, 2, 30, 2),
+        BatchStep(1, 2, 7, 5),
     ]
     tail = Piece(8, piece(8).seconds, tail_emitted=4, tail_seconds=3.0)  # both parts are of the same piece
-    assert batch_rounds(records, [10, 20, 5, 30, 7], [tail, piece(5)], 2) == rounds
+    assert batch_steps(records, [10, 20, 5, 30, 7], [tail, piece(5)], 2) == steps
 
 
 def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> None:
@@ -46,17 +46,17 @@ def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> No
     prompts = [[3, 4, 3, 4, 3, 4, 7 + i][: 3 + i % 4] for i in range(8)]
     responses = sorted(loop.run(prompts), key=lambda response: response.index)
     records = [
-        RoundRecord(r.index, str(r.index), "a", 0, i, x.tau, x.emitted, x.nodes, x.width, x.limit)
+        StepRecord(r.index, str(r.index), "a", 0, i, x.tau, x.emitted, x.nodes, x.width, x.limit)
         for r in responses
-        for i, x in enumerate(r.rounds)
+        for i, x in enumerate(r.steps)
     ]
     emitted = sum(len(r.tokens) for r in responses)
-    rounds = batch_rounds(records, [len(p) for p in prompts], [piece(emitted)], 3)
-    assert len(rounds) == loop.batch_rounds
-    assert sum(r.occupied * (r.nodes + 1) for r in rounds) == loop.target_rows
-    assert sum(r.occupied for r in rounds) == len(records)
-    assert sum(r.emitted for r in rounds) == emitted
-    assert len({r.occupied for r in rounds}) > 1  # the batch ran empty towards the end
+    steps = batch_steps(records, [len(p) for p in prompts], [piece(emitted)], 3)
+    assert len(steps) == loop.batch_steps
+    assert sum(r.occupied * (r.nodes + 1) for r in steps) == loop.target_rows
+    assert sum(r.occupied for r in steps) == len(records)
+    assert sum(r.emitted for r in steps) == emitted
+    assert len({r.occupied for r in steps}) > 1  # the batch ran empty towards the end
 
 
 def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int = 8, sha: str = "abc") -> CellResult:
@@ -82,7 +82,7 @@ def test_statistics_of_a_cell() -> None:
     assert found == CellStatistics(
         batch_size=2,
         occupied=2.0,
-        tokens_per_round=2.0,
+        tokens_per_step=2.0,
         widths={2: 1.0},
         context=101.0,  # the longest row: 100, then 102
         passes=4.0,
@@ -93,21 +93,21 @@ def test_statistics_of_a_cell() -> None:
     assert statistics(result(error=True)) is None
 
 
-def test_statistics_count_the_rounds_that_the_rate_counts() -> None:
+def test_statistics_count_the_steps_that_the_rate_counts() -> None:
     made = result()
-    made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two rounds of both rows, a tail of two of one
+    made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two steps of both rows, a tail of two of one
     made.pieces = [Piece(8, piece(8).seconds, tail_emitted=5, tail_seconds=7.0)]
     made.metrics = measure(made.records, made.pieces, passes=16)
     assert made.metrics.tokens_per_second == 8 / 8
     found = statistics(made)
     assert found is not None
-    assert (found.occupied, found.tokens_per_round, found.context) == (2.0, 8 / 4, 101.0)
+    assert (found.occupied, found.tokens_per_step, found.context) == (2.0, 8 / 4, 101.0)
     assert (found.passes, found.draft_width) == (4.0, 1.0)
     assert (found.draft_seconds, found.other_seconds) == (0.5, 1.5)
 
 
 def test_a_pass_of_several_tokens_a_row() -> None:
-    made = result(passes=2)  # 2 nodes a round from one pass
+    made = result(passes=2)  # 2 nodes a step from one pass
     found = statistics(made)
     assert found is not None and (found.passes, found.draft_width) == (1.0, 2.0)
     assert predict(found, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))

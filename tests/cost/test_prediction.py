@@ -7,8 +7,8 @@ from crossdraft.framework.cost.prediction import CellStatistics, predict, schedu
 from crossdraft.framework.errors import UsageError
 
 
-def test_predicted_round_by_hand() -> None:
-    # Half of the rounds draft 4 nodes, half none; two passes of the drafting model a round.
+def test_predicted_step_by_hand() -> None:
+    # Half of the steps draft 4 nodes, half none; two passes of the drafting model a step.
     cell = CellStatistics(8, 6.0, 2.5, {0: 0.5, 4: 0.5}, 200, passes=2, draft_seconds=99, other_seconds=3)
     drafter = curve(cost=lambda b, w, c: seconds(b, w, c) / 10)
     found = predict(cell, curve(), drafter)
@@ -55,16 +55,16 @@ def test_plain_decoding_is_its_own_baseline() -> None:
 
 def test_tokens_of_a_chain() -> None:
     chain = CellStatistics.chain(4, 3, 0.5, 100)
-    assert chain.tokens_per_round == (1 - 0.5**4) / (1 - 0.5)
+    assert chain.tokens_per_step == (1 - 0.5**4) / (1 - 0.5)
     assert (chain.widths, chain.passes, chain.occupied) == ({3: 1.0}, 3, 4)
-    assert CellStatistics.chain(1, 3, 1.0, 100).tokens_per_round == 4
-    assert CellStatistics.chain(1, 3, 0.0, 100).tokens_per_round == 1
+    assert CellStatistics.chain(1, 3, 1.0, 100).tokens_per_step == 4
+    assert CellStatistics.chain(1, 3, 0.0, 100).tokens_per_step == 1
 
 
 def test_another_batch_size() -> None:
     cell = CellStatistics(2, 1.5, 2.0, {4: 1.0}, 100, passes=3, draft_seconds=1, other_seconds=4).at(8)
     assert (cell.batch_size, cell.occupied, cell.draft_seconds, cell.other_seconds) == (8, 8, 4, 16)
-    assert (cell.tokens_per_round, cell.passes) == (2.0, 3)
+    assert (cell.tokens_per_step, cell.passes) == (2.0, 3)
 
 
 def test_a_shorter_draft() -> None:
@@ -76,7 +76,7 @@ def test_a_shorter_draft() -> None:
     )
     cut = mixed.cut(1)
     assert cut.widths == {0: 0.25, 1: 0.75}
-    assert cut.tokens_per_round == pytest.approx(1.45)  # an end inside the draft stays an end
+    assert cut.tokens_per_step == pytest.approx(1.45)  # an end inside the draft stays an end
     assert cut.draft_seconds == 2
     with pytest.raises(UsageError, match="up to 4 tokens, not 5; run a cell with gamma 5"):
         full.cut(5)

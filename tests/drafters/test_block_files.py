@@ -105,12 +105,12 @@ def test_a_published_layout_loads_whole(target: Any, name: str, config: Any, ten
 def test_a_reduced_vocabulary_and_tables_of_their_own(target: Any) -> None:
     own = {"embed_tokens.weight": random(V, 32), "lm_head.weight": random(7, 32)}
     drafter = load(target, "dflash", {**dflash(), **own, **REDUCED}, speculators("dflash", draft_vocab_size=7))
-    drafter.begin(0, [3, 1, 4, 1], torch.randn(3, 3, 32))
+    drafter.start(0, [3, 1, 4, 1], torch.randn(3, 3, 32))
     from crossdraft.framework.contracts.draft import Sequences
     from crossdraft.framework.contracts.rng import CounterRng
 
     sequences = Sequences([[3, 1, 4, 1]], torch.tensor([[3, 1, 4, 1]]), [5], [0])
-    draft = drafter.propose(sequences, CounterRng(0).round([0], [4], torch.device("cpu")))
+    draft = drafter.propose(sequences, CounterRng(0).for_step([0], [4], torch.device("cpu")))
     assert (draft.q > 0).any(1)[0].nonzero().flatten().tolist() == sorted(IDS.tolist())
     assert set(draft.tokens[0].tolist()) <= set(IDS.tolist())
 

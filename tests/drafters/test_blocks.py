@@ -1,4 +1,4 @@
-"""`dflash`, `dspark` and `p-eagle`: what a block's laws are, and that they outlive rounds of any fate.
+"""`dflash`, `dspark` and `p-eagle`: what a block's laws are, and that they outlive steps of any fate.
 
 Most heads here are random; some are trained, in a second each, on one text of a tiny target.
 """
@@ -91,9 +91,9 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
 )
 def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any, name: str) -> None:
-    """Over rounds that accept some of a draft and reject some, in rows of different length, from nothing but the text.
+    """Over steps that accept some of a draft and reject some, in rows of different length, from nothing but the text.
 
-    At a high temperature all laws are close, so that rounds end everywhere. A feature that is missing, stale or of
+    At a high temperature all laws are close, so that steps end everywhere. A feature that is missing, stale or of
     another token, a key in the wrong slot, a block that sees too much or too little show up here.
     """
     temperature, drafter = 8.0, "dspark" if name.startswith("dspark") else name
@@ -133,10 +133,10 @@ def test_a_wrong_law_is_seen(make: Callable, target: Any, name: str) -> None:
     fuse = loop.drafter.head.fuse
     loop.drafter.head.fuse = lambda hidden: fuse(hidden.roll(1, 0)) if hidden.shape[0] > 3 else fuse(hidden)
     plain = Plain(kept(loop.drafter.head), target)
-    loop.begin(0, PROMPTS[2])
+    loop.start(0, PROMPTS[2])
     history = list(PROMPTS[2])
     with torch.inference_mode():
-        draft = loop.drafter.propose(loop.sequences, loop.rng.round([0], [len(history)], torch.device("cpu")))
+        draft = loop.drafter.propose(loop.sequences, loop.rng.for_step([0], [len(history)], torch.device("cpu")))
         states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
         hidden = torch.stack([states[i][0] for i in LAYERS], 1)[:-1]
         wanted = plain.logits(name, hidden, history, draft.tokens[0].tolist())
@@ -172,7 +172,7 @@ def test_temperature_zero_is_plain_decoding(
     taus = set()
     for response in make(name, "greedy", batch_size, model=trained(name)).run([list(p) for p in prompts]):
         assert response.tokens == expected[response.index]
-        taus |= {r.tau for r in response.rounds}
+        taus |= {r.tau for r in response.steps}
     assert {0, DRAFTS[name]} <= taus
 
 
@@ -180,10 +180,10 @@ def test_temperature_zero_is_plain_decoding(
 def test_a_text_that_was_learnt_is_accepted_whole(
     make: Callable, trained: Callable, text: list[int], name: str
 ) -> None:
-    """Every token of every block: rounds after the first live on features of accepted tokens."""
+    """Every token of every block: steps after the first live on features of accepted tokens."""
     (response,) = make(name, "greedy", 1, model=trained(name), max_new_tokens=16).run([START])
     assert response.tokens == text[len(START) : len(START) + 16]
-    assert [r.tau for r in response.rounds[:3]] == [DRAFTS[name]] * 3
+    assert [r.tau for r in response.steps[:3]] == [DRAFTS[name]] * 3
 
 
 @pytest.mark.parametrize("name", ["dspark", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dflash", "p-eagle")]])
@@ -196,8 +196,8 @@ def test_samples_do_not_depend_on_the_batch_size(make: Callable, name: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rounds_without_drafts_are_made_up_for(make: Callable, plainly: Callable, trained: Callable, name: str) -> None:
-    """A policy drafts nothing while two rows are decoded, and more features wait than a round commits."""
+def test_steps_without_drafts_are_made_up_for(make: Callable, plainly: Callable, trained: Callable, name: str) -> None:
+    """A policy drafts nothing while two rows are decoded, and more features wait than a step commits."""
     own = {"policy": {"name": "batch-size", "lengths": [[1, 3], [2, 0]]}, "gamma": 3}
     prompts = (tuple(PROMPTS[2]), tuple(START))
     expected = plainly(prompts)
@@ -207,7 +207,7 @@ def test_rounds_without_drafts_are_made_up_for(make: Callable, plainly: Callable
     loop = make(name, "greedy", 2, model=trained(name), options=own, eos=[stop])
     responses = {r.index: r for r in loop.run([list(p) for p in prompts])}
     assert responses[1].tokens == expected[1][:cut] and responses[0].tokens == expected[0]
-    assert [r.nodes for r in responses[0].rounds][: cut + 1] == [0] * cut + [min(3, 12 - cut - 1)]
+    assert [r.nodes for r in responses[0].steps][: cut + 1] == [0] * cut + [min(3, 12 - cut - 1)]
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_a_block_stays_inside_the_context(make: Callable) -> None:
     for name in NAMES:
         prompts = [list(range(85)), list(range(7, 87))]
         for response in make(name, "greedy", 2, max_new_tokens=200).run(prompts):
-            assert response.finish == "context" and len(prompts[response.index]) + len(response.tokens) == 96
+            assert response.finish_reason == "length" and len(prompts[response.index]) + len(response.tokens) == 96
 
 
 # -- where a draft ends -----------------------------------------------------------------------------------
@@ -242,10 +242,10 @@ def test_the_confidence_head_ends_a_draft_before_it_draws(make: Callable, target
 
     loop.drafter.propose = watched
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
+        loop.start(row, prompt)
     for _ in range(4):
         with torch.inference_mode():
-            loop.round()
+            loop.step()
     assert len(seen) > 1
 
 
@@ -256,7 +256,7 @@ def test_policies_end_a_draft(make: Callable, plainly: Callable, trained: Callab
     nodes = set()
     for response in make(name, "greedy", 3, model=trained(name), options=own).run([list(p) for p in prompts]):
         assert response.tokens == plainly(prompts)[response.index]
-        nodes |= {r.nodes for r in response.rounds}
+        nodes |= {r.nodes for r in response.steps}
     assert len(nodes) > 1
 
 
@@ -265,9 +265,9 @@ def test_gamma_cuts_a_block(make: Callable, target: Any) -> None:
     laws = []
     for gamma in (1, 3):
         loop = make("dflash", "token", 1, 1.0, options={"gamma": gamma})
-        loop.begin(0, PROMPTS[2])
+        loop.start(0, PROMPTS[2])
         with torch.inference_mode():
-            draft = loop.drafter.propose(loop.sequences, loop.rng.round([0], [13], torch.device("cpu")))
+            draft = loop.drafter.propose(loop.sequences, loop.rng.for_step([0], [13], torch.device("cpu")))
         assert draft.width == gamma
         laws.append(draft.q[0, 0])
     assert torch.equal(*laws)

@@ -1,4 +1,4 @@
-"""The joint law of two rounds with a drafter of blocks is the target's, enumerated exactly."""
+"""The joint law of two steps with a drafter of blocks is the target's, enumerated exactly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ SLOW = pytest.mark.slow
         pytest.param("dflash", 2, {"policy": {"name": "confidence", "threshold": 0.4}}, "token", marks=SLOW),
     ],
 )
-def test_the_joint_law_of_two_rounds_is_the_targets(
+def test_the_joint_law_of_two_steps_is_the_targets(
     enumerate_model: Callable, exact: Callable, name: str, gamma: int, more: dict[str, Any], verifier: str
 ) -> None:
     target, options = exact(name)
@@ -93,7 +93,7 @@ def test_the_law_before_the_correction_is_not_the_one_that_was_drawn(
         self.following = lambda logits, states: held.append(logits) or following(self, logits, states)
         draft = honest(self, sequences, rng)
         if draft.q is not None:
-            draft.q = self.sampling.law(held[-1])[:, : draft.q.shape[1]].contiguous()
+            draft.q = self.sampling.probs(held[-1])[:, : draft.q.shape[1]].contiguous()
         return draft
 
     drafter.propose = dishonest

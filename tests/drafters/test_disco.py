@@ -56,7 +56,7 @@ def build(checkpoint: str, **options: Any) -> Callable:
 @pytest.mark.parametrize("toy", ["T0", "G2"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_lossless_by_enumeration(toys: dict[str, Toy], tmp_path: Path, toy: str, rule: str) -> None:
-    found = certify(toys[toy], build(saved(tmp_path)), plugins.get("verifiers", rule), rounds=2, gamma=2)
+    found = certify(toys[toy], build(saved(tmp_path)), plugins.get("verifiers", rule), steps=2, gamma=2)
     assert found.tv <= TOLERANCE and found.drafted
 
 
@@ -65,7 +65,7 @@ def test_a_classifier_that_reads_the_tokens_probability_is_a_threshold(toys: dic
     checkpoint = saved(tmp_path)
     for name in ("T0", "G1", "G2"):
         both = [
-            certify(toys[name], made, plugins.get("verifiers", "token"), rounds=1, gamma=3).expected_tau
+            certify(toys[name], made, plugins.get("verifiers", "token"), steps=1, gamma=3).expected_tau
             for made in (
                 build(checkpoint),
                 lambda context, gamma: SmallLM(
@@ -88,7 +88,7 @@ def test_dropping_the_token_that_was_looked_at_is_caught(
     from crossdraft.drafters.autoregressive import disco
 
     monkeypatch.setattr(disco, "DiscoLength", Peeks)
-    found = certify(toys["G2"], build(saved(tmp_path)), plugins.get("verifiers", "token"), rounds=1, gamma=2)
+    found = certify(toys["G2"], build(saved(tmp_path)), plugins.get("verifiers", "token"), steps=1, gamma=2)
     assert found.tv > 1e-3
 
 
@@ -105,7 +105,7 @@ def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, dec
         drafting=tiny_model("llama", noise=0.05),
         temperature=1.0,
         max_new_tokens=20,
-        on_round=lambda event: seen.append(event.draft),
+        on_step=lambda event: seen.append(event.draft),
     )
     list(loop.run([[5], [7, 8, 9]]))
     assert {draft.width for draft in seen[:3]} == {3}

@@ -33,7 +33,7 @@ def make(drafter: type[DynamicThreshold] = DynamicThreshold, **options: Any) -> 
 
 
 def drafted_and_accepted(toy: Toy, threshold: float, temperature: float) -> tuple[float, float]:
-    """Tokens drafted and tokens accepted by token verification in a round, without decoding."""
+    """Tokens drafted and tokens accepted by token verification in a step, without decoding."""
     drafted = accepted = 0.0
     p, q = toy.target.tolist(), toy.drafter.tolist()
     for depth in range(1, toy.gamma + 1):
@@ -60,7 +60,7 @@ def test_stopping_before_an_unsure_law_is_lossless(
 ) -> None:
     build = make(stop="before", threshold=threshold - EDGE, temperature=temperature)
     for verifier in ("token", "block"):
-        found = certify(toys[toy], build, plugins.get("verifiers", verifier), rounds=2, markov=True)
+        found = certify(toys[toy], build, plugins.get("verifiers", verifier), steps=2, markov=True)
         assert found.tv <= TOLERANCE
         if verifier == "token":
             want = drafted_and_accepted(toys[toy], threshold - EDGE, temperature)[1]
@@ -70,7 +70,7 @@ def test_stopping_before_an_unsure_law_is_lossless(
 @pytest.mark.parametrize("toy", TOYS)
 def test_greedy_is_exact_after_an_early_stop(toys: dict[str, Toy], toy: str) -> None:
     build = make(stop="before", threshold=0.6 - EDGE)
-    found = certify(toys[toy], build, plugins.get("verifiers", "greedy"), rounds=2, temperature=0, markov=True)
+    found = certify(toys[toy], build, plugins.get("verifiers", "greedy"), steps=2, temperature=0, markov=True)
     assert found.tv <= TOLERANCE
 
 
@@ -121,9 +121,9 @@ def propose(laws: list[list[float]], starts: list[list[int]], limit: int = 9, **
     tokens = torch.zeros(b, 32, dtype=torch.long)
     sequences = Sequences([[] for _ in starts], tokens, [limit] * b, list(range(b)))
     for row, start in enumerate(starts):
-        drafter.begin(row, start)
+        drafter.start(row, start)
         sequences.append(row, start)
-    rng = CounterRng(0).round(range(b), [0] * b, torch.device("cpu"))
+    rng = CounterRng(0).for_step(range(b), [0] * b, torch.device("cpu"))
     return drafter.propose(sequences, rng), drafter
 
 
@@ -205,6 +205,6 @@ def test_a_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: f
     plain = decoder(target, NoDrafter, {}, greedy, batch_size=3, max_new_tokens=20)
     responses, expected = list(ours.run(prompts)), list(plain.run(prompts))
     assert {r.index: r.tokens for r in responses} == {r.index: r.tokens for r in expected}
-    rounds = [each for r in responses for each in r.rounds]
-    assert {0, 1, 2} <= {each.nodes for each in rounds}
-    assert any(each.tau for each in rounds) and any(each.tau < each.nodes for each in rounds)
+    steps = [each for r in responses for each in r.steps]
+    assert {0, 1, 2} <= {each.nodes for each in steps}
+    assert any(each.tau for each in steps) and any(each.tau < each.nodes for each in steps)

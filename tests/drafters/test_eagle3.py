@@ -247,8 +247,8 @@ def test_logits_are_those_of_a_plain_computation(target: Any, name: str) -> None
     out = drafter.head(torch.tensor([tokens]), fused[None])
     torch.testing.assert_close(out.features[0], features, atol=1e-4, rtol=1e-4)
     # The same through the cache: prefill, then a ragged step, in a slot whose neighbour is shorter.
-    drafter.lm.begin(0, tokens[:9], fused[:8])
-    drafter.lm.begin(1, tokens[:2], fused[:1])
+    drafter.lm.start(0, tokens[:9], fused[:8])
+    drafter.lm.start(1, tokens[:2], fused[:1])
     last = drafter.lm.commit(
         torch.tensor([tokens[8:], [tokens[1], 0, 0]]), torch.stack([fused[8:], fused[1:4]]), [3, 1]
     )
@@ -295,7 +295,7 @@ def test_the_default_layers_are_the_authors(tiny_model: Callable, depth: int, ex
     traits = Eagle3.traits(Eagle3.Config(model="m"), Sampling())
     lm = TransformersLM(model, 1, 32)
     lm.hidden_layers = traits.hidden_layers
-    hidden = lm.begin(0, [3, 1, 4, 1])
+    hidden = lm.start(0, [3, 1, 4, 1])
     states = model(torch.tensor([[3, 1, 4]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(hidden, torch.stack([states[i][0] for i in expected], 1), atol=1e-4, rtol=1e-4)
 

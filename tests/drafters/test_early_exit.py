@@ -67,10 +67,10 @@ def plain(model: Any) -> list[list[int]]:
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, policy: Any) -> None:
     reference = plain(deep)
     seen: list[Any] = []
-    loop = decoder(deep, batch_size, 0.0, options={"policy": policy}, on_round=seen.append)
+    loop = decoder(deep, batch_size, 0.0, options={"policy": policy}, on_step=seen.append)
     assert answers(loop) == reference
     assert any(max(event.accepted) > 0 for event in seen), "nothing was accepted, so nothing was tried"
-    assert all(event.scores.taken_up is not None for event in seen if event.draft.width)
+    assert all(event.scores.resume_matches is not None for event in seen if event.draft.width)
 
 
 class Counted:
@@ -97,30 +97,30 @@ class Counted:
 
 @pytest.mark.parametrize("batch_size, temperature", [(1, 0.0), (3, 1.0)])
 def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, temperature: float) -> None:
-    """Counted: of a round the first layers see root and draft once, in drafting or after it, and so do the others."""
+    """Counted: of a step the first layers see root and draft once, in drafting or after it, and so do the others."""
     seen: list[Any] = []
     # Prompts that share a pass are padded, and padding would be counted.
-    loop = decoder(deep, batch_size, temperature, on_round=seen.append, prefill_tokens=0)
+    loop = decoder(deep, batch_size, temperature, on_step=seen.append, prefill_tokens=0)
     counted = Counted(deep)
     try:
         answers(loop, PROMPTS[:batch_size])
     finally:
         counted.close()
     prefill = sum(len(prompt) - 1 for prompt in PROMPTS[:batch_size])
-    rounds = sum(batch_size * (1 + event.draft.width) for event in seen)
+    steps = sum(batch_size * (1 + event.draft.width) for event in seen)
     assert any(event.draft.width == 4 for event in seen)
-    assert counted.tokens == Counter(dict.fromkeys(range(5), prefill + rounds))
+    assert counted.tokens == Counter(dict.fromkeys(range(5), prefill + steps))
     # The head: a pass a drafted token, one over the whole draft, none for what the first layers were lacking. Prefill
     # keeps the logits of one token.
     drafting = sum(batch_size * event.draft.width for event in seen)
-    assert counted.heads == rounds + drafting + sum(len(prompt) > 1 for prompt in PROMPTS[:batch_size])
+    assert counted.heads == steps + drafting + sum(len(prompt) > 1 for prompt in PROMPTS[:batch_size])
 
 
 def test_without_taking_up_the_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
     """What the test before would look like if nothing was shared: it can fail."""
     monkeypatch.setattr(layer_subset, "_continues", lambda model, shared: False)
     seen: list[Any] = []
-    loop = decoder(deep, 1, 0.0, on_round=seen.append)
+    loop = decoder(deep, 1, 0.0, on_step=seen.append)
     counted = Counted(deep)
     try:
         found = answers(loop, PROMPTS[:1])
@@ -135,12 +135,12 @@ def test_keys_and_values_are_those_of_a_pass_of_the_whole_model(deep: Any) -> No
     """In every layer, for everything that was committed."""
     loop = decoder(deep, 2, 1.0, max_new_tokens=40)
     for row in range(2):
-        loop.begin(row, PROMPTS[row + 1], row, row)
+        loop.start(row, PROMPTS[row + 1], row, row)
     for _ in range(4):
-        loop.round()
+        loop.step()
     for row, history in enumerate(loop.sequences.history):
         alone = TransformersLM(deep, 1, 96)
-        alone.begin(0, history)
+        alone.start(0, history)
         held = loop.target.lengths[row]
         assert held == len(history) - 1 > len(PROMPTS[row + 1]) + 3
         for ours, other in zip(loop.target.cache.layers, alone.cache.layers, strict=True):
@@ -151,22 +151,22 @@ def test_keys_and_values_are_those_of_a_pass_of_the_whole_model(deep: Any) -> No
 
 
 class Liar(EarlyExit):
-    """Feeds its fork other tokens than it drafts, from the third round on."""
+    """Feeds its fork other tokens than it drafts, from the third step on."""
 
     name = "liar"
-    rounds = 0
+    steps = 0
 
     def propose(self, sequences: Any, rng: Any) -> Any:
         draft = super().propose(sequences, rng)
-        self.rounds += 1
-        if self.rounds > 2 and draft.width:
+        self.steps += 1
+        if self.steps > 2 and draft.width:
             draft.tokens[:, 0] = (draft.tokens[:, 0] + 1) % self.context.vocab_size
         return draft
 
 
 @pytest.mark.parametrize("validate", ["always", "never"])
 def test_a_fork_that_was_fed_other_tokens_is_found(deep: Any, validate: str) -> None:
-    """In every round, validated or not: otherwise the target would say what nobody asked it."""
+    """In every step, validated or not: otherwise the target would say what nobody asked it."""
     loop = decoder(deep, 2, 0.0, drafter=Liar, validate=validate)
     with pytest.raises(ContractError, match="drafter 'liar' drafted other tokens than it fed to a fork in slot 0"):
         answers(loop)
@@ -181,7 +181,7 @@ def test_begun_is_for_chains(deep: Any) -> None:
             draft.drawn = "deterministic"
             return draft
 
-    with pytest.raises(ContractError, match="has begun a draft 'deterministic'"):
+    with pytest.raises(ContractError, match="has resume_from and a draft 'deterministic'"):
         answers(decoder(deep, 1, 0.0, drafter=Tree))
 
 
@@ -193,9 +193,9 @@ def test_other_architectures(tiny_model: Callable, family: str) -> None:
     model = tiny_model(family, copy="early-exit")
     reference = tiny_model(family, copy="reference")
     seen: list[Any] = []
-    loop = decoder(model, 3, 0.0, options={"exit_layer": 1, "gamma": 3}, on_round=seen.append)
+    loop = decoder(model, 3, 0.0, options={"exit_layer": 1, "gamma": 3}, on_step=seen.append)
     assert answers(loop) == plain(reference)
-    assert all(event.scores.taken_up is not None for event in seen if event.draft.width)
+    assert all(event.scores.resume_matches is not None for event in seen if event.draft.width)
 
 
 def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, tiny_model: Callable) -> None:
@@ -234,7 +234,7 @@ def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
         for b in (1, 3)
     )
     assert [r.tokens for r in one] == [r.tokens for r in three]
-    assert all(len(r.tokens) == 11 or r.finish == "eos" for r in one)
+    assert all(len(r.tokens) == 11 or r.finish_reason == "stop" for r in one)
 
 
 def test_graphs_replay_all_three_parts(deep: Any, monkeypatch: Any) -> None:

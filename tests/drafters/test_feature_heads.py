@@ -84,10 +84,10 @@ def plain(heads_decoder: Callable, target: Any) -> dict[int, list[int]]:
     [("eagle3", "chain"), ("eagle3", "branching"), ("eagle3", "dynamic"), ("eagle", "chain"), ("mtp", "chain")],
 )
 def test_a_text_that_was_learnt_is_accepted_whole(make: Callable, text: list[int], name: str, draft: str) -> None:
-    """Every draft token of every round: rounds after the first live on features that were fed again."""
+    """Every draft token of every step: steps after the first live on features that were fed again."""
     (response,) = make(name, draft, "greedy", 1, max_new_tokens=24).run([START])
     assert response.tokens == text[len(START) : len(START) + 24]
-    assert [r.emitted for r in response.rounds] == [GAMMA + 1] * 6
+    assert [r.emitted for r in response.steps] == [GAMMA + 1] * 6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +97,7 @@ def test_a_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
     fuse = loop.drafter.head.fuse
     loop.drafter.head.fuse = lambda hidden: fuse(hidden).roll(-1, dims=-2)
     (response,) = loop.run([START])
-    assert len(response.rounds) > 6
+    assert len(response.steps) > 6
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
     ],
 )
 def test_every_law_is_what_a_fresh_head_says(make: Callable, target: Any, name: str, kind: str) -> None:
-    """After rounds of accepted and rejected drafts, from the target's features of a pass over the whole sequence.
+    """After steps of accepted and rejected drafts, from the target's features of a pass over the whole sequence.
 
     A stale or misplaced key, a feature of the head's own that stayed, or a feature of the wrong node shows up here.
     """
@@ -149,24 +149,26 @@ def test_every_law_is_what_a_fresh_head_says(make: Callable, target: Any, name: 
                 parent = int(draft.parents[row, node])
                 path = [i for i in draft.path_to(torch.full((3,), parent))[row].tolist() if i >= 0]
                 logits = logits_after(history, draft.tokens[row, path].tolist())
-                elder = [j for j in range(node) if draft.parents[row, j] == parent]
+                earlier_siblings = [j for j in range(node) if draft.parents[row, j] == parent]
                 checked += 1
                 if sampled:
                     law = logits.softmax(-1)
-                    law[draft.tokens[row, elder]] = 0
+                    law[draft.tokens[row, earlier_siblings]] = 0
                     torch.testing.assert_close(draft.q[row, node], law / law.sum(), atol=1e-4, rtol=1e-3)
                 else:
                     better = int((logits > logits[draft.tokens[row, node]] + 1e-4).sum())
                     ranks = DRAFTS["choices"]["choices"]
-                    assert better == (ranks[node][-1] if kind == "choices" else len(elder)) or kind == "dynamic"
+                    assert (
+                        better == (ranks[node][-1] if kind == "choices" else len(earlier_siblings)) or kind == "dynamic"
+                    )
                     assert better < 3
         return draft
 
     loop.drafter.propose = watched
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
+        loop.start(row, prompt)
     for _ in range(3):
-        loop.round()
+        loop.step()
     assert checked >= 3 * 2 * 3
     assert loop.drafter.passes == 3 * 3  # one pass to catch up and one for each level but the last
 
@@ -202,7 +204,7 @@ def test_temperature_zero_is_plain_decoding(
     taus = set()
     for response in make(name, draft, verifier, batch_size).run(PROMPTS):
         assert response.tokens == plain[response.index]
-        taus |= {r.tau for r in response.rounds}
+        taus |= {r.tau for r in response.steps}
     assert {0, GAMMA if draft != "greedy" else 2} <= taus  # right now and then
 
 
@@ -234,13 +236,13 @@ def test_samples_do_not_depend_on_the_batch_size(make: Callable, name: str, draf
 def test_a_draft_stays_inside_the_context(make: Callable, target: Any, draft: str) -> None:
     prompts = [list(range(85)), list(range(7, 87))]
     for response in make("eagle3", draft, "greedy", 2, max_new_tokens=200).run(prompts):
-        assert response.finish == "context"
+        assert response.finish_reason == "length"
         assert len(prompts[response.index]) + len(response.tokens) == 96
 
 
-def test_a_sequence_of_one_token_drafts_from_its_second_round_on(make: Callable) -> None:
+def test_a_sequence_of_one_token_drafts_from_its_second_step_on(make: Callable) -> None:
     (response,) = make("eagle3", "chain", "greedy", 1).run([[5]])
-    assert [r.nodes for r in response.rounds[:3]] == [0, GAMMA, GAMMA]
+    assert [r.nodes for r in response.steps[:3]] == [0, GAMMA, GAMMA]
 
 
 def test_no_draft_costs_no_pass(make: Callable, plain: dict[int, list[int]]) -> None:
@@ -267,7 +269,7 @@ def test_heads_follow_the_targets_dtype_but_positions_stay_exact(
         weight.data = weight.data.bfloat16()
     options = {"model": trained(name)} | ({"layers": LAYERS} if name == "eagle3" else {})
     loop = heads_decoder(low, name, options, "greedy", batch_size=2, max_new_tokens=8)
-    taus = [r.tau for response in loop.run([START, START[:2]]) for r in response.rounds]
+    taus = [r.tau for response in loop.run([START, START[:2]]) for r in response.steps]
     assert max(taus) > 1
     head = loop.drafter.head
     assert {weight.dtype for weight in head.parameters()} == {torch.bfloat16}
@@ -319,7 +321,7 @@ def test_a_target_without_features_is_an_error(trained: Callable, target: Any) -
     with pytest.raises(
         ContractError, match=r"needs the target's hidden states of layers \(-1,\), but .* returned none"
     ):
-        drafter.begin(0, [1, 2, 3], None)
+        drafter.start(0, [1, 2, 3], None)
 
 
 def test_nan_in_the_heads_is_an_error(heads_decoder: Callable, trained: Callable, target: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The joint law of two rounds with heads over features is the target's, enumerated exactly."""
+"""The joint law of two steps with heads over features is the target's, enumerated exactly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
         ("eagle3", {"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 4}, "traversal", 2),
     ],
 )
-def test_the_joint_law_of_two_rounds_is_the_targets(
+def test_the_joint_law_of_two_steps_is_the_targets(
     enumerate_model: Callable, exact: Callable, name: str, draft: dict[str, Any], verifier: str, depth: int
 ) -> None:
     target, options = exact(name)

@@ -1,4 +1,4 @@
-"""Drafts whose length follows the last round: the schedule, and that it changes nothing that is said."""
+"""Drafts whose length follows the last step: the schedule, and that it changes nothing that is said."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Res
 def expected(response: Response, start: int, most: int) -> list[int]:
     """How long each draft should have been, from what became of the ones before it."""
     length, left, lengths = start, NEW, []
-    for r in response.rounds:
+    for r in response.steps:
         drafted = min(length, left - 1)
         lengths.append(drafted)
         if drafted:
@@ -55,11 +55,11 @@ def expected(response: Response, start: int, most: int) -> list[int]:
 
 def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response]]) -> None:
     for response in responses(Greedy, 0.0, 3):
-        assert [r.nodes for r in response.rounds] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
+        assert [r.nodes for r in response.steps] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
     for response in responses(Greedy, 0.0, 3, gamma=3):  # the first draft is no longer than gamma either
-        assert [r.nodes for r in response.rounds][:2] == [3, 3]
+        assert [r.nodes for r in response.steps][:2] == [3, 3]
     for response in responses(Greedy, 0.0, 3, gamma=8, start=3):
-        assert [r.nodes for r in response.rounds][:4] == [3, 5, 7, 8]
+        assert [r.nodes for r in response.steps][:4] == [3, 5, 7, 8]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -69,7 +69,7 @@ def test_each_sequence_has_its_own_length(
 ) -> None:
     seen = set()
     for response in responses(Token, 0.02, batch_size, temperature, start=3, gamma=6):
-        lengths = [r.nodes for r in response.rounds]
+        lengths = [r.nodes for r in response.steps]
         assert lengths == expected(response, 3, 6)
         seen |= set(lengths)
     assert {1, 2, 3, 5} <= seen, "the drafter must be right at times and wrong at times"

@@ -58,10 +58,10 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, options: Any) -> None:
     expected = generated(deep, PROMPTS, NEW)
     seen: list[Any] = []
-    loop = decoder(deep, options, batch_size, on_round=seen.append)
+    loop = decoder(deep, options, batch_size, on_step=seen.append)
     found = [r.tokens for r in sorted(loop.run(PROMPTS), key=lambda response: response.index)]
     assert found == expected
-    taken = [event.scores.taken_up is not None for event in seen if event.draft.width]
+    taken = [event.scores.resume_matches is not None for event in seen if event.draft.width]
     assert set(taken) == {options["skip_attention"][0] > 0}, "layers before the first that is left out are taken up"
     if options["skip_mlp"]:
         assert any(max(event.accepted) for event in seen)
@@ -94,12 +94,12 @@ def test_a_fork_says_what_a_model_without_the_parts_says(tiny_model: Callable, f
         setattr(stack[1], names[0], Without(True))
     ids = [7, 8, 9, 3, 2, 11]
     fork = lm.fork([0, 1], no_attention=[1], no_mlp=[0])
-    lm.begin(0, ids[:1])  # nothing committed: the fork computes all of it
-    fork.begin(0, ids[:1])
+    lm.start(0, ids[:1])  # nothing committed: the fork computes all of it
+    fork.start(0, ids[:1])
     with torch.inference_mode():
-        ours, expected = fork.grow(torch.tensor([ids]))[0], other(torch.tensor([ids]), use_cache=False).logits
+        ours, expected = fork.forward(torch.tensor([ids]))[0], other(torch.tensor([ids]), use_cache=False).logits
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
-    whole = lm.grow(torch.tensor([ids]))[0]
+    whole = lm.forward(torch.tensor([ids]))[0]
     assert float((whole - ours).abs().max()) > 0.1, "and the model itself is as it was"
 
 
@@ -113,7 +113,7 @@ def test_models_whose_parts_do_not_add_up_are_refused(tiny_model: Callable) -> N
         ModelError, match="a layer of OPTForCausalLM has no one module that is its feed-forward network"
     ):
         lm.fork([0, 1], no_mlp=[0])
-    assert lm.fork([1]).grow(torch.tensor([[5]]))[0].shape == (1, 1, 97), "whole layers may be left out"
+    assert lm.fork([1]).forward(torch.tensor([[5]]))[0].shape == (1, 1, 97), "whole layers may be left out"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_what_was_found(deep: Any, tmp_path: Path) -> None:
     for options in ({"checkpoint": str(tmp_path)}, {"skip_attention": [2], "skip_mlp": [2, 3]}):
         loop = decoder(deep, options, 2, 1.0)
         found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-        texts.append([(r.tokens, [x.tau for x in r.rounds]) for r in found])
+        texts.append([(r.tokens, [x.tau for x in r.steps]) for r in found])
     assert texts[0] == texts[1]
 
 

@@ -25,8 +25,8 @@ def policy(**options: Any) -> LearntThresholdLength:
     return LearntThresholdLength(**{"gamma": 4, "batch_size": 1, "start": 0.4, "window": 100, **options})
 
 
-def round_of(length: LearntThresholdLength, probabilities: list[list[float]], taus: list[int]) -> None:
-    """A round in which token i of each row had ``probabilities[row][i]``, most of them drafted."""
+def step_of(length: LearntThresholdLength, probabilities: list[list[float]], taus: list[int]) -> None:
+    """A step in which token i of each row had ``probabilities[row][i]``, most of them drafted."""
     wanted = length.wanted([4] * len(taus), len(taus))
     for column in zip(*probabilities, strict=True):
         q = torch.tensor([[p, 1 - p] for p in column], dtype=torch.float64)
@@ -37,11 +37,11 @@ def round_of(length: LearntThresholdLength, probabilities: list[list[float]], ta
 def test_by_hand() -> None:
     """Accepted: 0.9, 0.8, 0.5, 0.45; rejected: 0.6, 0.55, 0.42. The best cut is at 0.45: tpr 1, fpr 2/3."""
     length = policy()
-    round_of(length, [[0.9, 0.8, 0.6]], [2])  # the third was rejected
+    step_of(length, [[0.9, 0.8, 0.6]], [2])  # the third was rejected
     assert length.threshold == 0.4, "three tokens are too few"
-    round_of(length, [[0.5, 0.55, 0.9]], [1])  # behind the first that is rejected nothing was judged: not the 0.9
+    step_of(length, [[0.5, 0.55, 0.9]], [1])  # behind the first that is rejected nothing was judged: not the 0.9
     assert length.threshold == 0.4, "five are still too few"
-    round_of(length, [[0.45, 0.42]], [1])
+    step_of(length, [[0.45, 0.42]], [1])
     assert length.threshold == 0.45
     for cut, want in ((0.9, 0 + 3 * 3 / 4), (0.5, 2 / 3 + 3 / 4), (0.45, 2 / 3), (0.42, 1.0)):
         accepted, rejected = np.array([0.9, 0.8, 0.5, 0.45]), np.array([0.6, 0.55, 0.42])
@@ -53,7 +53,7 @@ def test_by_hand() -> None:
 def test_what_ends_a_draft_and_was_accepted_counts_as_accepted_alone() -> None:
     """A row that stopped after its first token, which was accepted, says nothing of what was drawn behind it."""
     length = policy()
-    round_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
+    step_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
     assert list(length._judged) == [(0.3, True), (0.8, True), (0.2, True)]
 
 
@@ -88,7 +88,7 @@ def test_as_scikit_learn_has_it(data: Any) -> None:
 def test_only_the_last_tokens_count() -> None:
     length = policy(window=10)
     for _ in range(30):
-        round_of(length, [[0.9, 0.1]], [1])
+        step_of(length, [[0.9, 0.1]], [1])
     assert len(length._judged) == 10
 
 
@@ -99,12 +99,12 @@ def build(**options: Any) -> Callable[[DraftContext, int], Any]:
 @pytest.mark.parametrize("toy", ["T0", "G2"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_lossless_while_it_learns(toys: dict[str, Toy], toy: str, rule: str, monkeypatch: Any) -> None:
-    """By enumeration: the second round's threshold follows from what the first accepted."""
+    """By enumeration: the second step's threshold follows from what the first accepted."""
     from crossdraft.drafters.autoregressive import learnt_threshold
 
     monkeypatch.setattr(learnt_threshold, "ENOUGH", 1)
     options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
-    found = certify(toys[toy], options, plugins.get("verifiers", rule), rounds=2, gamma=[2, 2])
+    found = certify(toys[toy], options, plugins.get("verifiers", rule), steps=2, gamma=[2, 2])
     assert found.tv <= TOLERANCE and found.drafted
 
 
@@ -119,7 +119,7 @@ def test_dropping_the_token_that_was_looked_at_is_caught(toys: dict[str, Toy], m
 
     monkeypatch.setattr(learnt_threshold, "LearntThresholdLength", Peeks)
     options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
-    assert certify(toys["G2"], options, plugins.get("verifiers", "token"), rounds=1, gamma=2).tv > 1e-3
+    assert certify(toys["G2"], options, plugins.get("verifiers", "token"), steps=1, gamma=2).tv > 1e-3
 
 
 def test_what_was_learnt_is_kept_across_prompts(tiny_model: Callable, decoder: Callable) -> None:
@@ -131,7 +131,7 @@ def test_what_was_learnt_is_kept_across_prompts(tiny_model: Callable, decoder: C
     list(loop.run([[5], [7, 8, 9]]))
     learnt = loop.drafter.policy.threshold
     assert learnt != 0.4
-    loop.begin(0, [5, 6])
+    loop.start(0, [5, 6])
     assert loop.drafter.policy.threshold == learnt
     loop.abandon()
     loop.drafter.reset()
@@ -164,12 +164,12 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
         plugins.get("verifiers", "greedy"),
         batch_size=3,
         drafting=tiny_model("llama", noise=0.05),
-        on_round=lambda event: seen.append((sum(p is not None for p in event.prompts), event.draft.width)),
+        on_step=lambda event: seen.append((sum(p is not None for p in event.prompts), event.draft.width)),
     )
     for row, most in enumerate((3, 9, 30)):
-        loop.begin(row, [5 + row, 7], row, row, most=most)
+        loop.start(row, [5 + row, 7], row, row, most=most)
     while loop.occupied:
-        loop.round()
+        loop.step()
     assert {rows for rows, _ in seen} == {1, 2, 3}
     most = {1: 4, 2: 1, 3: 0}
     assert all(width <= most[rows] for rows, width in seen)
@@ -203,4 +203,4 @@ def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:
     """One path at a time, because paths are no sequences side by side."""
     options = build(policy={"name": "batch-size", "lengths": [[1, 1], [2, 2]]})
     for rule in ("token", "block"):
-        assert certify(toys["T0"], options, plugins.get("verifiers", rule), rounds=2, gamma=2).tv <= TOLERANCE
+        assert certify(toys["T0"], options, plugins.get("verifiers", rule), steps=2, gamma=2).tv <= TOLERANCE

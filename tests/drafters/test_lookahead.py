@@ -64,7 +64,7 @@ def test_greedy_text_is_transformers_own(
     repeating: Any, expected: Any, drafter: Any, options: Any, batch_size: int
 ) -> None:
     seen: list[Any] = []
-    assert answers(decoder(repeating, drafter, batch_size, options=options, on_round=seen.append)) == expected
+    assert answers(decoder(repeating, drafter, batch_size, options=options, on_step=seen.append)) == expected
     assert any(max(event.accepted) > 0 for event in seen), "no guess came true, so nothing was tried"
 
 
@@ -74,13 +74,13 @@ def test_greedy_text_is_transformers_own(
 def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
     """The next guess is what the model says after the last one, by passes without a cache."""
     loop = decoder(repeating, Jacobi, 1, options={"gamma": 5})
-    loop.begin(0, PROMPTS[1])
+    loop.start(0, PROMPTS[1])
     guess = [PROMPTS[1][-1]] * 5
     for _ in range(6):
         before = list(loop.sequences.history[0])
         with torch.inference_mode():
             said = repeating(torch.tensor([before + guess]), use_cache=False).logits[0, len(before) - 1 :].argmax(-1)
-        loop.round()
+        loop.step()
         new = loop.sequences.history[0][len(before) :]
         tau = next((i for i, (a, b) in enumerate(zip(guess, said.tolist(), strict=False)) if a != b), 5)
         assert new == [*guess[:tau], int(said[tau])]
@@ -96,11 +96,11 @@ def test_the_window_says_what_the_model_says(repeating: Any) -> None:
     """A token of row r and column c follows row 0 up to c and the later rows of c: passes of plain texts, no cache."""
     loop = decoder(repeating, Lookahead, 2, options={"window": 3, "ngram": 4, "guesses": 3})
     for row in range(2):
-        loop.begin(row, PROMPTS[row + 1], row, row)
+        loop.start(row, PROMPTS[row + 1], row, row)
     for _ in range(5):
         before = [list(history) for history in loop.sequences.history]
         windows = [[list(line) for line in guesses.rows] for guesses in loop.drafter.guesses]
-        loop.round()
+        loop.step()
         for row, (history, window) in enumerate(zip(before, windows, strict=True)):
             guesses, tau = loop.drafter.guesses[row], len(loop.sequences.history[row]) - len(history) - 1
             for column in range(3):
@@ -160,23 +160,23 @@ def test_what_is_not_known_follows_from_the_prompt_alone() -> None:
 )
 @pytest.mark.parametrize("toy", ["T0", "G2"])
 def test_lossless_with_every_rule_that_fits(toys: dict[str, Toy], toy: str, name: str, options: Any) -> None:
-    """By enumeration over three rounds, because guesses come from rounds before."""
+    """By enumeration over three steps, because guesses come from steps before."""
     drafter = plugins.get("drafters", name)
     rules = ["token", "block"] if name == "jacobi" else ["sample-match", "specinfer", "traversal"]
     for rule in rules:
         found = certify(
             toys[toy], lambda context, _: drafter(drafter.Config(**options), context), plugins.get("verifiers", rule),
-            rounds=3, gamma=[1, 1, 1],
+            steps=3, gamma=[1, 1, 1],
         )  # fmt: skip
         assert found.tv <= TOLERANCE
         assert found.drafted or name == "lookahead", "with n-grams of three tokens there may be none so early"
 
 
 def test_probes_are_counted_as_target_rows(repeating: Any) -> None:
-    """What the window costs is in the books: every round evaluates it."""
+    """What the window costs is in the books: every step evaluates it."""
     loop = decoder(repeating, Lookahead, 1, options={"window": 3, "ngram": 3, "guesses": 2}, max_new_tokens=9)
     (response,) = loop.run(PROMPTS[:1])
-    assert all(r.width >= 6 for r in response.rounds[:-1]) and all(r.nodes <= 4 for r in response.rounds)
+    assert all(r.width >= 6 for r in response.steps[:-1]) and all(r.nodes <= 4 for r in response.steps)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def trained(tiny_model: Callable, plain: list[list[int]], tmp_path_factory: pyte
 def test_overfit_heads_accept_everything(
     tiny_model: Callable, heads_decoder: Callable, plain: list[list[int]], tmp_path: Path, gamma: int
 ) -> None:
-    """Only if head i at position t is asked for token t + 2 + i, in the first round and in every later one."""
+    """Only if head i at position t is asked for token t + 2 + i, in the first step and in every later one."""
     target, text = tiny_model("llama"), [*PROMPTS[1], *plain[1]]
     save_heads(tmp_path, train(target, [text], gamma), {})
     loop = heads_decoder(
@@ -74,7 +74,7 @@ def test_overfit_heads_accept_everything(
     )
     (response,) = loop.run([PROMPTS[1]])
     assert response.tokens == plain[1][: 3 * (gamma + 1)]
-    assert [r.tau for r in response.rounds] == [gamma, gamma, gamma]
+    assert [r.tau for r in response.steps] == [gamma, gamma, gamma]
     assert loop.drafter.passes == 0
 
 
@@ -110,9 +110,9 @@ def test_temperature_zero_is_plain_decoding(
     loop = heads_decoder(tiny_model("llama"), "medusa", options, verifier, batch_size=batch_size, max_new_tokens=NEW)
     for response in loop.run(PROMPTS):
         assert response.tokens == plain[response.index][:NEW]
-        assert sum(r.emitted for r in response.rounds) == NEW
+        assert sum(r.emitted for r in response.steps) == NEW
         # Without a token before its root a sequence has no feature yet.
-        assert (response.rounds[0].nodes == 0) == (len(PROMPTS[response.index]) == 1)
+        assert (response.steps[0].nodes == 0) == (len(PROMPTS[response.index]) == 1)
 
 
 def test_through_the_generate_of_transformers(tiny_model: Callable, plain: list[list[int]], trained: str) -> None:
@@ -132,14 +132,14 @@ def test_the_heads_are_right_now_and_then(
     """Otherwise the tests here would see only acceptance, or only rejection."""
     options = {"model": trained, **{**CHAINS, **TREES_TRIED}[label]}
     loop = heads_decoder(tiny_model("llama"), "medusa", options, "greedy", batch_size=3, max_new_tokens=NEW)
-    assert {r.tau for response in loop.run(PROMPTS) for r in response.rounds} == {0, 1, 2, 3}
+    assert {r.tau for response in loop.run(PROMPTS) for r in response.steps} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["chain", "tree"])
 def test_every_draft_is_what_a_fresh_model_says(
     tiny_model: Callable, heads_decoder: Callable, trained: str, sampled: bool
 ) -> None:
-    """After rounds of accepted and rejected branches, and in slots that changed hands; 3 prompts in 2 slots."""
+    """After steps of accepted and rejected branches, and in slots that changed hands; 3 prompts in 2 slots."""
     target, sampling = tiny_model("llama"), Sampling(temperature=1 if sampled else 0, top_k=20)
     options = {"model": trained} if sampled else {"model": trained, "choices": TREE}
     loop = heads_decoder(
@@ -162,7 +162,7 @@ def test_every_draft_is_what_a_fresh_model_says(
             checked.add(tuple(history[:3]))
             if sampled:
                 assert draft.count[row] == depth
-                torch.testing.assert_close(draft.q[row, :depth], sampling.law(logits), atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(draft.q[row, :depth], sampling.probs(logits), atol=1e-4, rtol=1e-3)
                 continue
             best = logits.argsort(-1, descending=True)
             nodes = [path for path in TREE if len(path) <= depth]
@@ -187,14 +187,14 @@ def test_the_features_are_what_the_head_reads(
     loop = heads_decoder(target, "medusa", {"model": str(tmp_path)}, "token", batch_size=2, sampling=sampling)
     fresh = tiny_model(family, copy="fresh")
     for row in range(2):
-        loop.begin(row, PROMPTS[1 + row], stream=row)
+        loop.start(row, PROMPTS[1 + row], stream=row)
     for _ in range(3):
         draft = propose(loop)
         for row, history in enumerate(loop.sequences.history):
             with torch.inference_mode():
                 law = fresh(torch.tensor([history])).logits[0, -2].softmax(-1)
             torch.testing.assert_close(draft.q[row, 0], law, atol=1e-4, rtol=1e-3)
-        loop.round()
+        loop.step()
 
 
 MANY = tuple([2 + i, 9, 9, 2 + i, 9][: 1 + i % 5] + [4 + i] * (i % 4) for i in range(5))
@@ -238,7 +238,7 @@ def test_a_draft_stays_inside_the_context(tiny_model: Callable, heads_decoder: C
             small, "medusa", {"model": str(tmp_path), **shape}, "greedy", batch_size=2, max_new_tokens=64
         )
         for response in loop.run(PROMPTS):
-            assert response.finish == "context"
+            assert response.finish_reason == "length"
             assert len(PROMPTS[response.index]) + len(response.tokens) == 20
 
 
@@ -317,7 +317,7 @@ def test_a_law_that_was_not_drawn_from_fails(
     monkeypatch.setattr(Medusa, "propose", swapped)
     heads = exact_heads(exact_model)
     found = enumerate_model(
-        exact_model, "medusa", {"model": "x"}, "token", prompt=[1, 3, 0], depth=2, rounds=1, load_heads=heads
+        exact_model, "medusa", {"model": "x"}, "token", prompt=[1, 3, 0], depth=2, steps=1, load_heads=heads
     )
     assert found.tv > 0.01
 
@@ -366,4 +366,4 @@ def test_nothing_to_draft_is_plain_decoding(
     )
     for response in loop.run(PROMPTS):
         assert response.tokens == plain[response.index][:NEW]
-        assert len(response.rounds) == NEW
+        assert len(response.steps) == NEW

@@ -26,7 +26,7 @@ def test_every_layout_gives_the_logits_of_a_hand_computation(
     weights, tensors, config = layout(name, target)
     heads = write(tmp_path, tensors, config, pickled)
     loop = heads_decoder(target, "medusa", {"model": heads}, "block", batch_size=1, sampling=Sampling(temperature=0.8))
-    loop.begin(0, PROMPTS[1])
+    loop.start(0, PROMPTS[1])
     expected = (weights.logits(hidden_of(target, PROMPTS[1])[-2]) / 0.8).softmax(-1)
     draft = propose(loop)
     assert draft.width == HEADS
@@ -44,7 +44,7 @@ def test_point_masses_are_ids_of_the_target(
     best = weights.logits(hidden_of(target, PROMPTS[1])[-2]).argsort(-1, descending=True)
     for options, expected in (({}, best[:, 0]), ({"choices": [[2], [2, 0], [2, 1]]}, [best[0, 2], *best[1, :2]])):
         loop = heads_decoder(target, "medusa", {"model": heads, **options}, "greedy", batch_size=1)
-        loop.begin(0, PROMPTS[1])
+        loop.start(0, PROMPTS[1])
         draft = propose(loop)
         assert draft.q is None and draft.tokens[0].tolist() == [int(token) for token in expected]
 
@@ -170,7 +170,7 @@ def test_the_user_says_how_many_heads_a_miscounting_config_has(
     """As in the first uploads, whose config says 2 and whose file holds 5."""
     options = {"model": write(tmp_path, Weights().v01(), {**MEDUSA, "medusa_num_heads": 7}), "heads": heads}
     loop = heads_decoder(tiny_model("llama"), "medusa", options, "greedy", batch_size=1)
-    loop.begin(0, PROMPTS[1])
+    loop.start(0, PROMPTS[1])
     assert propose(loop).width == heads
 
 
@@ -219,9 +219,9 @@ def test_heads_that_overflow_are_named(tiny_model: Callable, heads_decoder: Call
         batch_size=1,
         sampling=Sampling(temperature=1),
     )
-    loop.begin(0, PROMPTS[1])
+    loop.start(0, PROMPTS[1])
     sentence = (
         f"drafter 'medusa' produced NaN or infinite logits for the prompt at position {len(PROMPTS[1])}; try dtype"
     )
     with pytest.raises(NumericalError, match=sentence):
-        loop.round()
+        loop.step()

@@ -55,7 +55,7 @@ def test_a_tree_of_the_published_size(tiny_model: Callable, heads_decoder: Calla
     save_heads(tmp_path, MedusaHeads(H, 5, lm_head=target.get_output_embeddings()), {})
     options = {"model": str(tmp_path), "choices": "mc_sim_7b_63"}
     loop = heads_decoder(target, "medusa", options, "sample-match", batch_size=1, sampling=Sampling(temperature=1))
-    loop.begin(0, PROMPTS[1])
+    loop.start(0, PROMPTS[1])
     draft = propose(loop)
     assert draft.width == 63 and draft.valid.all() and draft.depth.max() == 4
     for node in range(63):  # siblings are different tokens

@@ -73,7 +73,7 @@ def target(tiny_model: Callable) -> Any:
 def test_every_law_is_the_one_of_a_plain_computation(
     heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
 ) -> None:
-    """Over rounds of any fate, each token told the ones before it."""
+    """Over steps of any fate, each token told the ones before it."""
     config = {**CONFIG, **change}
     model, temperature = written(tmp_path / "speculator", config, given()), 8.0
     loop = heads_decoder(
@@ -116,7 +116,7 @@ def test_temperature_zero_is_plain_decoding(
 
 
 @pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_joint_law_of_two_rounds_is_the_targets(
+def test_the_joint_law_of_two_steps_is_the_targets(
     enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
 ) -> None:
     exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()

@@ -1,4 +1,4 @@
-"""Online distillation: what is rejected is learnt, and no round's q is another round's."""
+"""Online distillation: what is rejected is learnt, and no step's q is another step's."""
 
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ TOYS = {toy.name: toy for toy in built_in_toys()}
 
 
 def found(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -> Certificate:
-    """Two rounds; a first draft of two tokens, because the row that follows the prompt never comes again."""
+    """Two steps; a first draft of two tokens, because the row that follows the prompt never comes again."""
     config = drafter.Config(**{"model": "toy", "gamma": 2, "every": 1, "learning_rate": 0.5} | options)
     build = lambda context, gamma: drafter(config, context)  # noqa: E731
-    return certify(toy, build, plugins.get("verifiers", rule), rounds=2, gamma=[config.gamma, 1])
+    return certify(toy, build, plugins.get("verifiers", rule), steps=2, gamma=[config.gamma, 1])
 
 
 # -- lossless --------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_the_running_drafter_is_lossless(rule: str, toy: str) -> None:
     learning, frozen = found(TOYS[toy], rule), found(TOYS[toy], rule, every=9)
     assert learning.lossless and frozen.lossless and learning.drafted
     assert learning.expected_tau[0] == pytest.approx(frozen.expected_tau[0], abs=1e-12)
-    assert abs(learning.expected_tau[1] - frozen.expected_tau[1]) > 1e-3, "the second round draws from other weights"
+    assert abs(learning.expected_tau[1] - frozen.expected_tau[1]) > 1e-3, "the second step draws from other weights"
 
 
 def test_a_snapshot_of_what_was_learnt_is_lossless_and_accepts_more() -> None:
@@ -48,7 +48,7 @@ def test_a_snapshot_of_what_was_learnt_is_lossless_and_accepts_more() -> None:
     (table,) = drafter.learner.weights
     snapshot = Toy("snapshot", toy.gamma, toy.target, table.detach().softmax(-1))
     rule, chain = plugins.get("verifiers", "token"), DRAFTS["chain"].build
-    before, after = (certify(one, chain, rule, rounds=2, markov=True) for one in (toy, snapshot))
+    before, after = (certify(one, chain, rule, steps=2, markov=True) for one in (toy, snapshot))
     assert after.lossless and after.expected_tau[1] > before.expected_tau[1] + 0.02
 
 
@@ -123,9 +123,9 @@ def test_only_rejections_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> Non
     """What is in the buffer: a text that was said, and a place where something else was drafted."""
     toy = TOYS["G2"]
     drafter, (response,) = run_toy(toy, every=10_000, buffer=4096, tokens=40)
-    rounds, said = response.rounds, [*toy.prompt, *response.tokens]
+    steps, said = response.steps, [*toy.prompt, *response.tokens]
     ends, expected = len(toy.prompt), []
-    for one in rounds:
+    for one in steps:
         if one.tau < min(2, one.limit):
             expected.append(said[: ends + one.tau])
         ends += one.emitted
@@ -142,7 +142,7 @@ def test_only_rejections_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_runs_repeat_and_reset_forgets() -> None:
     toy, options = TOYS["G2"], {"every": 2, "learning_rate": 0.05, "batch_size": 3}
     (one, first), (two, second) = (run_toy(toy, **options) for _ in range(2))
-    assert [r.rounds for r in first] == [r.rounds for r in second]
+    assert [r.steps for r in first] == [r.steps for r in second]
     assert torch.equal(one.learner.weights[0], two.learner.weights[0])
     assert not torch.equal(one.learner.weights[0], toy.drafter.log())
     one.reset()
@@ -204,11 +204,11 @@ def test_its_slots_say_what_the_learner_says(pair: tuple[LoadedModel, LoadedMode
     decoder: Any = decoder_of(pair, 1, every=1, learning_rate=1e-2)
     list(decoder.run([[5, 6, 7, 8]]))
     learner, tokens = decoder.drafter.learner, [5, 9, 6, 7]
-    learner.lm.begin(0, tokens)
+    learner.lm.start(0, tokens)
     fed = torch.tensor([[tokens[-1]], [0]])
     with torch.no_grad():
         own = learner.logits(tokens, [3])[0]
-    torch.testing.assert_close(learner.lm.grow(fed)[0][0, 0], own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(learner.lm.forward(fed)[0][0, 0], own, atol=1e-4, rtol=1e-4)
 
 
 def test_greedy_text_is_the_targets(pair: tuple[LoadedModel, LoadedModel]) -> None:

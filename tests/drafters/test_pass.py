@@ -67,7 +67,7 @@ OTHERS = [pytest.param(name, 3, marks=pytest.mark.slow) for name in ("opt", "gpt
 def test_greedy_text_is_transformers_own(tiny_model: Callable, family: str, batch_size: int) -> None:
     """And the first token of every draft is the target's own, in rows of any length: it is always accepted."""
     model, seen = tiny_model(family, copy="pass"), []
-    loop = decoder(model, batch_size, GREEDY, on_round=seen.append)
+    loop = decoder(model, batch_size, GREEDY, on_step=seen.append)
     assert answers(loop) == generated(tiny_model(family), PROMPTS, NEW)
     judged = [(tau, n) for event in seen for tau, n in zip(event.accepted, event.draft.count.tolist(), strict=True)]
     assert max(n for _, n in judged) == L + 1
@@ -83,20 +83,20 @@ def by_hand(model: Any, text: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_q_is_the_law_behind_each_embedding(tiny_model: Callable, family: str) -> None:
-    """In ragged rows, after some rounds, with the run's sampling; and after a draft that was cut short."""
+    """In ragged rows, after some steps, with the run's sampling; and after a draft that was cut short."""
     model, sampling = tiny_model(family, copy="pass"), Sampling(temperature=0.7, top_k=20)
     loop = decoder(model, 3, sampling, max_new_tokens=60)
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt, row, row)
-    for rounds in range(4):
+        loop.start(row, prompt, row, row)
+    for steps in range(4):
         draft = propose(loop)
         assert draft.q is not None and draft.width == L + 1
         for row, history in enumerate(loop.sequences.history):
-            expected = sampling.law(by_hand(model, history))
+            expected = sampling.probs(by_hand(model, history))
             torch.testing.assert_close(draft.q[row], expected, atol=2e-4, rtol=2e-3)
             assert bool((draft.q[row].gather(1, draft.tokens[row][:, None]) > 0).all())
-        loop.sequences.limit[0] = rounds % 3
-        loop.round()
+        loop.sequences.limit[0] = steps % 3
+        loop.step()
 
 
 def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
@@ -104,12 +104,12 @@ def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
     model = tiny_model("llama", copy="pass")
     loop = decoder(model, 2, Sampling(), max_new_tokens=60)
     for row in range(2):
-        loop.begin(row, PROMPTS[row + 1], row, row)
+        loop.start(row, PROMPTS[row + 1], row, row)
     for _ in range(5):
-        loop.round()
+        loop.step()
     for row, history in enumerate(loop.sequences.history):
         alone, held = TransformersLM(model, 1, 96), loop.target.lengths[row]
-        alone.begin(0, history)
+        alone.start(0, history)
         assert held == len(history) - 1 > len(PROMPTS[row + 1]) + 5
         for ours, other in zip(loop.target.cache.layers, alone.cache.layers, strict=True):
             for name in ("keys", "values"):
@@ -155,7 +155,7 @@ def toy(name: str) -> Toy:
 
 def tv(name: str, verifier: str, temperature: float = 1.0) -> float:
     drafter, rule = named_drafter("{name: pass, gamma: 2}"), plugins.get("verifiers", verifier)
-    return certify(toy(name), drafter.build, rule, rounds=2, gamma=[2, 2], temperature=temperature).tv
+    return certify(toy(name), drafter.build, rule, steps=2, gamma=[2, 2], temperature=temperature).tv
 
 
 @pytest.mark.parametrize("verifier", chain_rules(1.0))
@@ -171,7 +171,7 @@ def test_rules_for_temperature_0_keep_the_argmax() -> None:
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_the_law_of_a_real_model(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
-    """Two rounds on a transformers model in float64, cache and all; the first token is accepted always."""
+    """Two steps on a transformers model in float64, cache and all; the first token is accepted always."""
     found = enumerate_model(
         exact_model,
         "pass",
@@ -214,7 +214,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(target: Any, tmp_path: Path) ->
         for b in (1, 3)
     )
     assert [r.tokens for r in one] == [r.tokens for r in three]
-    assert max(r.tau for response in three for r in response.rounds) >= 1
+    assert max(r.tau for response in three for r in response.steps) >= 1
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def test_registered_names_are_short_forms(
             max_new_tokens=16,
         )
         responses = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-        found.append([(r.tokens, [(x.tau, x.nodes, x.width) for x in r.rounds]) for r in responses])
+        found.append([(r.tokens, [(x.tau, x.nodes, x.width) for x in r.steps]) for r in responses])
     assert found[0] == found[1]
-    assert any(nodes for _, rounds in found[0] for _, nodes, _ in rounds)
+    assert any(nodes for _, steps in found[0] for _, nodes, _ in steps)
 
 
 def test_only_a_static_length_is_replayable() -> None:
@@ -96,4 +96,4 @@ def test_a_dynamic_tree_has_room_for_what_it_feeds(models: dict[str, str]) -> No
     drafter = {"name": "small-lm-dynamic-tree", "model": models["same"], "depth": 5, "top_k": 8, "nodes": 12}
     alone = generate(models["target"], ["w5 w6 w7"], drafter="none", temperature=0, max_new_tokens=24)
     found = generate(models["target"], ["w5 w6 w7"], drafter=drafter, temperature=0, max_new_tokens=24)
-    assert found[0].tokens == alone[0].tokens and max(r.tau for r in found[0].rounds) > 1
+    assert found[0].tokens == alone[0].tokens and max(r.tau for r in found[0].steps) > 1

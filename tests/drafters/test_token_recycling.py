@@ -1,4 +1,4 @@
-"""Token recycling: the tree, the candidates, and what a round teaches."""
+"""Token recycling: the tree, the candidates, and what a step teaches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_best_of_many(v: int, k: int, seed: int, sparse: bool) -> None:
         assert ids.tolist() == wanted + [-1] * (k - len(wanted))
 
 
-class Rounds:
+class Steps:
     """A drafter, and a target that ranks ``follows[token]`` highest after a token, in that order."""
 
     def __init__(self, prompts: list[list[int]], **options: Any):
@@ -56,7 +56,7 @@ class Rounds:
         self.sequences = Sequences([[] for _ in prompts], torch.zeros(b, 64, dtype=torch.long), [6] * b, list(range(b)))
         for row, prompt in enumerate(prompts):
             self.sequences.append(row, prompt)
-            self.drafter.begin(row, prompt)
+            self.drafter.start(row, prompt)
 
     def propose(self) -> Draft:
         rng: Any = None
@@ -87,47 +87,47 @@ def nodes(draft: Draft, row: int = 0) -> list[tuple[int, int]]:
 
 
 def test_what_was_ranked_highest_is_drafted() -> None:
-    rounds = Rounds([[3, 5]], nodes=6, width=2)
-    assert not rounds.propose().valid.any(), "nothing is known yet"
-    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
-    assert rounds.after(5) == [7, 8] and rounds.after(7) == [-1, -1]
-    rounds.observe(rounds.propose(), [[[5, 9]]], [5])
-    draft = rounds.propose()
+    steps = Steps([[3, 5]], nodes=6, width=2)
+    assert not steps.propose().valid.any(), "nothing is known yet"
+    steps.observe(steps.propose(), [[[7, 8]]], [7])
+    assert steps.after(5) == [7, 8] and steps.after(7) == [-1, -1]
+    steps.observe(steps.propose(), [[[5, 9]]], [5])
+    draft = steps.propose()
     # Ranks 0, 1, 0.0, 0.1, 1.0 and 0.0.0: after 5 come 7 and 8, after 7 come 5 and 9, of 8 nothing is known.
     assert nodes(draft) == [(7, -1), (8, -1), (5, 0), (9, 0), (7, 2)]
     assert draft.q is None and draft.drawn == "deterministic" and draft.levels == 3
-    rounds.sequences.limit[0] = 1
-    assert nodes(rounds.propose()) == [(7, -1), (8, -1)] and rounds.propose().width == 2
+    steps.sequences.limit[0] = 1
+    assert nodes(steps.propose()) == [(7, -1), (8, -1)] and steps.propose().width == 2
 
 
 def test_rejected_nodes_teach_as_well_and_the_nearest_to_the_root_counts() -> None:
-    rounds = Rounds([[3, 5]], nodes=6, width=2)
-    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
-    rounds.observe(rounds.propose(), [[[5, 9]]], [5])
-    draft = rounds.propose()  # root 5, nodes 7, 8, 5, 9, (1.0, unknown), 7
+    steps = Steps([[3, 5]], nodes=6, width=2)
+    steps.observe(steps.propose(), [[[7, 8]]], [7])
+    steps.observe(steps.propose(), [[[5, 9]]], [5])
+    draft = steps.propose()  # root 5, nodes 7, 8, 5, 9, (1.0, unknown), 7
     said = [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
-    rounds.observe(draft, [said], [6])
-    assert rounds.after(5) == [10, 11], "the root, not the node two levels below it"
-    assert rounds.after(7) == [12, 13] and rounds.after(8) == [14, 15] and rounds.after(9) == [18, 19]
-    assert rounds.after(0) == [-1, -1], "what fills invalid nodes teaches nothing"
-    assert rounds.after(6) == [-1, -1]
+    steps.observe(draft, [said], [6])
+    assert steps.after(5) == [10, 11], "the root, not the node two levels below it"
+    assert steps.after(7) == [12, 13] and steps.after(8) == [14, 15] and steps.after(9) == [18, 19]
+    assert steps.after(0) == [-1, -1], "what fills invalid nodes teaches nothing"
+    assert steps.after(6) == [-1, -1]
 
 
 def test_slots_learn_from_each_other_and_free_ones_teach_nothing() -> None:
-    rounds = Rounds([[5], [6], [4]], nodes=2, width=2)
-    draft = rounds.propose()
-    rounds.sequences.history[2] = []  # its numbers were wrong
-    rounds.observe(draft, [[[7, 8]], [[9, 10]], [[11, 12]]], [6, 5])
-    found = rounds.propose()
+    steps = Steps([[5], [6], [4]], nodes=2, width=2)
+    draft = steps.propose()
+    steps.sequences.history[2] = []  # its numbers were wrong
+    steps.observe(draft, [[[7, 8]], [[9, 10]], [[11, 12]]], [6, 5])
+    found = steps.propose()
     assert nodes(found, 0) == [(9, -1), (10, -1)] and nodes(found, 1) == [(7, -1), (8, -1)]
-    assert rounds.after(4) == [-1, -1]
-    rounds.drafter.reset()
-    assert not rounds.propose().valid.any()
+    assert steps.after(4) == [-1, -1]
+    steps.drafter.reset()
+    assert not steps.propose().valid.any()
 
 
 def test_a_memory_that_is_held_stays_for_the_same_vocabulary() -> None:
-    rounds = Rounds([[5]], nodes=2, width=2)
-    rounds.observe(rounds.propose(), [[[7, 8]]], [7])
+    steps = Steps([[5]], nodes=2, width=2)
+    steps.observe(steps.propose(), [[[7, 8]]], [7])
     for size, known in ((V, [7, 8]), (V + 1, [-1, -1])):
-        rounds.drafter.attach(DraftContext(Sampling(), 2, 64, size, torch.device("cpu")))
-        assert rounds.after(5) == known
+        steps.drafter.attach(DraftContext(Sampling(), 2, 64, size, torch.device("cpu")))
+        assert steps.after(5) == known

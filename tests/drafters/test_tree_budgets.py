@@ -47,7 +47,7 @@ def accepted(tree: Tree, acceptance: list[Fraction]) -> Fraction:
 
 
 def outcomes(tree: Tree, acceptance: list[Fraction]) -> Iterator[tuple[Fraction, int]]:
-    """Every way a round can go: its probability, and how many tokens it accepts."""
+    """Every way a step can go: its probability, and how many tokens it accepts."""
     yield 1 - sum(acceptance[: len(tree)]), 0
     for k, child in enumerate(tree):
         for probability, tau in outcomes(child, acceptance):

@@ -1,7 +1,7 @@
 """The small LM that drafts several sequences, fixed trees and dynamic trees, on tiny transformers models.
 
 At temperature 0 the output is that of plain decoding, whatever the tree; the drafter's cache stays right from
-round to round; a node's law is what a fresh model says; and the dynamic tree is that of a naive search.
+step to step; a node's law is what a fresh model says; and the dynamic tree is that of a naive search.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.rng import CounterRng
 
 NEW = 10
-#: The shortest prompt has no committed token before its root; prompts of different lengths end in different rounds.
+#: The shortest prompt has no committed token before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
 #: Drafter, its options besides the model, and rules of different kinds that judge its drafts.
 DRAFTS = {
@@ -95,7 +95,7 @@ def test_temperature_zero_is_plain_decoding(
     loop = make(decoder, tiny_model, family, label, verifier, batch_size)
     for response in loop.run(PROMPTS):
         assert response.tokens == plain(family)[response.index]
-        assert sum(r.emitted for r in response.rounds) == NEW
+        assert sum(r.emitted for r in response.steps) == NEW
 
 
 @pytest.mark.parametrize("label", DRAFTS)
@@ -111,7 +111,7 @@ def test_the_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callab
         return verdict
 
     loop.verifier.verify = watched
-    taus = {r.tau for response in loop.run(PROMPTS) for r in response.rounds}
+    taus = {r.tau for response in loop.run(PROMPTS) for r in response.steps}
     assert len(taus) > 1
     assert label == "iid-argmax" or any(path != list(range(len(path))) for path in paths)
 
@@ -130,7 +130,7 @@ def test_a_draft_stays_inside_the_context(decoder: Callable, tiny_model: Callabl
         max_new_tokens=64,
     )
     for response in loop.run(PROMPTS):
-        assert response.finish == "context"
+        assert response.finish_reason == "length"
         assert len(PROMPTS[response.index]) + len(response.tokens) == 20
 
 
@@ -155,7 +155,7 @@ def without(law: Tensor, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("label", DRAFTS)
 def test_every_law_is_what_a_fresh_model_says(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
-    """After several rounds of accepted and rejected branches; a stale or misplaced cache entry shows up here."""
+    """After several steps of accepted and rejected branches; a stale or misplaced cache entry shows up here."""
     loop = make(decoder, tiny_model, family, label, DRAFTS[label][2][0], 3, max_new_tokens=32)
     fresh = tiny_model(family, noise=0.1, copy="reference")
     propose, siblings = loop.drafter.propose, DRAFTS[label][1].get("siblings")
@@ -174,32 +174,32 @@ def test_every_law_is_what_a_fresh_model_says(decoder: Callable, tiny_model: Cal
                 parent = int(draft.parents[row, node])
                 logits = logits_after((*history, *path(draft, row, parent)))
                 token = int(draft.tokens[row, node])
-                elder = [j for j in range(node) if draft.parents[row, j] == parent]
-                taken = draft.tokens[row, elder].tolist()
+                earlier_siblings = [j for j in range(node) if draft.parents[row, j] == parent]
+                taken = draft.tokens[row, earlier_siblings].tolist()
                 checked += 1
                 if draft.q is None:  # a point mass: one of the most probable, in order if none is left out
                     better = int((logits > logits[token]).sum())
                     assert better <= (5 if label == "opt-tree" else 2)
-                    assert better == len(elder) or label == "gaps"
+                    assert better == len(earlier_siblings) or label == "gaps"
                     continue
                 law = logits.softmax(-1)
                 if draft.drawn != "iid":
                     law = without(law, taken)
                 if (
                     siblings == "greedy"
-                    and len(elder) + 1 < DRAFTS[label][1]["branching"][len(path(draft, row, node)) - 1]
+                    and len(earlier_siblings) + 1 < DRAFTS[label][1]["branching"][len(path(draft, row, node)) - 1]
                 ):
                     law = torch.zeros_like(law).scatter_(0, law.argmax(0, keepdim=True), 1.0)
-                q = draft.law_of(torch.full((3,), node), draft.q[:, 0])[row]
+                q = draft.q_of(torch.full((3,), node), draft.q[:, 0])[row]
                 torch.testing.assert_close(q, law, atol=1e-4, rtol=1e-3)
         return draft
 
     loop.drafter.propose = watched
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
+        loop.start(row, prompt)
     for _ in range(4):
-        loop.round()
-    assert checked >= 3 * 4 * 3  # chains of three, and trees, of three rows in four rounds
+        loop.step()
+    assert checked >= 3 * 4 * 3  # chains of three, and trees, of three rows in four steps
     # One pass a level and, at most, one to catch up; an accepted node is not fed again.
     assert loop.drafter.passes <= 4 * 4
     for held, history in zip(loop.drafter.model.lm.lengths, loop.sequences.history, strict=True):

@@ -85,7 +85,7 @@ def test_greedy_decoding_is_the_targets_own(loaded: Any, models: Any, alone: Any
         drafter = {"name": "universal", "mode": mode, "model": models[other], "gamma": 4}
         drafted = answers(loaded["target"], drafter, batch_size)
         assert [one.tokens for one in drafted] == [one.tokens for one in alone]
-        assert sum(round.nodes for one in drafted for round in one.rounds) > 50
+        assert sum(round.nodes for one in drafted for round in one.steps) > 50
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,18 +96,18 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
     """Single bytes are tokens in one way alone. So whatever is rejected is a mistake: of ids, of the cache, of rows."""
     drafter = {"name": "universal", "mode": mode, "model": models["renumbered"], "gamma": 4}
     drafted = answers(loaded["single"], drafter, batch_size)
-    rounds = [round for one in drafted for round in one.rounds]
-    assert all(round.tau == min(round.nodes, round.emitted) for round in rounds)
-    full = np.mean([round.nodes == 4 for round in rounds])
+    steps = [round for one in drafted for round in one.steps]
+    assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
+    full = np.mean([round.nodes == 4 for round in steps])
     assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
 
 
 def test_sampled_drafts_of_the_same_law_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
     drafted = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
-    rounds = [round for one in drafted for round in one.rounds]
+    steps = [round for one in drafted for round in one.steps]
     # Ids that no token has are the target's alone: they are as good as never said here.
-    assert np.mean([round.tau == min(round.nodes, round.emitted) for round in rounds]) > 0.95
+    assert np.mean([round.tau == min(round.nodes, round.emitted) for round in steps]) > 0.95
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -120,7 +120,7 @@ def test_text_that_does_not_fit_is_read_from_a_later_place(tmp_path: Path, loade
     whole = crossdraft.generate(loaded["target"], long, drafter="none", **options)
     assert len(long[0]) < 57 < 94  # of 100, 43 are for drafts and for what is fed again
     (one,) = crossdraft.generate(loaded["target"], long, drafter=drafter, **options)
-    assert one.tokens == whole[0].tokens and any(round.nodes for round in one.rounds)
+    assert one.tokens == whole[0].tokens and any(round.nodes for round in one.steps)
 
 
 def test_an_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> None:
@@ -132,14 +132,14 @@ def test_an_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> 
     context = TargetContext.of(target, slots, Sampling(temperature=0), slot=128, sequence=100)
     drafter = universal()(universal().Config(model=models["other"], mode="slem"), context)
     other = crossdraft.load_tokenizer(models["other"]).tokenizer
-    drafter.begin(0, target.tokenizer.encode("the"))
+    drafter.start(0, target.tokenizer.encode("the"))
     end, ended = other.convert_tokens_to_ids("<end>"), target.tokenizer.eos_token_id
-    begun = other.encode("é")[:1]
+    resume_from = other.encode("é")[:1]
     assert drafter._respelt(0, [*other.encode(" dog"), end, *other.encode("x")]) == [
         *target.tokenizer.encode(" dog"),
         ended,
     ]
-    assert drafter._respelt(0, [end]) == [ended] and drafter._respelt(0, [*begun, end]) == []
+    assert drafter._respelt(0, [end]) == [ended] and drafter._respelt(0, [*resume_from, end]) == []
 
 
 # -- exact, by enumeration --------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ def test_replay_is_what_is_drafted_there() -> None:
     (told,) = forced((universal(), config), [text], make, depth=2)
     for t in range(new):
         drafter, history = universal()(config, make(1)), [*text.prompt, *text.tokens[:t]]
-        drafter.begin(0, history)
+        drafter.start(0, history)
         sequences = Sequences([history], torch.zeros(1, 64, dtype=torch.long), [2], [0])
-        draft = drafter.propose(sequences, CounterRng(0).round([0], [len(history)], sequences.device))
+        draft = drafter.propose(sequences, CounterRng(0).for_step([0], [len(history)], sequences.device))
         expected = draft.q[0, 0, text.tokens[t]]
         assert np.exp(told.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
     with pytest.raises(UsageError, match="no beginning of a longer one"):

@@ -56,8 +56,8 @@ def test_temperature_zero_equals_generate(
     )
     for response, prompt in zip(in_order(loop.run(PROMPTS)), PROMPTS, strict=True):
         assert response.tokens == expected(family, prompt)
-        assert response.finish == "length"
-        assert sum(r.emitted for r in response.rounds) == NEW
+        assert response.finish_reason == "length"
+        assert sum(r.emitted for r in response.steps) == NEW
 
 
 def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:
@@ -71,7 +71,7 @@ def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: 
         drafting=tiny_model(family, noise=0.05),
         max_new_tokens=NEW,
     )
-    taus = {r.tau for response in loop.run(PROMPTS) for r in response.rounds if r.nodes == 3}
+    taus = {r.tau for response in loop.run(PROMPTS) for r in response.steps if r.nodes == 3}
     assert len(taus) > 1
 
 
@@ -97,7 +97,7 @@ def test_trees_equal_generate(
         )
         for response, prompt in zip(in_order(loop.run(PROMPTS)), PROMPTS, strict=True):
             assert response.tokens == expected(family, prompt)
-            accepted += sum(r.tau for r in response.rounds)
+            accepted += sum(r.tau for r in response.steps)
         branched += loop.drafter.branched
     assert accepted > NEW and branched > 10
 
@@ -140,7 +140,7 @@ def test_samples_do_not_depend_on_the_order_of_the_prompts(decoder: Callable, ti
 
 
 def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
-    """Ten prompts on three slots: rows end at different rounds, and the newcomers are not disturbed."""
+    """Ten prompts on three slots: rows end at different steps, and the newcomers are not disturbed."""
     loop = decoder(
         tiny_model("llama"),
         drafter_class("small-lm"),
@@ -153,7 +153,7 @@ def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Ca
     finished, together = [], []
     for response in loop.run(MANY):
         finished.append(response.index)
-        together.append(loop.batch_rounds)
+        together.append(loop.batch_steps)
         assert response.tokens == expected("llama", MANY[response.index])
     assert sorted(finished) == list(range(len(MANY)))
     assert len(set(together)) > 4, "the rows all ended together: nothing was refilled in mid-flight"
@@ -182,9 +182,9 @@ def test_eos_inside_a_draft_ends_the_sequence(
         tokens = want[response.index]
         end = next((i for i, token in enumerate(tokens) if token in eos), None)
         assert response.tokens == (tokens if end is None else tokens[: end + 1])
-        assert response.finish == ("length" if end is None else "eos")
-        assert sum(r.emitted for r in response.rounds) == len(response.tokens)
-        assert all(r.tau <= r.emitted for r in response.rounds)
+        assert response.finish_reason == ("length" if end is None else "stop")
+        assert sum(r.emitted for r in response.steps) == len(response.tokens)
+        assert all(r.tau <= r.emitted for r in response.steps)
 
 
 def test_eos_in_the_prompt_does_not_end_it(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
@@ -217,8 +217,8 @@ def test_exactly_max_new_tokens(decoder: Callable, tiny_model: Callable, expecte
     )
     for response, prompt in zip(in_order(loop.run(PROMPTS)), PROMPTS, strict=True):
         assert response.tokens == expected("llama", prompt)[:new]
-        assert response.finish == "length"
-        assert sum(r.emitted for r in response.rounds) == new
+        assert response.finish_reason == "length"
+        assert sum(r.emitted for r in response.steps) == new
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
@@ -239,7 +239,7 @@ def test_a_sequence_ends_where_the_context_does(
     )
     for response in loop.run(PROMPTS):
         prompt = PROMPTS[response.index]
-        assert response.finish == "context"
+        assert response.finish_reason == "length"
         assert len(prompt) + len(response.tokens) == 20
         if family == "llama":  # rotary positions: the same weights whatever the context
             assert response.tokens == expected(family, prompt)[: len(response.tokens)] or len(response.tokens) > NEW

@@ -93,13 +93,13 @@ class FeedsTooMuch(Drafter):
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=True, nodes=5)
 
-    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
-        self.model.begin(row, prompt)
+    def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
+        self.model.start(row, prompt)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         logits = self.model.root(sequences)
         while True:
-            logits = self.model.grow(logits.argmax(-1)[:, None])[:, 0]
+            logits = self.model.forward(logits.argmax(-1)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("validate", ["always", "never"])
@@ -178,6 +178,6 @@ def test_a_hybrid_model_is_refused_by_the_name_of_its_layers(tiny_model: Callabl
 
 def test_growing_past_the_buffer_is_an_error(tiny_model: Callable) -> None:
     lm = TransformersLM(tiny_model("llama"), 1, 8)
-    lm.begin(0, [1, 2, 3, 4, 5, 6, 7])
+    lm.start(0, [1, 2, 3, 4, 5, 6, 7])
     with pytest.raises(ModelError, match="exceed max_length 8"):
-        lm.grow(torch.tensor([[7, 8, 9]]))
+        lm.forward(torch.tensor([[7, 8, 9]]))

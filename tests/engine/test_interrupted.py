@@ -15,7 +15,7 @@ from crossdraft.framework.errors import NumericalError, UsageError
 from crossdraft.framework.testing.interruptions import Interrupted, interrupted
 from crossdraft.testing import DrafterContract, TinyModel
 
-#: Drafters with a model of their own, whose slots hold what an interrupted round left. Heads: see the contract tests.
+#: Drafters with a model of their own, whose slots hold what an interrupted step left. Heads: see the contract tests.
 OWN_MODEL = {
     "chain": ("small-lm", {"gamma": 3}),
     "heuristic": ("small-lm", {"gamma": 3, "policy": "heuristic"}),
@@ -28,10 +28,10 @@ BAD = 4
 
 
 @pytest.mark.parametrize("name", OWN_MODEL)
-def test_an_interrupted_round_leaves_nothing(name: str) -> None:
+def test_an_interrupted_step_leaves_nothing(name: str) -> None:
     drafter, options = OWN_MODEL[name]
     attributes = {"drafter": drafter, "options": {"model": "noisy", **options}, "setting": TinyModel()}
-    type("Contract", (DrafterContract,), attributes)().test_an_interrupted_round_leaves_nothing()
+    type("Contract", (DrafterContract,), attributes)().test_an_interrupted_step_leaves_nothing()
 
 
 def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, said: float = 0.0, **loop: Any) -> Decoder:
@@ -59,19 +59,19 @@ def test_a_row_of_nan_ends_alone(who: str, rule: str) -> None:
     got = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
     healthy = {r.index: r for r in toy_decoder("", rule).run(prompts)}
     produced = "the target produced NaN" if who == "target" else "drafter 'small-lm' produced NaN"
-    assert got[0].finish == "error" and got[0].tokens == [] and got[0].rounds == []
+    assert got[0].finish_reason == "error" and got[0].tokens == [] and got[0].steps == []
     assert str(got[0].error).startswith(f"{produced} or infinite logits for prompt 0 at position 1; try dtype")
     for index in (1, 2):
-        assert got[index].finish == "length" and got[index].error is None
+        assert got[index].finish_reason == "length" and got[index].error is None
         assert got[index].tokens == healthy[index].tokens
-        assert [r.tau for r in got[index].rounds] == [r.tau for r in healthy[index].rounds]
+        assert [r.tau for r in got[index].steps] == [r.tau for r in healthy[index].steps]
 
 
 def test_what_was_said_before_the_nan_is_kept() -> None:
     (response,) = toy_decoder("target", batch_size=1, said=0.2).run([[0]], on_error="finish")
     (healthy,) = toy_decoder(batch_size=1, said=0.2).run([[0]])
-    assert response.finish == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
-    assert sum(r.emitted for r in response.rounds) == len(response.tokens) > 0
+    assert response.finish_reason == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
+    assert sum(r.emitted for r in response.steps) == len(response.tokens) > 0
 
 
 def test_all_failures_are_raised_with_what_was_finished() -> None:
@@ -102,7 +102,7 @@ def test_a_run_inside_another_one_is_refused() -> None:
     decoder = toy_decoder(batch_size=1)
     first: Iterator[Response] = iter(decoder.run([[0], [1]]))
     next(first)
-    decoder.begin(0, [0])
+    decoder.start(0, [0])
     with pytest.raises(UsageError, match="in the middle of other sequences"):
         list(decoder.run([[2]]))
     decoder.abandon()
@@ -115,12 +115,12 @@ def test_a_strategy_that_fails_while_it_is_told_leaves_no_slot_occupied() -> Non
     def fails(*_: Any) -> None:
         raise RuntimeError("it cannot even retire")
 
-    decoder.drafter.retire = fails  # type: ignore[method-assign]
+    decoder.drafter.free = fails  # type: ignore[method-assign]
     with interrupted(decoder, "verifier"), pytest.raises(RuntimeError, match="it cannot even retire") as caught:
         list(decoder.run([[0], [1]]))
     assert isinstance(caught.value.__context__, Interrupted)
     assert decoder.occupied == 0 and decoder.sequences.history == [[], []]
-    del decoder.drafter.retire
+    del decoder.drafter.free
     fresh = {r.index: r.tokens for r in toy_decoder().run([[0], [1]])}
     assert {r.index: r.tokens for r in decoder.run([[0], [1]])} == fresh
 
@@ -150,6 +150,6 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decode
         finally:
             weight[bad] = good
     assert bad not in [token for i in (0, 2, 3) for token in healthy[i].tokens]
-    assert got[1].finish == "error"
+    assert got[1].finish_reason == "error"
     for i in (0, 2, 3):  # the long neighbour makes the short ones attend, masked, over what the slot held
         assert got[i].error is None and got[i].tokens == healthy[i].tokens

@@ -1,4 +1,4 @@
-"""What a round asks of a device outside the models' passes: few operations, and one wait of the host."""
+"""What a step asks of a device outside the models' passes: few operations, and one wait of the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.testing.launches import Launches
 
 B, VOCAB = 32, 1300  # a vocabulary of several blocks, the last one cut: the longest way of drawing a token
-#: Most operations a round, and most of those that are not recorded with a pass.
+#: Most operations a step, and most of those that are not recorded with a pass.
 LIMITS = [
     ("none", {}, "token", 39, 37),
     ("small-lm", {"gamma": 5}, "block", 186, 172),
@@ -23,7 +23,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("drafter, options, verifier, most, unrecorded", LIMITS)
-def test_a_round_launches_little_and_waits_once(
+def test_a_step_launches_little_and_waits_once(
     tiny_model: Callable, decoder: Callable, drafter: str, options: Any, verifier: str, most: int, unrecorded: int
 ) -> None:
     target, small = (tiny_model("llama", vocab_size=VOCAB, noise=noise, copy="launches") for noise in (0.0, 0.3))
@@ -41,11 +41,11 @@ def test_a_round_launches_little_and_waits_once(
         validate="never",
     )
     for row in range(B):
-        loop.begin(row, [3 + (row + i) % 9 for i in range(1 + row % 5)], row, row)
-    loop.round()
+        loop.start(row, [3 + (row + i) % 9 for i in range(1 + row % 5)], row, row)
+    loop.step()
     for _ in range(3):
         with Launches(target, small) as counted:
-            loop.round()
+            loop.step()
         assert counted.work.total() <= most, counted.work.most_common()
         assert counted.work.total() - counted.recorded <= unrecorded
         assert counted.reads == {"tolist": 1}

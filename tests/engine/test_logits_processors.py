@@ -61,7 +61,7 @@ def test_every_node_is_processed_behind_its_own_path(target: LoadedModel, drafte
     sampling = Sampling(temperature=0.8, top_k=20)
     law: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": 3, "ignore_eos": True}
     found = generate(target, PROMPTS, drafter=drafter, logits_processor=processors, max_new_tokens=NEW, **law)
-    assert drafter == "none" or any(one.nodes for response in found for one in response.rounds)
+    assert drafter == "none" or any(one.nodes for response in found for one in response.steps)
     for prompt, response in zip(PROMPTS, found, strict=True):
         assert response.logprobs is not None
         for i, (token, logprob) in enumerate(zip(response.tokens, response.logprobs, strict=True)):
@@ -70,7 +70,7 @@ def test_every_node_is_processed_behind_its_own_path(target: LoadedModel, drafte
                 logits = target.model(ids).logits[:, -1]
             for processor in processors:
                 logits = processor(ids, logits)
-            assert logprob == pytest.approx(float(sampling.law(logits)[0, token].log()), abs=1e-4)
+            assert logprob == pytest.approx(float(sampling.probs(logits)[0, token].log()), abs=1e-4)
 
 
 def test_processors_that_are_none_are_named(target: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""What a round holds of the vocabulary at most: bytes for each entry of each scored position."""
+"""What a step holds of the vocabulary at most: bytes for each entry of each scored position."""
 
 import gc
 from collections.abc import Callable
@@ -28,7 +28,7 @@ LIMITS = [
     "drafter, options, verifier, temperature, most",
     [row if row[2] == "block" else pytest.param(*row, marks=pytest.mark.slow) for row in LIMITS],
 )
-def test_what_a_round_holds(
+def test_what_a_step_holds(
     tiny_model: Callable,
     decoder: Callable,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,12 +59,12 @@ def test_what_a_round_holds(
             validate="never",
         )
         for row in range(B):
-            loop.begin(row, [3 + row, 5], row, row)
+            loop.start(row, [3 + row, 5], row, row)
         with Peak() as held:
-            loop.round()
+            loop.step()
         peaks.append(held.peak)
         gc.collect()
-        assert held.held < 0.1 * held.peak, "what a round made outlives it"
+        assert held.held < 0.1 * held.peak, "what a step made outlives it"
     per_entry = (peaks[1] - peaks[0]) / (VOCABS[1] - VOCABS[0]) / B / 61
     assert 5 < per_entry <= most
 
@@ -88,13 +88,13 @@ def test_laws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, whatever is made at once."""
     logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     for sampling in (Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)):
-        whole = sampling.law(logits)
-        assert whole.dtype == torch.float32 and sampling.law(logits.double()).dtype == torch.float64
+        whole = sampling.probs(logits)
+        assert whole.dtype == torch.float32 and sampling.probs(logits.double()).dtype == torch.float64
         for most in (1, 80, 599):
             with monkeypatch.context() as patch:
                 patch.setattr(tensors, "AT_ONCE", most)
-                assert torch.equal(sampling.law(logits), whole)
-                assert sampling.law(logits[:0]).shape == (0, 5, 40)
+                assert torch.equal(sampling.probs(logits), whole)
+                assert sampling.probs(logits[:0]).shape == (0, 5, 40)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_rows_judged_some_after_others_say_the_same(
                 max_new_tokens=12,
             )
             responses = sorted(loop.run([[3], [4, 5], [6, 7, 8], [9]]), key=lambda one: one.index)
-            found.append([(one.tokens, one.logprobs, one.rounds) for one in responses])
+            found.append([(one.tokens, one.logprobs, one.steps) for one in responses])
             assert min(widths) == (least if large == 1 else 3)
     assert found[0] == found[1]

@@ -60,7 +60,7 @@ def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
 
 def said(loop: Decoder) -> list[Any]:
     found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-    return [(r.tokens, r.finish, [(one.tau, one.nodes) for one in r.rounds]) for r in found]
+    return [(r.tokens, r.finish_reason, [(one.tau, one.nodes) for one in r.steps]) for r in found]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
@@ -84,9 +84,9 @@ def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Cal
         for upto in range(6, len(prompt) - 1, 6):
             pieces.prefill({row: prompt[:upto]})
     for row, prompt in enumerate(PROMPTS):
-        want = alone.begin(row, prompt)
+        want = alone.start(row, prompt)
         for lm in (together, pieces):
-            got = lm.begin(row, prompt)
+            got = lm.start(row, prompt)
             assert lm.lengths[row] == len(prompt) - 1
             if want is None:
                 assert got is None
@@ -94,9 +94,9 @@ def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Cal
             assert got is not None and got.shape == (len(prompt) - 1, 3, 32)
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
     root = torch.tensor([[prompt[-1]] for prompt in PROMPTS])
-    want, _ = alone.grow(root)
+    want, _ = alone.forward(root)
     for lm in (together, pieces):
-        torch.testing.assert_close(lm.grow(root)[0], want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lm.forward(root)[0], want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not SELECTS, reason="this transformers keeps the hidden states of all layers or none")
@@ -110,8 +110,8 @@ def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: 
         for layers, there in (((-1,), [False, False, True]), ((0, 0.5), [True, True, False])):
             lm.hidden_layers = layers
             lm.prefill({0: [5, 6, 7], 1: [8]})
-            lm.begin(0, [5, 6, 7, 9, 9])
-            lm.grow(torch.tensor([[3], [4]]))
+            lm.start(0, [5, 6, 7, 9, 9])
+            lm.forward(torch.tensor([[3], [4]]))
             assert kept == [there] * 3
             kept.clear()
     finally:
@@ -130,40 +130,40 @@ def test_eight_short_prompts_are_one_pass_of_each_model(made: Callable) -> None:
 def test_a_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
     """Prompts that are longer than a pass come beside a running sequence, and begin when they are whole."""
     loop, log = made("chain", prefill_tokens=8, max_new_tokens=30), []
-    loop.on_round = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
+    loop.on_step = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
     first = Request(PROMPTS[0], 0, 0)
     later = [Request(PROMPTS[i], i, i, most=4) for i in (4, 1, 5)]
-    answers = {r.index: r.tokens for done in loop.rounds([first, None, *later]) for r in done}
+    answers = {r.index: r.tokens for done in loop.steps([first, None, *later]) for r in done}
     fed = [count for count, _ in log]
     assert fed[0] == 1 and all(b - a <= 1 for a, b in pairwise(fed))
     # 39 tokens are five passes, 22 are three, 4 go before them, alone: shorter prompts begin first.
     assert fed[-1] == 1 + 1 + 3 + 5
-    begun = [next(n for n, running in log if i in running) for i in (5, 1, 4)]
-    assert begun == [2, 5, 10]
+    resume_from = [next(n for n, running in log if i in running) for i in (5, 1, 4)]
+    assert resume_from == [2, 5, 10]
     (alone,) = made("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
     assert answers[4] == alone.tokens
 
 
 def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
     loop = made("fork", prefill_tokens=6, max_new_tokens=20)
-    rounds = loop.rounds([Request(PROMPTS[0], 0, 0), None, Request([95] * 30, 1, 1), Request([95] * 20, 2, 2)])
+    steps = loop.steps([Request(PROMPTS[0], 0, 0), None, Request([95] * 30, 1, 1), Request([95] * 20, 2, 2)])
     for _ in range(3):
-        next(rounds)
+        next(steps)
     assert max(loop.target.lengths[1:]) > 0 and loop.occupied == 1
-    rounds.close()
+    steps.close()
     assert loop.target.lengths == [0] * 4
     loop.max_new_tokens = 9
     assert said(loop) == said(made("fork", prefill_tokens=0))
 
 
 def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
-    """Its prompts take no round more, however long they are."""
+    """Its prompts take no step more, however long they are."""
     assert not hasattr(TableLM, "prefill")
     loop, alone = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
     for one in (loop.target, loop.drafter.model.lm):
         one.__class__ = type("Whole", (type(one),), {"prefill": None})
     assert said(loop) == said(alone)
-    assert loop.batch_rounds == alone.batch_rounds and sorted(loop.target.fed) == sorted(alone.target.fed)
+    assert loop.batch_steps == alone.batch_steps and sorted(loop.target.fed) == sorted(alone.target.fed)
 
 
 @pytest.mark.parametrize("most", [4, 30, 1000])
@@ -195,8 +195,8 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
 
 def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
     chain = drafter_class("small-lm")
-    reads_another_text = type("ReadsAnotherText", (chain,), {"begin": chain.begin})
-    does_both = type("DoesBoth", (reads_another_text,), {"begin": chain.begin, "prefill": chain.prefill})
+    reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
+    does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})
     likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}
     likes |= {drafter_class("universal"): False, drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
     assert {drafter: shares(drafter) for drafter in likes} == likes

@@ -62,8 +62,8 @@ class Echo(Drafter):
         rows = [[7] * min(self.config.gamma, limit) for limit in sequences.limit]
         return Draft.copied(rows, sequences.device)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
-        self.ends.append(finish)
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.ends.append(finish_reason)
 
 
 class Bound(Echo):

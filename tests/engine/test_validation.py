@@ -1,4 +1,4 @@
-"""One mistake of each kind, in a draft or a verdict: the first round names the strategy, the place and the mistake."""
+"""One mistake of each kind, in a draft or a verdict: the first step names the strategy, the place and the mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle_trees import verifier_class
-from scripted_strategies import KINDS, UNIFORM, B, V, at, decoder, first_round, honest
+from scripted_strategies import KINDS, UNIFORM, B, V, at, decoder, first_step, honest
 from torch import Tensor
 
 from crossdraft.framework.contracts.draft import Draft, Sequences, Verdict
@@ -19,7 +19,7 @@ from crossdraft.framework.errors import ContractError, CrossdraftError, Numerica
 @pytest.mark.parametrize("validate", ["sampled", "never"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_honest_strategies_pass(kind: str, validate: str) -> None:
-    first_round(decoder(kind, validate=validate))
+    first_step(decoder(kind, validate=validate))
 
 
 def made(name: str, function: Callable) -> Callable:
@@ -61,9 +61,9 @@ def cycle_of_two(draft: Draft, _: Any) -> None:
 
 
 half = UNIFORM / 2
-ALL, SOME = "every round", "validated rounds"
+ALL, SOME = "every step", "validated steps"
 
-#: kind of draft, mistake, words of its sentence, and in which rounds it is seen.
+#: kind of draft, mistake, words of its sentence, and in which steps it is seen.
 DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "q is NaN": ("chain", at("q", (0, 1), torch.nan), "q that is NaN or infinite for prompt 0 at position 1", ALL),
     "q is NaN in padding": ("chain", at("q", (1, 2), torch.nan), "q that is NaN or infinite for prompt 1", ALL),
@@ -78,7 +78,12 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "q is too narrow": ("chain", made("q", lambda q: q[..., 1:]), r"q of shape \[2, 3, 63\], not \[2, M, 64\]", ALL),
     "q of a point mass": ("point", lambda d, _: honest("chain"), "with q, but its traits say point_mass=True", ALL),
     "no q": ("chain", lambda d, _: honest("point"), "without q, but its traits say point_mass=False", ALL),
-    "law names no row": ("chain", lambda d, _: replace(d, law=torch.full((B, 3), 3)), "name row 3 of the 3 rows", SOME),
+    "law names no row": (
+        "chain",
+        lambda d, _: replace(d, q_index=torch.full((B, 3), 3)),
+        "name row 3 of the 3 rows",
+        SOME,
+    ),
     "its own parent": ("top", at("parents", (0, 2), 2), "hung a node below node 2 in slot 0 .prompt 0., node 2;", SOME),
     "a parent after its child": ("top", cycle_of_two, "hung a node below node 1 in slot 0 .prompt 0., node 0;", SOME),
     "a parent that is none": ("top", at("parents", (1, 3), 9), "hung a node below node 9 in slot 1", SOME),
@@ -126,7 +131,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "sequences off the tree": ("iid", at("sequences", (0, 0, 1), 0), "do not go down from the root", SOME),
     "unequal sequences": ("iid", at("sequences", (0, 0, 1), -1), r"draft.sequences of \[1, 2\] tokens", SOME),
     "one row of q for siblings": (
-        *("wor", lambda d, _: replace(d, law=torch.tensor([[0, 0, 2, 3]] * B))),
+        *("wor", lambda d, _: replace(d, q_index=torch.tensor([[0, 0, 2, 3]] * B))),
         *("two siblings without replacement from one row of q in slot 0 .prompt 0., node 1;", SOME),
     ),
     "an elder sibling drawn at random": ("greedy", at("q", (0, 0), UNIFORM), "0.01562 at a token taken without", SOME),
@@ -148,18 +153,18 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
 def test_a_mistake_in_a_draft_is_named(name: str) -> None:
     kind, change, words, _ = DRAFTS[name]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}") as caught:
-        first_round(decoder(kind, draft=change))
+        first_step(decoder(kind, draft=change))
     number = words.startswith(("q that", "row of q", "negative", "0 at", "0.0", "above"))
     assert isinstance(caught.value, NumericalError if number else ContractError)
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, rounds) in DRAFTS.items() if rounds == ALL])
-def test_what_costs_nothing_is_seen_in_every_round(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, (*_, steps) in DRAFTS.items() if steps == ALL])
+def test_what_costs_nothing_is_seen_in_every_step(name: str) -> None:
     """Also what would be a stack trace of the target or the verifier: a token that is no id."""
     kind, change, words, _ = DRAFTS[name]
     rule = {"chain": "block", "point": "block", "top": "greedy", "wor": "traversal", "iid": "spectr"}[kind]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}"):
-        first_round(decoder(kind, draft=change, rule=verifier_class(rule)(), validate="never"))
+        first_step(decoder(kind, draft=change, rule=verifier_class(rule)(), validate="never"))
 
 
 def never_said(verdict: Verdict, p: Tensor) -> None:
@@ -213,8 +218,8 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
 @pytest.mark.parametrize("validate", ["sampled", "never"])
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_mistake_in_a_verdict_is_named(name: str, validate: str) -> None:
-    kind, change, words, rounds = VERDICTS[name]
-    if validate == "never" and rounds == SOME:
-        pytest.skip("seen in validated rounds")
+    kind, change, words, steps = VERDICTS[name]
+    if validate == "never" and steps == SOME:
+        pytest.skip("seen in validated steps")
     with pytest.raises(CrossdraftError, match=f"^verifier 'fixed' .*{words}"):
-        first_round(decoder(kind, verdict=change, validate=validate))
+        first_step(decoder(kind, verdict=change, validate=validate))

@@ -1,4 +1,4 @@
-"""What is checked in every round, which rounds are validated, and what the checks make of a wide chain."""
+"""What is checked in every step, which steps are validated, and what the checks make of a wide chain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crossdraft.framework.errors import NumericalError
 @pytest.mark.parametrize("rule", ["token", "block", "sample-match", "traversal", "specinfer"])
 @pytest.mark.parametrize("vocabulary", [2048, 3000])
 def test_a_drafter_of_nan_never_says_a_token(rule: str, vocabulary: int) -> None:
-    """Not in rounds that are not validated either, nor where the vocabulary is no multiple of a block."""
+    """Not in steps that are not validated either, nor where the vocabulary is no multiple of a block."""
     kind = "wor" if rule in ("traversal", "specinfer") else "chain"
     law = torch.full((vocabulary,), 1 / vocabulary)
     context = ToyContext(law, law, Sampling(), B)
@@ -31,7 +31,7 @@ def test_a_drafter_of_nan_never_says_a_token(rule: str, vocabulary: int) -> None
     drafter = Seeded(Seeded.Config(kind=kind, vocabulary=vocabulary, change=spoil), context)
     loop = Decoder(TableLM(law, B), drafter, verifier_class(rule)(), sampling=Sampling(), validate="never")
     ended = list(loop.run([[1], [2]], on_error="finish"))
-    assert [(response.finish, response.tokens) for response in ended] == [("error", [])] * 2
+    assert [(response.finish_reason, response.tokens) for response in ended] == [("error", [])] * 2
     assert all(str(response.error).startswith("drafter 'seeded' reported a q that is NaN") for response in ended)
 
 
@@ -43,52 +43,52 @@ def test_a_draw_stays_inside_the_vocabulary(vocabulary: int, value: float) -> No
     assert drawn.min() >= 0 and drawn.max() < vocabulary
 
 
-def rounds_that_are_validated(validate: str, rounds: int, monkeypatch: Any) -> list[int]:
+def steps_that_are_validated(validate: str, steps: int, monkeypatch: Any) -> list[int]:
     made = decoder("chain", validate=validate, max_new_tokens=10**6)
     seen: list[int] = []
-    monkeypatch.setattr(loop_module, "validate_draft", lambda *_, **__: seen.append(made.batch_rounds))
+    monkeypatch.setattr(loop_module, "validate_draft", lambda *_, **__: seen.append(made.batch_steps))
     for row in range(B):
-        made.begin(row, [1], row, row)
-    monkeypatch.setattr(made.sequences, "tokens", torch.zeros(B, 2 * rounds + 1, dtype=torch.long))
-    for _ in range(rounds):
-        made.round()
+        made.start(row, [1], row, row)
+    monkeypatch.setattr(made.sequences, "tokens", torch.zeros(B, 2 * steps + 1, dtype=torch.long))
+    for _ in range(steps):
+        made.step()
     return seen
 
 
-def test_which_rounds_are_validated(monkeypatch: Any) -> None:
+def test_which_steps_are_validated(monkeypatch: Any) -> None:
     expected = [*range(FIRST), EVERY, 2 * EVERY]
-    assert rounds_that_are_validated("sampled", 2 * EVERY + 2, monkeypatch) == expected
-    assert rounds_that_are_validated("always", 12, monkeypatch) == list(range(12))
-    assert rounds_that_are_validated("never", 12, monkeypatch) == []
+    assert steps_that_are_validated("sampled", 2 * EVERY + 2, monkeypatch) == expected
+    assert steps_that_are_validated("always", 12, monkeypatch) == list(range(12))
+    assert steps_that_are_validated("never", 12, monkeypatch) == []
 
 
-def test_a_mistake_after_the_first_rounds_is_found() -> None:
-    """What starts late is found in a round that is sampled."""
-    rounds = 0
+def test_a_mistake_after_the_first_steps_is_found() -> None:
+    """What starts late is found in a step that is sampled."""
+    steps = 0
 
     def late(draft: Draft, _: Any) -> None:
-        nonlocal rounds
-        rounds += 1
-        if rounds > FIRST and draft.q is not None:
+        nonlocal steps
+        steps += 1
+        if steps > FIRST and draft.q is not None:
             draft.q *= 2
 
     loop = decoder("chain", draft=late, max_new_tokens=200)
     with pytest.raises(NumericalError, match="sums to 2, not 1"):
         list(loop.run([[1], [2]]))
-    assert rounds == EVERY + 1
+    assert steps == EVERY + 1
 
 
 def test_a_chain_is_no_wider_than_the_widest_row() -> None:
     """The target evaluates every column for every row: those that no row has room for are cut."""
     widths: list[tuple[int, int]] = []
-    loop = decoder("chain", on_round=lambda event: widths.append((event.draft.width, event.scores.p.shape[1])))
+    loop = decoder("chain", on_step=lambda event: widths.append((event.draft.width, event.scores.p.shape[1])))
     for row in range(B):
-        loop.begin(row, [1], row, row)
+        loop.start(row, [1], row, row)
     loop.drafter.config = Seeded.Config(  # a third token that no row has room for, and that does not count
         kind="chain", change=lambda draft, _: replace(draft, valid=draft.valid & (torch.arange(3) < 2))
     )
     loop.sequences.limit[:] = [2, 2]
-    loop.round()
+    loop.step()
     assert widths == [(2, 3)] and loop.target_rows == B * 3
     assert Draft.chain(torch.ones(2, 5, dtype=torch.long), [1, 3]).tokens.shape == (2, 3)
     assert Draft.chain(torch.ones(2, 5, dtype=torch.long), [0, 0]).width == 0
@@ -111,13 +111,13 @@ class Looks(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("validate, transfers", [("never", 1), ("always", 3)])
-def test_a_round_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
-    """What is checked in every round travels with the accepted lengths; a validated round asks twice more."""
+def test_a_step_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
+    """What is checked in every step travels with the accepted lengths; a validated step asks twice more."""
     loop = decoder(kind, validate=validate)
     draft = honest(kind)  # Draft.iid looks once itself
     loop.drafter.config = Seeded.Config(kind="chain", change=lambda *_: draft)
     for row in range(B):
-        loop.begin(row, [10 + row], row, row)
+        loop.start(row, [10 + row], row, row)
     with Looks() as looks:
-        loop.round()
+        loop.step()
     assert looks.seen == ["tolist"] * transfers

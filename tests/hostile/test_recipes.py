@@ -143,7 +143,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "null": ("matrix: {gamma: [null]}", 4, ["matrix.gamma[0]", "valid integer"]),
     "a mapping for a number": ("matrix: {gamma: [{a: 1}]}", 4, ["matrix.gamma[0]", "valid integer"]),
     "a true gamma": ("matrix: {gamma: [true]}", 4, ["matrix.gamma[0]", "not true"]),
-    "gamma 200,000,000 beside gamma 2": ("matrix: {gamma: [2, 200000000]}", 4, ["matrix.gamma[1]", "less than or equal to 1024", "the work of every round"]),
+    "gamma 200,000,000 beside gamma 2": ("matrix: {gamma: [2, 200000000]}", 4, ["matrix.gamma[1]", "less than or equal to 1024", "the work of every step"]),
     "a million cells": (f"matrix: {{batch_size: {list(range(1, 1001))}, seed: {list(range(1000))}}}", 4, ["2000000 cells", "the most is 10000", "every prompt"]),
     "10^18 cells": (f"matrix:\n  batch_size: {list(range(1, 1001))}\n  seed: {list(range(1000))}\n  gamma: {list(range(1000))}\n  max_ngram: {list(range(1, 1001))}\n  top_k: {list(range(1000))}\n  min_p: {[0.0] * 1000}", 4, ["cells", "the most is 10000"]),
     "a target that is a list": ("matrix: {target: [[a]]}", 4, ["target", "valid string"]),

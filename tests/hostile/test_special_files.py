@@ -42,7 +42,7 @@ def put(kind: str, path: Path) -> None:
 
 
 FILES = ("recipe.json", "environment.json", "summary.csv", "summary.md", "cost_curves.json")
-CELL_FILES = ("config.json", "metrics.json", "responses.jsonl", "rounds.parquet")
+CELL_FILES = ("config.json", "metrics.json", "responses.jsonl", "steps.parquet")
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

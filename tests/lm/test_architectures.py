@@ -165,7 +165,7 @@ def test_dynamic_frequencies_never_change_within_the_context(decoder: Callable) 
             models[0], drafter, options, verifier_class("greedy"), batch_size=2, drafting=models[0], max_new_tokens=64
         )
         for response in loop.run(prompts):
-            assert response.finish == "context"
+            assert response.finish_reason == "length"
             assert response.tokens == want[tuple(prompts[response.index])]
 
 

@@ -51,7 +51,7 @@ def test_grouped_attention_is_left_behind_nowhere(tiny_model: Callable, monkeypa
 
     monkeypatch.setattr(attention, "grouped_sdpa", spy)
     model, ids = tiny_model("llama"), torch.tensor([[1, 2]])
-    TransformersLM(model, 1, 16).grow(ids)
+    TransformersLM(model, 1, 16).forward(ids)
     assert len(calls) == 2  # layers
     with pytest.raises(RuntimeError), attention.own_attention():
         raise RuntimeError

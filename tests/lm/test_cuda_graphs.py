@@ -76,21 +76,21 @@ def test_replayed_passes_give_the_same_tokens(
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("parents", [None, [-1, 0, 0, 1, 2]])
 def test_what_a_pass_returned_is_not_overwritten(tiny_model: Callable, family: str, parents: list[int] | None) -> None:
-    """Logits and hidden states of all rounds, kept until the end, are those of a model without graphs."""
+    """Logits and hidden states of all steps, kept until the end, are those of a model without graphs."""
     tree = None if parents is None else torch.tensor([parents, parents])
     path = None if parents is None else torch.tensor([[0, 2, 4], [0, 1, -1]])
 
     def run(lm: TransformersLM) -> list[torch.Tensor]:
         lm.hidden_layers = (0, -1)
         for row, prompt in enumerate(PROMPTS[1:]):
-            lm.begin(row, prompt)
+            lm.start(row, prompt)
         found = []
         for i in range(6):
             tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]) + i
-            logits, hidden = lm.grow(tokens, tree)
+            logits, hidden = lm.forward(tokens, tree)
             assert hidden is not None
             found += [logits, hidden]
-            lm.keep([3, 2], path)
+            lm.commit([3, 2], path)
         return found
 
     replaying = ReplayingLM(tiny_model(family), 2, 64)
@@ -107,11 +107,11 @@ def test_a_tree_grown_in_pieces_is_replayed(tiny_model: Callable) -> None:
         found = []
         for _ in range(4):
             for row, prompt in enumerate(PROMPTS[1:]):
-                lm.begin(row, prompt)
+                lm.start(row, prompt)
             for tokens, parents in pieces:
                 of = None if parents is None else torch.tensor(parents)
-                found.append(lm.grow(torch.tensor(tokens), of)[0])
-            lm.keep([0, 0])
+                found.append(lm.forward(torch.tensor(tokens), of)[0])
+            lm.commit([0, 0])
         return found
 
     replaying = ReplayingLM(tiny_model("llama"), 2, 64)
@@ -129,13 +129,13 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
     def run() -> list[torch.Tensor]:
         lm = FeatureLM(head, TransformersLM(head, 2, 64), 97)
         for row in range(2):
-            lm.begin(row, [1, 2, 3], torch.ones(2, 32) * row)
+            lm.start(row, [1, 2, 3], torch.ones(2, 32) * row)
         found = []
         for i in range(6):
             tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]) + i
             found.append(lm.commit(tokens, features[i], [1 + i % 4, 4 - i % 3]))
-            found.append(lm.grow(tokens[:, :1]))
-            found.append(lm.grow(tokens[:, :2], torch.tensor([[0, -1], [0, 0]])))
+            found.append(lm.forward(tokens[:, :1]))
+            found.append(lm.forward(tokens[:, :2], torch.tensor([[0, -1], [0, 0]])))
             lm.forget()
         return found
 
@@ -148,7 +148,7 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
 
 @pytest.mark.parametrize("shape", [{}, {"choices": [[0], [1], [0, 0], [0, 0, 0]]}])
 def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypatch: Any, shape: dict) -> None:
-    """Drafts of all rounds, kept until the end, are those without graphs; near its end a row reads fewer heads."""
+    """Drafts of all steps, kept until the end, are those without graphs; near its end a row reads fewer heads."""
     target = tiny_model("llama")
     torch.manual_seed(3)
     heads = MedusaHeads(32, 3, vocab_size=97)
@@ -162,9 +162,9 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
         drafter, drafts = Medusa(Medusa.Config(model=str(tmp_path), **shape), context), []
         for i, hidden in enumerate(features):
             for row in range(2):
-                drafter.begin(row, [1, 1], hidden[row : row + 1])
+                drafter.start(row, [1, 1], hidden[row : row + 1])
             sequences = Sequences([[1, 1]] * 2, ones, [3 - i % 2, 2], [0, 1])
-            drafts.append(drafter.propose(sequences, CounterRng().round([0, 1], [i, i], target.device)))
+            drafts.append(drafter.propose(sequences, CounterRng().for_step([0, 1], [i, i], target.device)))
         return drafts
 
     plain, recorder = run(), Recorder()
@@ -173,7 +173,7 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
         assert torch.equal(ours.tokens, other.tokens)
         if not shape:
             torch.testing.assert_close(ours.q, other.q)
-    assert (recorder.recorded, recorder.replayed) == (1, 8), "nine rounds of one shape, the first of which rehearses"
+    assert (recorder.recorded, recorder.replayed) == (1, 8), "nine steps of one shape, the first of which rehearses"
 
 
 def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> None:
@@ -182,17 +182,17 @@ def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> 
     tokens = torch.tensor([[3, 1]])
     for layers, count in [((), 0), ((-1,), 1), ((0, 1, -1), 3)] * 3:
         lm.hidden_layers = layers
-        hidden = lm.grow(tokens)[1]
+        hidden = lm.forward(tokens)[1]
         assert (0 if hidden is None else hidden.shape[2]) == count
-        lm.keep([0])
+        lm.commit([0])
 
 
 def test_large_passes_are_not_recorded(tiny_model: Callable, monkeypatch: Any) -> None:
     monkeypatch.setattr(lm_module, "MOST_GRAPHED", 4)
     lm = ReplayingLM(tiny_model("llama"), 2, 64)
     for _ in range(4):
-        lm.grow(torch.ones(2, 3, dtype=torch.long))
-        lm.keep([0, 0])
+        lm.forward(torch.ones(2, 3, dtype=torch.long))
+        lm.commit([0, 0])
     assert lm.recorder.recorded == 0
 
 
@@ -219,11 +219,11 @@ def test_a_pass_never_looks_at_what_a_tensor_holds(tiny_model: Callable, family:
     lm.hidden_layers = (0, -1)
     tokens = torch.zeros(2, 3, dtype=torch.long, device="meta")
     for row, prompt in enumerate(PROMPTS[1:]):
-        lm.begin(row, prompt)
+        lm.start(row, prompt)
     for parents, path in ((None, None), (tokens, tokens)):
-        logits, hidden = lm.grow(tokens, parents)
+        logits, hidden = lm.forward(tokens, parents)
         assert hidden is not None and (logits.shape, hidden.shape) == ((2, 3, 97), (2, 3, 2, 32))
-        lm.keep([1, 3], path)
+        lm.commit([1, 3], path)
 
 
 # -- recordings ---------------------------------------------------------------------------------------------
@@ -273,14 +273,14 @@ def test_graphs_on_cuda(
 def test_a_pass_does_not_wait_for_the_device(tiny_model: Callable) -> None:
     lm = TransformersLM(copy.deepcopy(tiny_model("llama")).cuda(), 2, 64)
     for row, prompt in enumerate(PROMPTS[1:]):
-        lm.begin(row, prompt)
+        lm.start(row, prompt)
     tokens = torch.ones(2, 3, dtype=torch.long, device="cuda")
     path = torch.tensor([[0, 2], [0, 1]], device="cuda")
     parents = torch.tensor([[-1, 0, 0]] * 2, device="cuda")
     try:
         for mode in ("error", "default", "error", "error"):  # rehearsed, recorded (which waits), replayed twice
             torch.cuda.set_sync_debug_mode(mode)
-            lm.grow(tokens, parents)
-            lm.keep([2, 2], path)
+            lm.forward(tokens, parents)
+            lm.commit([2, 2], path)
     finally:
         torch.cuda.set_sync_debug_mode("default")

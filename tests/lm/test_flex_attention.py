@@ -52,13 +52,13 @@ def said(model: Any) -> torch.Tensor:
     lm = TransformersLM(model, 3, 64)
     lm.prefill({0: PROMPTS[2], 1: PROMPTS[1]})
     for row, prompt in enumerate((PROMPTS[2], PROMPTS[1], [5, 6])):
-        lm.begin(row, [*prompt, 4])
-    found = [lm.grow(torch.tensor([[4, 7, 8]] * 3))[0]]
-    lm.keep([2, 3, 1])
+        lm.start(row, [*prompt, 4])
+    found = [lm.forward(torch.tensor([[4, 7, 8]] * 3))[0]]
+    lm.commit([2, 3, 1])
     tokens, parents = torch.tensor([[4, 9, 10, 11, 12]] * 3), torch.tensor([TREE] * 3)
-    found += [lm.grow(tokens[:, :3], parents[:, :3])[0], lm.grow(tokens[:, 3:], parents[:, 3:])[0]]
-    lm.keep([3, 2, 1], torch.tensor([[0, 2, 4], [0, 2, -1], [0, -1, -1]]))
-    return torch.cat([*found, lm.grow(torch.tensor([[3]] * 3))[0]], 1)
+    found += [lm.forward(tokens[:, :3], parents[:, :3])[0], lm.forward(tokens[:, 3:], parents[:, 3:])[0]]
+    lm.commit([3, 2, 1], torch.tensor([[0, 2, 4], [0, 2, -1], [0, -1, -1]]))
+    return torch.cat([*found, lm.forward(torch.tensor([[3]] * 3))[0]], 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

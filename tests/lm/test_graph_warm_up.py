@@ -146,7 +146,7 @@ def test_nothing_is_recorded_after_the_warm_up(
     options: dict,
     most: tuple[int, int],
 ) -> None:
-    """Three rounds of prompts that are none of those measured; then ragged rows, refilled slots, short last drafts."""
+    """Three steps of prompts that are none of those measured; then ragged rows, refilled slots, short last drafts."""
     rules = {"small-lm-iid": "multipath-block", "small-lm-tree": "traversal", "small-lm-dynamic-tree": "sample-match"}
 
     def make() -> Any:
@@ -165,11 +165,11 @@ def test_nothing_is_recorded_after_the_warm_up(
 
     loop = make()
     with recording(Ahead(*most)):
-        rounds = loop.rounds(Request([3, 4, 3, 4, 3, 4], i, 99 + i) for i in range(2))
+        steps = loop.steps(Request([3, 4, 3, 4, 3, 4], i, 99 + i) for i in range(2))
         for _ in range(3):
-            next(rounds)
-        rounds.close()
-        list(loop.rounds(Request([3], i, 99 + i, most=1) for i in range(2)))
+            next(steps)
+        steps.close()
+        list(loop.steps(Request([3], i, 99 + i, most=1) for i in range(2)))
     mine = [one for one in recorded if len(one)]
     before = [len(one) for one in mine]
     with recording(None):
@@ -191,8 +191,8 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
         one.hidden_layers = (-1,)
     with recording(Ahead(7, 7)):
         for parents in (None, tree):
-            lm.grow(torch.ones(2, 5, dtype=torch.long), parents)
-            lm.keep([0, 0], None if parents is None else torch.tensor([[0, 1], [0, 1]]))
+            lm.forward(torch.ones(2, 5, dtype=torch.long), parents)
+            lm.commit([0, 0], None if parents is None else torch.tensor([[0, 1], [0, 1]]))
     runner = lm._run
     recordings = len(runner)
     for width in (3, 5, 6, 7):
@@ -201,14 +201,14 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
                 found = []
                 for one in (lm, plain):
                     for row, prompt in enumerate(PROMPTS[1:]):
-                        one.begin(row, prompt)
+                        one.start(row, prompt)
                     tokens = torch.arange(2 * width).view(2, width) % 90
                     if parents is not None:
                         tokens = tokens[:, :3]
-                    logits, hidden = one.grow(tokens, parents)
+                    logits, hidden = one.forward(tokens, parents)
                     assert hidden is not None
                     found.append((logits, hidden))
-                    one.keep([2, 1], None if parents is None else torch.tensor([[0, 2], [0, -1]]))
+                    one.commit([2, 1], None if parents is None else torch.tensor([[0, 2], [0, -1]]))
                 for ours, theirs in zip(*found, strict=True):
                     assert ours.shape == theirs.shape
                     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -220,11 +220,11 @@ def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: lis
     """A padded pass would write behind the slot: one without a recording runs as it is."""
     lm = TransformersLM(tiny_model("llama"), 1, 16)
     with recording(Ahead(3, 3)):
-        lm.grow(torch.ones(1, 4, dtype=torch.long))
-        lm.keep([0])
+        lm.forward(torch.ones(1, 4, dtype=torch.long))
+        lm.commit([0])
     with recording(None):
-        lm.begin(0, list(range(1, 15)))  # 13 in the slot, room for 3
-        logits, _ = lm.grow(torch.tensor([[1, 2, 3]]))
+        lm.start(0, list(range(1, 15)))  # 13 in the slot, room for 3
+        logits, _ = lm.forward(torch.tensor([[1, 2, 3]]))
     assert logits.shape == (1, 3, 97) and lm._run.missed == 1
 
 
@@ -237,13 +237,13 @@ def test_heads_that_name_positions_are_padded(tiny_model: Callable, recorded: li
 
     def run(lm: FeatureLM, widths: tuple[int, ...]) -> list[torch.Tensor]:
         for row in range(2):
-            lm.begin(row, [1, 2, 3], torch.ones(2, 32) * row)
+            lm.start(row, [1, 2, 3], torch.ones(2, 32) * row)
         found = []
         for width in widths:
             tokens = torch.arange(2 * width).view(2, width) % 90
             found.append(lm.commit(tokens, features[:, :width], [width, max(1, width - 1)]))
-            found.append(lm.grow(tokens[:, :1]))
-            found.append(lm.grow(tokens[:, :1]))
+            found.append(lm.forward(tokens[:, :1]))
+            found.append(lm.forward(tokens[:, :1]))
             lm.forget()
         return found
 

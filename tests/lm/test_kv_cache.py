@@ -47,11 +47,11 @@ def test_the_cache_is_what_a_fresh_forward_computes(
         max_new_tokens=NEW,
     )
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
+        loop.start(row, prompt)
     for _ in range(4):
-        loop.round()
+        loop.step()
         assert_cache_is_fresh(tiny_model(family, copy="reference"), loop.target, loop.sequences.history)
-        if drafter == "small-lm":  # the drafter may lag behind by the tokens it feeds next round
+        if drafter == "small-lm":  # the drafter may lag behind by the tokens it feeds next step
             lm = loop.drafter.model.lm
             known = [h[: held + 1] for h, held in zip(loop.sequences.history, lm.lengths, strict=True)]
             assert_cache_is_fresh(tiny_model(family, noise=0.05, copy="reference"), lm, known)
@@ -64,7 +64,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(tiny_model: Callable, monkeypatch:
     monkeypatch.setattr(module, "PREFILL_CHUNK", 5)
     lm = TransformersLM(tiny_model(family), 2, 64)
     prompt = list(range(20, 43))
-    lm.begin(1, prompt)
+    lm.start(1, prompt)
     assert_cache_is_fresh(tiny_model(family, copy="reference"), lm, [[0], prompt])
 
 
@@ -82,8 +82,8 @@ def test_a_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> Non
     def grown(pieces: list[slice]) -> torch.Tensor:
         lm = TransformersLM(tiny_model(family), 2, 64)
         for row, prompt in enumerate(prompts):
-            lm.begin(row, prompt)
-        return torch.cat([lm.grow(tokens[:, piece], parents[:, piece])[0] for piece in pieces], 1)
+            lm.start(row, prompt)
+        return torch.cat([lm.forward(tokens[:, piece], parents[:, piece])[0] for piece in pieces], 1)
 
     at_once = grown([slice(0, size)])
     torch.testing.assert_close(grown([slice(0, 1), slice(1, 3), slice(3, size)]), at_once, atol=1e-4, rtol=1e-4)
@@ -102,8 +102,8 @@ def test_a_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> Non
 def test_hidden_states_are_those_of_the_model(tiny_model: Callable, family: str) -> None:
     lm, prompt = TransformersLM(tiny_model(family), 1, 64), [3, 1, 4, 1, 5, 9]
     lm.hidden_layers = (0, 1, -1)
-    prefilled = lm.begin(0, prompt)
-    _, grown = lm.grow(torch.tensor([[9, 2]]))
+    prefilled = lm.start(0, prompt)
+    _, grown = lm.forward(torch.tensor([[9, 2]]))
     assert prefilled is not None and grown is not None
     with torch.inference_mode():
         plain = tiny_model(family, copy="reference")(

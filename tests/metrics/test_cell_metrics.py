@@ -13,7 +13,7 @@ from crossdraft.framework.metrics.cell_metrics import (
     CategoryMetrics,
     Estimate,
     Metrics,
-    RoundRecord,
+    StepRecord,
     block_efficiency,
     compare,
     measure,
@@ -23,10 +23,10 @@ from crossdraft.framework.metrics.component_times import TOO_FEW, CellPieces
 from crossdraft.framework.metrics.pieces import Piece, wall_ratio
 
 
-def rounds(*taus: list[int], width: int = 3, limit: int = 9, survival: float | None = None) -> list[RoundRecord]:
-    """One prompt a list, one round an entry; categories alternate."""
+def steps(*taus: list[int], width: int = 3, limit: int = 9, survival: float | None = None) -> list[StepRecord]:
+    """One prompt a list, one step an entry; categories alternate."""
     return [
-        RoundRecord(p, f"q{p}", "ab"[p % 2], 0, i, tau, tau + 1, width, width, limit, survival)
+        StepRecord(p, f"q{p}", "ab"[p % 2], 0, i, tau, tau + 1, width, width, limit, survival)
         for p, prompt in enumerate(taus)
         for i, tau in enumerate(prompt)
     ]
@@ -37,19 +37,19 @@ def piece(emitted: int, draft: float = 0.0, target: float = 1.0, prefill: float 
 
 
 def test_by_hand() -> None:
-    records = rounds([3, 0], [1, 2, 0], survival=1.5)
+    records = steps([3, 0], [1, 2, 0], survival=1.5)
     metrics = measure(records, [piece(5, draft=1.0), piece(6, target=3.0)], passes=12, gamma=4)
-    assert (metrics.tokens, metrics.rounds, metrics.sequences) == (11, 5, 2)
+    assert (metrics.tokens, metrics.steps, metrics.sequences) == (11, 5, 2)
     assert metrics.block_efficiency == Estimate(11 / 5)  # two prompts are too few for an interval
     assert metrics.mean_tau == 6 / 5
     assert metrics.acceptance == [3 / 5, 2 / 5, 1 / 5, 0.0]
     assert metrics.block_efficiency_expected == 2.5
     assert metrics.target_rows_per_token == 5 * 4 / 11
-    assert metrics.nodes_per_round == 3
+    assert metrics.nodes_per_step == 3
     assert metrics.shares == {"draft": 1 / 5, "target": 4 / 5, "verify": 0, "rest": 0}
     assert (metrics.decode_seconds, metrics.prefill_seconds) == (5, 1)
     assert metrics.tokens_per_second == metrics.tokens_per_second_wall == 11 / 5
-    assert (metrics.rounds_cut, metrics.block_efficiency_all_rounds, metrics.undisturbed) == (0, 11 / 5, 1.0)
+    assert (metrics.steps_cut, metrics.block_efficiency_all_steps, metrics.undisturbed) == (0, 11 / 5, 1.0)
     assert metrics.tokens_per_second_with_prefill == 11 / 6
     assert metrics.by_category == {
         "a": CategoryMetrics(1, Estimate(5 / 2)),
@@ -60,7 +60,7 @@ def test_by_hand() -> None:
 
 
 def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
-    records = rounds([3, 0], [1, 2, 0])
+    records = steps([3, 0], [1, 2, 0])
     full = piece(5, draft=1.0, target=3.0)
     tailed = measure(records, [Piece(5, full.seconds, tail_emitted=6, tail_seconds=5.5)])
     assert tailed.tokens_per_second == 5 / 4
@@ -74,7 +74,7 @@ def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
 def compared(pieces: list[Piece], plain: list[Piece]) -> tuple[Metrics, Metrics]:
     """The metrics of plain decoding and of a pair, set beside each other."""
     both = [CellPieces("none", "token", plain), CellPieces("a", "token", pieces)]
-    metrics = [measure(rounds([3, 0], [1], [1, 2, 0]), cell.pieces) for cell in both]
+    metrics = [measure(steps([3, 0], [1], [1, 2, 0]), cell.pieces) for cell in both]
     compare(metrics, both, baseline=0)
     return metrics[0], metrics[1]
 
@@ -100,32 +100,32 @@ def test_a_speed_up_is_withheld_with_its_reason() -> None:
 
 
 def test_turns_are_sequences_and_prompts_are_pieces() -> None:
-    records = [RoundRecord(0, "q", "a", turn, 0, 1, 2, 1, 1, 9) for turn in range(2)]
+    records = [StepRecord(0, "q", "a", turn, 0, 1, 2, 1, 1, 9) for turn in range(2)]
     metrics = measure(records, [piece(4)])
     assert (metrics.sequences, metrics.block_efficiency.low) == (2, None)
     assert metrics.block_efficiency_expected is None
 
 
-def test_rounds_that_were_cut_are_left_out() -> None:
-    records = [*rounds([3, 3, 0], limit=3), *rounds([1, 0], limit=2)]
+def test_steps_that_were_cut_are_left_out() -> None:
+    records = [*steps([3, 3, 0], limit=3), *steps([1, 0], limit=2)]
     metrics = measure(records, [piece(12)], depth=3)
-    assert metrics.block_efficiency == Estimate(9 / 3) and metrics.rounds_cut == 2
-    assert metrics.block_efficiency_all_rounds == 12 / 5
+    assert metrics.block_efficiency == Estimate(9 / 3) and metrics.steps_cut == 2
+    assert metrics.block_efficiency_all_steps == 12 / 5
     assert metrics.mean_tau == 2 and metrics.acceptance == [2 / 3] * 3
     nothing = measure(records, [piece(12)], depth=10)
-    assert nothing.block_efficiency is None and nothing.rounds_cut == 5
+    assert nothing.block_efficiency is None and nothing.steps_cut == 5
     assert nothing.by_category["a"].block_efficiency is None
 
 
 def test_a_constant_has_no_interval() -> None:
     """Pieces that do not differ say nothing about how they might."""
-    assert block_efficiency(rounds([1, 1], [1], [1, 1, 1])) == Estimate(2.0)
+    assert block_efficiency(steps([1, 1], [1], [1, 1, 1])) == Estimate(2.0)
 
 
 def test_the_interval_is_that_of_the_ratio() -> None:
     """The delta method agrees with the jackknife on many prompts."""
     lists = [[(7 * i + 3 * j) % 4 for j in range(1 + i % 5)] for i in range(300)]
-    estimate = block_efficiency(rounds(*lists))
+    estimate = block_efficiency(steps(*lists))
     emitted, counts = [sum(x) + len(x) for x in lists], [len(x) for x in lists]
     ratio = sum(emitted) / sum(counts)
     assert estimate.value == pytest.approx(ratio)
@@ -137,7 +137,7 @@ def test_the_interval_is_that_of_the_ratio() -> None:
 
 def test_drafter_prefill_is_drafting_time() -> None:
     piece = Piece(4, {"prefill": 9.0, "draft_prefill": 1.0, "draft": 1.0, "target": 2.0})
-    metrics = measure(rounds([0]), [piece])
+    metrics = measure(steps([0]), [piece])
     assert metrics.shares == {"draft": 0.5, "target": 0.5} and metrics.tokens_per_second == 1.0
 
 
@@ -152,10 +152,10 @@ def test_steps_of_another_shape_are_refused(steps: Any) -> None:
 
 
 def test_paired_difference() -> None:
-    first, second = rounds([2, 2], [0], [1]), rounds([1, 1], [0], [1])
+    first, second = steps([2, 2], [0], [1]), steps([1, 1], [0], [1])
     assert paired_difference(first, second).value == pytest.approx(9 / 4 - 7 / 4)
-    shifted = rounds([3, 3], [1], [2])
-    difference = paired_difference(shifted, rounds([2, 2], [0], [1]))
+    shifted = steps([3, 3], [1], [2])
+    difference = paired_difference(shifted, steps([2, 2], [0], [1]))
     assert difference is not None and difference.value == pytest.approx(1.0) and difference.low is None
     assert paired_difference(first, []) is None
 
@@ -163,7 +163,7 @@ def test_paired_difference() -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no error
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_identities(taus: list[list[int]]) -> None:
-    records = rounds(*taus, width=6)
+    records = steps(*taus, width=6)
     metrics = measure(records, [piece(metrics_tokens(records))], gamma=6)
     estimate = metrics.block_efficiency
     assert estimate is not None
@@ -174,5 +174,5 @@ def test_identities(taus: list[list[int]]) -> None:
         assert estimate.low <= estimate.high
 
 
-def metrics_tokens(records: list[RoundRecord]) -> int:
+def metrics_tokens(records: list[StepRecord]) -> int:
     return sum(r.emitted for r in records)

@@ -7,7 +7,7 @@ from pathlib import Path
 from html_runs import RECIPE, finished_run
 
 from crossdraft.framework.cost.prediction import Prediction
-from crossdraft.framework.metrics.columns import ENDS, QUANTITIES, ROUND_COLUMNS, explained
+from crossdraft.framework.metrics.columns import ENDS, QUANTITIES, STEP_COLUMNS, explained
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.html.cell_table import COLUMNS
 from crossdraft.framework.runs import run_directory
@@ -34,13 +34,13 @@ def test_the_readme_explains_what_is_there() -> None:
     lines = text.splitlines()
     assert lines[0] == "# some-0123456789ab" and lines[2] == "which | one?"
     assert "6 cells on 48 prompts of builtin, target org/name." in text
-    columns = lines[lines.index("## Columns of summary.csv") : lines.index("## Columns of rounds.parquet")]
+    columns = lines[lines.index("## Columns of summary.csv") : lines.index("## Columns of steps.parquet")]
     for quantity in QUANTITIES:
         (line,) = [line for line in columns if line.startswith(f"| `{quantity.name}`")]
         assert quantity.meaning in line and ("_low" in line) == quantity.estimate
-    for column in run_directory._ROUNDS.names:
-        assert any(line.startswith(f"| `{column}`") and ROUND_COLUMNS[column] in line for line in lines)
-    assert set(run_directory._ROUNDS.names) == set(ROUND_COLUMNS)
+    for column in run_directory._STEPS.names:
+        assert any(line.startswith(f"| `{column}`") and STEP_COLUMNS[column] in line for line in lines)
+    assert set(run_directory._STEPS.names) == set(STEP_COLUMNS)
 
 
 def test_the_page_says_the_same() -> None:

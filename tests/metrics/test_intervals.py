@@ -12,16 +12,16 @@ Sums = np.ndarray
 
 
 def prompts(random: Any, n: int, accept: tuple[float, float], gamma: int, mixed: bool = False) -> Sums:
-    """``[n, 2]``: tokens and rounds of prompts that differ in how easily drafts are accepted, and (mixed) in length."""
+    """``[n, 2]``: tokens and steps of prompts that differ in how easily drafts are accepted, and (mixed) in length."""
     a = random.beta(*accept, size=n)
     if mixed:
         a = np.where(random.random(n) < 0.2, 0.95, a)
     length = random.integers(10 + gamma, 65, n) if mixed else np.full(n, 64)
-    emitted, rounds = np.zeros(n), np.zeros(n)
+    emitted, steps = np.zeros(n), np.zeros(n)
     while (on := length - emitted > gamma).any():
         tau = np.cumprod(random.random((n, gamma)) < a[:, None], 1).sum(1)
-        emitted, rounds = emitted + on * (tau + 1), rounds + on
-    return np.column_stack([emitted, rounds])
+        emitted, steps = emitted + on * (tau + 1), steps + on
+    return np.column_stack([emitted, steps])
 
 
 def ratio(sums: Sums) -> Sums:
@@ -112,7 +112,7 @@ def test_student_t_of_three_equal_pieces() -> None:
 
 
 def test_an_interval_ends_where_the_number_does() -> None:
-    sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, rounds: no round emits less than one
+    sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, steps: no step emits less than one
     free = estimate(lambda s: s[..., 0] / s[..., 1], sums)
     found = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
     assert free.low is not None and free.low < 1 and (found.value, found.low, found.high) == (1.2, 1.0, free.high)

@@ -176,7 +176,7 @@ def test_generate_decodes_with_the_fastest_number(all_cores: int, models: dict[s
     inside: list[int] = []
     options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 4, "batch_size": 1, "ignore_eos": True}
     target = load_model(models["target"], device="cpu")
-    generate(target, [[1, 2, 3]], **options, on_round=lambda _: inside.append(torch.get_num_threads()))
+    generate(target, [[1, 2, 3]], **options, on_step=lambda _: inside.append(torch.get_num_threads()))
     assert inside == [1, 1, 1, 1] and torch.get_num_threads() == 2
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.framework.contracts.misconfiguration import Suspect
+from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import Estimate, pieces_needed
@@ -226,9 +226,12 @@ def test_the_mistake_is_named(
     if name == "eagle3":
         options = {"layers": LAYERS, **options}
     drafter = configured(name, model=str(path), **options)
-    suspects = [Suspect("", ""), *drafter[0].suspects(drafter[1], load_checkpoint(str(path)), target.loaded.model)]
-    found = list(examine(drafter, [Trial(one, target, responses) for one in suspects], 4))
-    assert len(found) == len(suspects) > 1
+    misconfigurations = [
+        Misconfiguration("", ""),
+        *drafter[0].misconfigurations(drafter[1], load_checkpoint(str(path)), target.loaded.model),
+    ]
+    found = list(examine(drafter, [Trial(one, target, responses) for one in misconfigurations], 4))
+    assert len(found) == len(misconfigurations) > 1
     likely = named(found)
     assert likely and likely[0].suspect.mistake.startswith(sentence)
     # Without the mistake the head knows the text; what is said of a sound head is nothing.
@@ -243,8 +246,10 @@ def test_nothing_is_said_of_a_sound_head(
     target: Target, responses: list[Response], trained: Callable[..., Path]
 ) -> None:
     drafter = configured("eagle3", model=str(trained("eagle3")), layers=LAYERS)
-    suspects = list(drafter[0].suspects(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model))
-    few = [Suspect("", ""), suspects[0], suspects[-1]]
+    misconfigurations = list(
+        drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)
+    )
+    few = [Misconfiguration("", ""), misconfigurations[0], misconfigurations[-1]]
     found = list(examine(drafter, [Trial(one, target, responses) for one in few], 4))
     assert named(found) == []
     assert found[1].gain is not None and found[1].gain.value < 0
@@ -260,20 +265,20 @@ def test_greedy_drafts_are_suspected_where_the_target_samples() -> None:
 
 def test_a_change_that_adds_little_explains_nothing(target: Target, responses: list[Response]) -> None:
     drafter = configured("small-lm", model=target.name)
-    found = list(examine(drafter, [Trial(Suspect("", ""), target, responses)] * 2, 3))
+    found = list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
     assert found[1].gain is not None and found[1].gain.value == 0
     assert named(found) == [] and found[0].row is not None and found[0].row.marginal == [1.0, 1.0, 1.0]
-    assert named([Examined(Suspect("", ""), 3, reason="it does not load"), found[1]]) == [found[1]]
+    assert named([Examined(Misconfiguration("", ""), 3, reason="it does not load"), found[1]]) == [found[1]]
 
 
 def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
     drafter = configured("small-lm-tree", model=target.name, branching=(2, 1))
     with pytest.raises(UsageError, match="drafts no single chains here"):
-        list(examine(drafter, [Trial(Suspect("", ""), target, responses)], 3))
+        list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
 
 
 def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> Examined:
-    """A trial as it comes out: so many prompts, each with two rounds."""
+    """A trial as it comes out: so many prompts, each with two steps."""
     pieces = Pieces()
     for i in range(prompts):
         pieces.number("", str(i))
@@ -281,11 +286,11 @@ def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 
     tally._sums = np.array([[[2 * efficiency, 2.0, 2 * efficiency, 2.0]]] * prompts)
     tally._accepted[""] = np.full((1, 4), prompts * (efficiency - 1) / 2)
     tally._drafted[""] = np.full(1, 8.0 * prompts)
-    return Examined(Suspect(mistake, ""), 4, tally, gain)
+    return Examined(Misconfiguration(mistake, ""), 4, tally, gain)
 
 
 def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
-    """A clear gain is one of 0.1 tokens here: a fifth of the 0.5 that are accepted a round."""
+    """A clear gain is one of 0.1 tokens here: a fifth of the 0.5 that are accepted a step."""
     base = made(None, "")
     wide, above, below, small = (
         made(Estimate(*interval), efficiency=1.5 + interval[0])

@@ -20,8 +20,8 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.acceptance_formulas import survival
 from crossdraft.framework.replay.step_chain import Acceptance
-from crossdraft.framework.replay.step_chain import expected as rounds_of
-from crossdraft.framework.replay.teacher_forcing.drafter_walk import ForcedRound
+from crossdraft.framework.replay.step_chain import expected as steps_of
+from crossdraft.framework.replay.teacher_forcing.drafter_walk import ForcedStepRng
 from crossdraft.framework.replay.teacher_forcing.forcing import Asked, forced, together
 
 #: Few tokens, so that drafts of random heads are right now and then.
@@ -99,7 +99,7 @@ def test_a_small_lm_from_the_text_is_one_that_drafts(
 ) -> None:
     drafter, make = configured("small-lm", model="small", **options), making(target, sampling, small)
     quick = list(forced(drafter, said, make, depth=6, rows=3))
-    monkeypatch.setattr(drafter[0], "text_law", Drafter.text_law)
+    monkeypatch.setattr(drafter[0], "text_distribution", Drafter.text_distribution)
     slow = list(forced(drafter, said, make, depth=6, rows=3))
     assert [len(one.log_p) for one in quick] == ENDS
     for one, other in zip(quick, slow, strict=True):
@@ -132,7 +132,7 @@ def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said
 
 def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[Said]) -> None:
     class Silent(TransformersLM):
-        def grow(self, *args: Any, **inputs: Any) -> Any:
+        def forward(self, *args: Any, **inputs: Any) -> Any:
             raise AssertionError("the target was asked")
 
     texts = [Said(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
@@ -150,7 +150,7 @@ def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any
 def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     """Drafted tokens of a run that were the response's, behind no other: as many have the q that replay says."""
     checked = 0
-    for index, start, tokens, q in made.rounds:
+    for index, start, tokens, q in made.steps:
         log_q, x = found[index].log_q, made.responses[index].tokens
         for j, (token, law) in enumerate(zip(tokens, q, strict=True)):
             if start + j >= len(x):
@@ -206,7 +206,7 @@ def test_forced_laws_are_those_of_a_drafter_that_begins_there(
     for text, one in zip(said, found, strict=True):
         for t in range(0, len(text.tokens), 2):
             n = min(3, len(text.tokens) - t)
-            draft = fresh(make, drafter, text, t, n, lambda rest: ForcedRound(torch.tensor([rest]), name))
+            draft = fresh(make, drafter, text, t, n, lambda rest: ForcedStepRng(torch.tensor([rest]), name))
             count = int(draft.count[0])
             assert min(one.lengths[t], n) == count
             q = draft.q[0, range(count), list(text.tokens[t : t + count])] if count else torch.zeros(0)
@@ -216,12 +216,12 @@ def test_forced_laws_are_those_of_a_drafter_that_begins_there(
 class Shifted(TransformersLM):
     """A target whose hidden states are those of the token after."""
 
-    def grow(self, *args: Any, **inputs: Any) -> Any:
-        logits, hidden = super().grow(*args, **inputs)
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        logits, hidden = super().forward(*args, **inputs)
         return logits, hidden if hidden is None else hidden.roll(1, -1)
 
-    def begin(self, row: int, prompt: Any, **inputs: Any) -> Any:
-        hidden = super().begin(row, prompt, **inputs)
+    def start(self, row: int, prompt: Any, **inputs: Any) -> Any:
+        hidden = super().start(row, prompt, **inputs)
         return hidden if hidden is None else hidden.roll(1, 0)
 
 
@@ -262,13 +262,13 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
     many = 0 if sequences == 1 else sequences
     found = list(forced(drafter, made.responses, make, depth=3, sequences=many))
     accepted = [Acceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
-    expected = rounds_of(accepted, [3]).rounds[:, 0]
+    expected = steps_of(accepted, [3]).steps[:, 0]
     off = made.counts() - expected
     z = off.mean() / (off.std(ddof=1) / len(off) ** 0.5)
     assert abs(z) < 3.5 and off.std() > 0.1
-    # Another rule's acceptance, or rounds that start one token later, would be seen.
+    # Another rule's acceptance, or steps that start one token later, would be seen.
     wrong = [Acceptance(one.survival**2, one.lengths, 8) for one in accepted]
-    off = made.counts() - rounds_of(wrong, [3]).rounds[:, 0]
+    off = made.counts() - steps_of(wrong, [3]).steps[:, 0]
     assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4
 
 
@@ -277,10 +277,10 @@ def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, smal
     passes = 0
 
     class Counted(TransformersLM):
-        def grow(self, *args: Any, **inputs: Any) -> Any:
+        def forward(self, *args: Any, **inputs: Any) -> Any:
             nonlocal passes
             passes += 1
-            return super().grow(*args, **inputs)
+            return super().forward(*args, **inputs)
 
     drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "small-lm")]
     alone = [list(forced(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]

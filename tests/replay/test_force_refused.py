@@ -8,7 +8,7 @@ import strategies
 import torch
 from replay_fixtures import Said, configured, making
 
-from crossdraft import Draft, Drafter, DraftTraits, RoundRng, Sampling, Sequences
+from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
 from crossdraft.framework.replay.teacher_forcing.drafter_walk import walk
 from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
@@ -28,28 +28,28 @@ class Uniform(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=cls.point_mass, nodes=2)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         q = torch.full((sequences.batch_size, 2, V), 1 / V)
         tokens = torch.stack([self.token(q[:, i], rng, i) for i in range(2)], 1)
         return Draft.chain(tokens, [min(2, most) for most in sequences.limit], None if self.point_mass else q)
 
-    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+    def token(self, q: torch.Tensor, rng: StepRng, i: int) -> torch.Tensor:
         return rng.draw(q, "draft", i)
 
 
 class OwnNumbers(Uniform):
-    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+    def token(self, q: torch.Tensor, rng: StepRng, i: int) -> torch.Tensor:
         return torch.multinomial(q, 1)[:, 0]
 
 
 class Coins(Uniform):
-    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+    def token(self, q: torch.Tensor, rng: StepRng, i: int) -> torch.Tensor:
         rng.accept(q[:, :1], "other", i)
         return rng.draw(q, "draft", i)
 
 
 class OtherPurpose(Uniform):
-    def token(self, q: torch.Tensor, rng: RoundRng, i: int) -> torch.Tensor:
+    def token(self, q: torch.Tensor, rng: StepRng, i: int) -> torch.Tensor:
         return rng.draw(q, "other", i)
 
 
@@ -58,7 +58,7 @@ class RandomPointMass(Uniform):
 
 
 class NotANumber(Uniform):
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         draft = super().propose(sequences, rng)
         if any(len(history) == 5 for history in sequences.history):
             assert draft.q is not None
@@ -98,16 +98,16 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (plain(OtherPurpose), "it draws for the purpose 'other' while it drafts"),
         (plain(strategies.Window), "its drafts are wider than a chain, or have probes"),
         (configured("small-lm-tree", model="x"), "it drafts trees ('without_replacement')"),
-        (configured("small-lm", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
-        (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier rounds went"),
-        (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
+        (configured("small-lm", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
+        (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier steps went"),
+        (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
         (
             configured("small-lm", model="x", policy="learnt-threshold"),
-            "how it drafts depends on how earlier rounds went",
+            "how it drafts depends on how earlier steps went",
         ),
-        (configured("early-exit", policy="heuristic"), "how it drafts depends on how earlier rounds went"),
-        (configured("jacobi"), "how it drafts depends on how earlier rounds went"),
-        (configured("lookahead"), "how it drafts depends on how earlier rounds went"),
+        (configured("early-exit", policy="heuristic"), "how it drafts depends on how earlier steps went"),
+        (configured("jacobi"), "how it drafts depends on how earlier steps went"),
+        (configured("lookahead"), "how it drafts depends on how earlier steps went"),
     ],
 )
 def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:
@@ -118,7 +118,7 @@ def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: A
 
 
 def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None:
-    with pytest.raises(UsageError, match="its law depends on where a round starts, which only single chains may"):
+    with pytest.raises(UsageError, match="its law depends on where a step starts, which only single chains may"):
         list(forced(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
     with pytest.raises(UsageError, match="at temperature 0; there are no 3 sequences"):
@@ -156,7 +156,7 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
     """A drafter that fails in the middle, and the same slots of the target again."""
 
     class Failing(Uniform):
-        def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+        def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
             if any(len(history) == 5 for history in sequences.history):
                 raise RuntimeError("in the middle")
             return super().propose(sequences, rng)

@@ -15,7 +15,7 @@ from crossdraft.framework.replay import length_policies
 from crossdraft.framework.replay.acceptance_formulas import survival
 from crossdraft.framework.replay.length_policies import confident, heuristic
 from crossdraft.framework.replay.step_chain import Acceptance
-from crossdraft.framework.replay.step_chain import expected as rounds_of
+from crossdraft.framework.replay.step_chain import expected as steps_of
 from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
 
 V, G = 11, 5
@@ -58,7 +58,7 @@ def test_a_grid_of_thresholds_from_one_replay(
         policy = {"name": "confidence", "stop": stop, "threshold": threshold}
         found = [list(forced(small_lm(policy=policy), texts, make, depth=G))]
         with monkeypatch.context() as patched:
-            patched.setattr(small_lm()[0], "text_law", Drafter.text_law)
+            patched.setattr(small_lm()[0], "text_distribution", Drafter.text_distribution)
             found.append(list(forced(small_lm(policy=policy), texts, make, depth=G)))
         for longest, *others in zip(static, *found, strict=True):
             assert longest.log_top is not None
@@ -87,11 +87,11 @@ def test_thresholds_against_a_run(models: tuple[Any, Any]) -> None:
         free = confident(own.log_q, own.log_top, 0.2)
         accepted.append(Acceptance(survival("block", cut)[1], free, 8))
         on_path.append(replace(accepted[-1], lengths=cut.lengths))
-    found = rounds_of(accepted, [G])
-    assert unlike(made.counts(), found.rounds[:, 0]) < 3
+    found = steps_of(accepted, [G])
+    assert unlike(made.counts(), found.steps[:, 0]) < 3
     assert unlike(made.nodes(), found.drafted[:, 0]) < 3
     # Lengths along the text alone: a draft that leaves it is another one.
-    assert unlike(made.nodes(), rounds_of(on_path, [G]).drafted[:, 0]) > 3
+    assert unlike(made.nodes(), steps_of(on_path, [G]).drafted[:, 0]) > 3
 
 
 def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
@@ -102,8 +102,8 @@ def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
         for one in forced(small_lm(), made.responses, make, depth=G, rows=70)
     ]
     found = heuristic(accepted, G, 2)
-    assert unlike(made.counts(), found.rounds[:, 0]) < 3 and unlike(made.nodes(), found.drafted[:, 0]) < 3
-    for other in (heuristic(accepted, G, 5), rounds_of(accepted, [3])):
+    assert unlike(made.counts(), found.steps[:, 0]) < 3 and unlike(made.nodes(), found.drafted[:, 0]) < 3
+    for other in (heuristic(accepted, G, 5), steps_of(accepted, [3])):
         assert unlike(made.nodes(), other.drafted[:, 0]) > 3
 
 
@@ -113,7 +113,7 @@ def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
     assert (length_policies.MORE, length_policies.FEWER) == (policies.MORE, policies.FEWER)
     n, gamma = 40, 7
     own, at, drafts = policies.HeuristicLength(gamma, 1, 3), 0, []
-    own.begin(0)
+    own.start(0)
     while at < n:
         (wanted,) = own.wanted([n - 1 - at], 1)
         drafts.append(wanted)
@@ -122,7 +122,7 @@ def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
         own.observe([tau], [wanted])
     one = Acceptance(np.full((n, gamma), float(whole)), np.full(n, gamma), n)
     found = heuristic([one], gamma, 3)
-    assert (found.rounds[0, 0], found.drafted[0, 0]) == (len(drafts), sum(drafts))
+    assert (found.steps[0, 0], found.drafted[0, 0]) == (len(drafts), sum(drafts))
     assert found.accepted[0, 0].sum() == pytest.approx(found.emitted[0, 0] - found.counted[0, 0])
 
 
@@ -132,7 +132,7 @@ def test_a_heuristic_that_never_changes_is_static() -> None:
         Acceptance(np.sort(rng.random((n, 1)), 1)[:, ::-1], np.ones(n, dtype=np.int64), limit)
         for n, limit in ((7, 9), (5, 5), (6, None))
     ]
-    mine, plain = heuristic(responses, 1, 1), rounds_of(responses, [1])
+    mine, plain = heuristic(responses, 1, 1), steps_of(responses, [1])
     for name in vars(plain):
         assert getattr(mine, name) == pytest.approx(getattr(plain, name))
 

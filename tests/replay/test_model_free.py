@@ -1,4 +1,4 @@
-"""Drafters without a model along recorded texts: as their own `propose`, round by round, drafts."""
+"""Drafters without a model along recorded texts: as their own `propose`, step by step, drafts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SAMPLING = Sampling()
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
 
 
-def by_rounds(config: Any, prompt: list[int], response: list[int], depth: int) -> np.ndarray:
-    """What the real drafter proposes when every round commits one token."""
+def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) -> np.ndarray:
+    """What the real drafter proposes when every step commits one token."""
     context = DraftContext(SAMPLING, 1, 100, 4, torch.device("cpu"))
     drafter = PromptLookup(config.model_copy(update={"gamma": depth}), context)
     sequences = Sequences([list(prompt)], torch.zeros(1, 100, dtype=torch.long), [depth], [0])
-    drafter.begin(0, prompt)
+    drafter.start(0, prompt)
     found = np.full((len(response), depth), -1)
     for t, token in enumerate(response):
-        draft = drafter.propose(sequences, CounterRng(0).round([0], [t], sequences.device))
+        draft = drafter.propose(sequences, CounterRng(0).for_step([0], [t], sequences.device))
         n = int(draft.count[0])
         found[t, :n] = draft.tokens[0, :n]
         sequences.append(0, [token])
@@ -55,7 +55,7 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
     found = list(PromptLookup.drafts_along(config, iter(texts), depth))
     assert len(found) == len(texts)
     for drafts, (prompt, response) in zip(found, texts, strict=True):
-        assert drafts.tolist() == by_rounds(config, prompt, response, depth).tolist()
+        assert drafts.tolist() == by_steps(config, prompt, response, depth).tolist()
 
 
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, UsageError
-from crossdraft.framework.metrics.cell_metrics import RoundRecord, paired_difference
+from crossdraft.framework.metrics.cell_metrics import StepRecord, paired_difference
 from crossdraft.framework.replay import replay as module
 from crossdraft.framework.replay.acceptance_formulas import survival
 from crossdraft.framework.replay.aggregate import difference
@@ -65,24 +65,24 @@ def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
             whole = expected(given, [1, 2, DEPTH])
             for column, gamma in enumerate((1, 2, DEPTH)):
                 row = tally.row(gamma)
-                assert row.rounds == pytest.approx(whole.rounds[:, column].sum())
+                assert row.steps == pytest.approx(whole.steps[:, column].sum())
                 assert row.drafted == pytest.approx(k * whole.drafted[:, column].sum())
-                assert row.target_rows == pytest.approx(row.drafted + row.rounds)
+                assert row.target_rows == pytest.approx(row.drafted + row.steps)
                 counted = whole.counted[:, column].sum()
                 assert row.block_efficiency is not None
                 assert row.block_efficiency.value == pytest.approx(whole.emitted[:, column].sum() / counted)
                 assert row.marginal == pytest.approx(whole.accepted[:, column, :gamma].sum(0) / counted)
                 assert np.prod(row.conditional) == pytest.approx(row.marginal[-1])
                 parts = [tally.row(gamma, name) for name in tally.categories]
-                assert sum(part.rounds for part in parts) == pytest.approx(row.rounds)
+                assert sum(part.steps for part in parts) == pytest.approx(row.steps)
                 assert sum(part.drafted for part in parts) == pytest.approx(row.drafted)
     both = found.candidates[1].tallies
-    assert both["spectr", 3].row(2).rounds < both["spectr", 1].row(2).rounds
-    assert both["spectr", 1].row(2).rounds == pytest.approx(found.candidates[0].tallies["token", 1].row(2).rounds)
+    assert both["spectr", 3].row(2).steps < both["spectr", 1].row(2).steps
+    assert both["spectr", 1].row(2).steps == pytest.approx(found.candidates[0].tallies["token", 1].row(2).steps)
 
 
 def test_differences_are_paired_by_prompt() -> None:
-    """As a run pairs them: where every round is certain, with the same records."""
+    """As a run pairs them: where every step is certain, with the same records."""
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
     def certain(every: int) -> Any:
@@ -95,14 +95,14 @@ def test_differences_are_paired_by_prompt() -> None:
         return along
 
     found = replay(texts, [candidate({"token": (1,)}, forced=certain(every)) for every in (3, 4)])
-    records: list[list[RoundRecord]] = [[], []]
+    records: list[list[StepRecord]] = [[], []]
     for i, every in enumerate((3, 4)):
         for n, text in enumerate(texts):
             at = 0
             while at < len(text.tokens):
                 tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % every == 0)
                 emitted = min(tau + 1, len(text.tokens) - at)
-                records[i].append(RoundRecord(int(text.id), text.id, "all", n % 2, 0, tau, emitted, 2, 2, 99))
+                records[i].append(StepRecord(int(text.id), text.id, "all", n % 2, 0, tau, emitted, 2, 2, 99))
                 at += emitted
     wanted = paired_difference(records[0], records[1])
     one, other = (c.tallies["token", 1] for c in found.candidates)

@@ -63,13 +63,13 @@ def test_as_the_run_itself_counted(run: Path, capsys: Any) -> None:
         (row,) = found["rows"]
         numbers = json.loads((cell / "metrics.json").read_text(encoding="utf-8"))["metrics"]
         metrics = read_numbers(cell / "metrics.json").metrics
-        assert metrics.rounds_cut and metrics.mean_tau > 0
+        assert metrics.steps_cut and metrics.mean_tau > 0
         assert metrics.block_efficiency is not None
-        assert row["rounds"] == pytest.approx(metrics.rounds) and row["tokens"] == metrics.tokens
+        assert row["steps"] == pytest.approx(metrics.steps) and row["tokens"] == metrics.tokens
         assert row["block_efficiency"] == pytest.approx(numbers["block_efficiency"])
-        assert row["block_efficiency_all_rounds"] == pytest.approx(metrics.block_efficiency_all_rounds)
+        assert row["block_efficiency_all_steps"] == pytest.approx(metrics.block_efficiency_all_steps)
         assert row["acceptance_marginal"] == pytest.approx(metrics.acceptance)
-        assert row["drafted_per_round"] == pytest.approx(metrics.nodes_per_round)
+        assert row["drafted_per_step"] == pytest.approx(metrics.nodes_per_step)
         for name, of in metrics.by_category.items():
             assert row["by_category"][name]["block_efficiency"]["value"] == pytest.approx(of.block_efficiency.value)
 
@@ -90,7 +90,7 @@ def rows_of(path: Path, n: int = 30) -> Path:
     random = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as file:
         for i in range(n):
-            row = {"id": i % 10, "category": "ab"[i % 2], "prompt": [1, 2, 3, 1, 2, 3], "finish": "eos"}
+            row = {"id": i % 10, "category": "ab"[i % 2], "prompt": [1, 2, 3, 1, 2, 3], "finish_reason": "eos"}
             file.write(json.dumps(row | {"tokens": random.integers(1, 4, 5 + i).tolist()}) + "\n")
     return path
 

@@ -46,8 +46,8 @@ def test_token_ids_need_no_tokenizer(read: Any) -> None:
 
 def test_texts_are_tokenized(read: Any) -> None:
     rows = [
-        {"prompt": "w5 w6", "response": "w7 w8", "finish": "stop", "max_tokens": 9},
-        {"messages": [{"role": "user", "content": "w5"}], "response": "w7", "finish": "length"},
+        {"prompt": "w5 w6", "response": "w7 w8", "finish_reason": "stop", "max_tokens": 9},
+        {"messages": [{"role": "user", "content": "w5"}], "response": "w7", "finish_reason": "length"},
     ]
     (first, second), reader = read(*rows)
     assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
@@ -133,7 +133,7 @@ def test_completions_and_what_servers_add(read: Any) -> None:
         ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' must be a list of numbers"),
         ({"prompt": [1], "tokens": [1], "temperature": -1}, "said.jsonl:2: temperature are no sampling parameters"),
         ({"prompt": [1], "tokens": [1], "temperature": 0.7}, "sampled at temperature 0.7, not at temperature 1"),
-        ({"prompt": [1], "tokens": [1], "finish": "maybe"}, "said.jsonl:2: 'finish' is 'maybe'"),
+        ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "said.jsonl:2: 'finish_reason' is 'maybe'"),
         ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "said.jsonl:2: 'max_tokens' is 0"),
         ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "said.jsonl:2: 'category' is"),
         ({"prompt": "a\x00", "tokens": [1]}, "said.jsonl:2: a text holds the character U\\+0000"),

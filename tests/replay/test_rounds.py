@@ -1,4 +1,4 @@
-"""The recursion over rounds: against the certificate's exact expectations, against walking every way, at the end."""
+"""The recursion over steps: against the certificate's exact expectations, against walking every way, at the end."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def chance(toy: Toy, output: tuple[int, ...]) -> float:
     return float(np.prod([float(toy.target[a, b]) for a, b in zip(last, output, strict=True)]))
 
 
-def tau_by_round(toy: Toy, rule: str, k: int, rounds: int, gamma: int, of: Callable = survival) -> list[float]:
-    """E[tau] of each round, over all outputs long enough that none of them ends a draft."""
-    found = np.zeros(rounds)
-    for output in itertools.product(range(toy.vocab_size), repeat=rounds * (gamma + 1)):
+def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callable = survival) -> list[float]:
+    """E[tau] of each step, over all outputs long enough that none of them ends a draft."""
+    found = np.zeros(steps)
+    for output in itertools.product(range(toy.vocab_size), repeat=steps * (gamma + 1)):
         weight = chance(toy, output)
         if not weight:
             continue
@@ -49,7 +49,7 @@ def tau_by_round(toy: Toy, rule: str, k: int, rounds: int, gamma: int, of: Calla
         law = law_of_tau(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1
-        for i in range(rounds):
+        for i in range(steps):
             found[i] += weight * float(starts[: len(output)] @ at_least.sum(1))
             after = np.zeros_like(starts)
             for t in np.flatnonzero(starts[: len(output)]):
@@ -82,11 +82,11 @@ def tau_by_round(toy: Toy, rule: str, k: int, rounds: int, gamma: int, of: Calla
     ],
 )
 def test_as_the_certificate_enumerates(toys: Any, drafts: Any, name: str, rule: str, draft: str, k: int) -> None:
-    """The real drafter, loop and rule over several rounds, every decision enumerated."""
+    """The real drafter, loop and rule over several steps, every decision enumerated."""
     toy = toys[name]
-    gamma, rounds = (1, 3) if name == "T0" else (GAMMA, 2) if k < 3 else (1, 2)
-    real = certify(toy, drafts[draft], plugins.get("verifiers", rule), rounds=rounds, gamma=gamma, markov=True)
-    assert tau_by_round(toy, rule, k, rounds, gamma) == pytest.approx(real.expected_tau, abs=1e-9)
+    gamma, steps = (1, 3) if name == "T0" else (GAMMA, 2) if k < 3 else (1, 2)
+    real = certify(toy, drafts[draft], plugins.get("verifiers", rule), steps=steps, gamma=gamma, markov=True)
+    assert tau_by_step(toy, rule, k, steps, gamma) == pytest.approx(real.expected_tau, abs=1e-9)
 
 
 def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
@@ -99,11 +99,11 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
         inside = t + np.arange(GAMMA) < len(given.log_p)
         return {1: np.where(inside, np.exp(np.minimum(np.cumsum(log_r, 1), 0)), 0)}
 
-    real = certify(toy, drafts["chain"], plugins.get("verifiers", "block"), rounds=2, gamma=GAMMA, markov=True)
-    for wrong in (tau_by_round(toy, "token", 1, 2, GAMMA), tau_by_round(toy, "block", 1, 2, GAMMA, no_minimum)):
+    real = certify(toy, drafts["chain"], plugins.get("verifiers", "block"), steps=2, gamma=GAMMA, markov=True)
+    for wrong in (tau_by_step(toy, "token", 1, 2, GAMMA), tau_by_step(toy, "block", 1, 2, GAMMA, no_minimum)):
         assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-3
-    real = certify(toy, drafts["iid-2"], plugins.get("verifiers", "spectr"), rounds=2, gamma=GAMMA, markov=True)
-    wrong = tau_by_round(toy, "specinfer", 2, 2, GAMMA)
+    real = certify(toy, drafts["iid-2"], plugins.get("verifiers", "spectr"), steps=2, gamma=GAMMA, markov=True)
+    wrong = tau_by_step(toy, "specinfer", 2, 2, GAMMA)
     assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-4
 
 
@@ -117,7 +117,7 @@ def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> Accep
 def walked(one: Acceptance, gamma: int) -> dict[str, float]:
     """All ways of walking through a response, one after the other."""
     t, limit = len(one.survival), one.limit or 10**9
-    sums = dict.fromkeys(("rounds", "drafted", "rows", "counted", "emitted"), 0.0) | {"ways": 0.0}
+    sums = dict.fromkeys(("steps", "drafted", "rows", "counted", "emitted"), 0.0) | {"ways": 0.0}
     waiting = [(0, 1.0)]
     while waiting:
         at, weight = waiting.pop()
@@ -127,7 +127,7 @@ def walked(one: Acceptance, gamma: int) -> dict[str, float]:
         deepest = min(gamma, limit - at - 1)
         nodes = min(int(one.lengths[at]), deepest)
         counts = limit - at - 1 >= gamma
-        sums["rounds"] += weight
+        sums["steps"] += weight
         sums["drafted"] += weight * nodes
         sums["rows"] += weight * (nodes + 1)
         sums["counted"] += weight * counts
@@ -165,15 +165,15 @@ def test_batches_and_pieces_change_nothing(monkeypatch: Any) -> None:
     together = expected(given, range(1, 5))
     for i in (0, 17, 149):
         alone = expected([given[i]], range(1, 5))
-        assert together.rounds[i] == pytest.approx(alone.rounds[0])
+        assert together.steps[i] == pytest.approx(alone.steps[0])
         assert together.accepted[i] == pytest.approx(alone.accepted[0])
     monkeypatch.setattr("crossdraft.framework.replay.step_chain.BATCH", 7)
-    assert expected(given, range(1, 5)).rounds == pytest.approx(together.rounds)
+    assert expected(given, range(1, 5)).steps == pytest.approx(together.steps)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_drafter_that_is_the_target_has_gamma_and_one(rule: str) -> None:
-    """Exactly, in every round that has room; the last one ends with the text."""
+    """Exactly, in every step that has room; the last one ends with the text."""
     t, depth = 50, 16
     log_p = np.log(np.random.default_rng(0).random(t))
     log_q = np.array([[log_p[min(a + j, t - 1)] for j in range(depth)] for a in range(t)])
@@ -183,5 +183,5 @@ def test_a_drafter_that_is_the_target_has_gamma_and_one(rule: str) -> None:
     for gamma in range(1, depth + 1):
         assert cut.emitted[0, gamma - 1] / cut.counted[0, gamma - 1] == pytest.approx(gamma + 1)
         assert cut.counted[0, gamma - 1] == pytest.approx(t // (gamma + 1))
-        assert ended.rounds[0, gamma - 1] == pytest.approx(-(-t // (gamma + 1)))
+        assert ended.steps[0, gamma - 1] == pytest.approx(-(-t // (gamma + 1)))
         assert ended.emitted[0, gamma - 1] == pytest.approx(t)

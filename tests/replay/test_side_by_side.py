@@ -37,7 +37,7 @@ def said(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Passes over nodes by the directory of the model, and models that were loaded."""
     found: Counter = Counter()
-    grow, load = TransformersLM.grow, load_model
+    grow, load = TransformersLM.forward, load_model
 
     def counted(self: Any, *args: Any, **inputs: Any) -> Any:
         found[Path(self.model.config._name_or_path).name] += 1
@@ -47,7 +47,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
         found[f"load {Path(name).name}"] += 1
         return load(name, **options)
 
-    monkeypatch.setattr(TransformersLM, "grow", counted)
+    monkeypatch.setattr(TransformersLM, "forward", counted)
     monkeypatch.setattr(module, "load_model", loaded)
     return found
 
@@ -92,7 +92,7 @@ def test_one_pass_of_the_target_serves_all(
     alone = [replayed(capsys, path, *options, *one)["rows"] for one in (small(models), iid)]
     for row, other in zip(both["rows"], [*alone[0], *alone[1]], strict=True):
         assert (row["drafter"], row["verifier"]) == (other["drafter"], other["verifier"])
-        assert row["block_efficiency_all_rounds"] == pytest.approx(other["block_efficiency_all_rounds"])
+        assert row["block_efficiency_all_steps"] == pytest.approx(other["block_efficiency_all_steps"])
 
 
 def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes: Counter, capsys: Any) -> None:
@@ -104,18 +104,18 @@ def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes
     )
     of = {row["drafter"]: row for row in found["rows"] if row["gamma"] == 4}
     static, oracle = of["small-lm"], of["small-lm, oracle"]
-    assert oracle["block_efficiency_all_rounds"] == pytest.approx(static["block_efficiency_all_rounds"])
-    assert oracle["drafted_per_round"] <= oracle["block_efficiency_all_rounds"] - 1 + 1e-9
-    # A text that was cut ends no round with its own last token, so all but the accepted are target's.
-    assert oracle["drafted_per_round"] < min(row["drafted_per_round"] for row in of.values() if row is not oracle)
+    assert oracle["block_efficiency_all_steps"] == pytest.approx(static["block_efficiency_all_steps"])
+    assert oracle["drafted_per_step"] <= oracle["block_efficiency_all_steps"] - 1 + 1e-9
+    # A text that was cut ends no step with its own last token, so all but the accepted are target's.
+    assert oracle["drafted_per_step"] < min(row["drafted_per_step"] for row in of.values() if row is not oracle)
     careful, bold = of["small-lm, confidence 0.5"], of["small-lm, confidence 0.05"]
     assert careful["drafted_per_token"] < bold["drafted_per_token"] <= static["drafted_per_token"] + 1e-9
-    assert careful["block_efficiency_all_rounds"] <= static["block_efficiency_all_rounds"] + 1e-9
+    assert careful["block_efficiency_all_steps"] <= static["block_efficiency_all_steps"] + 1e-9
     assert "target" not in passes
     # Each is the drafter's own policy.
     own = small(models, policy={"name": "confidence", "threshold": 0.5}, gamma=4)
     (mine,) = replayed(capsys, path, *options, *own)["rows"]
-    for key in ("block_efficiency_all_rounds", "drafted_per_round"):
+    for key in ("block_efficiency_all_steps", "drafted_per_step"):
         assert mine[key] == pytest.approx(careful[key], rel=1e-3)
 
 

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import acceptance
 from crossdraft.framework.report.charts.charts import KINDS, draw, draw_to
-from crossdraft.framework.report.charts.pairs import front, rows_in_a_round
+from crossdraft.framework.report.charts.pairs import front, rows_in_a_step
 from crossdraft.framework.report.charts.series import break_even
 from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
 from crossdraft.framework.runs.records import CellResult
@@ -93,10 +93,10 @@ def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> 
         for r in cells:
             assert r.metrics is not None and r.metrics.block_efficiency is not None
             e = r.metrics.block_efficiency
-            expected.append((rows_in_a_round(r), e.value, e.low, e.high))
+            expected.append((rows_in_a_step(r), e.value, e.low, e.high))
         assert [tuple(map(pytest.approx, one)) for one in sorted(expected)] == estimates(panel)
     # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
-    found = {r.config.drafter.name: rows_in_a_round(r) for r in results if r.config.batch_size == 16}
+    found = {r.config.drafter.name: rows_in_a_step(r) for r in results if r.config.batch_size == 16}
     assert found["none"] == 16 and 48 < found["small-lm"] <= 64 and 80 < found["small-lm-iid"] <= 112
 
 

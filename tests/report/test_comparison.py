@@ -83,7 +83,7 @@ def test_differences_in_block_efficiency(tmp_path: Path) -> None:
         assert pair.difference is not None and pair.difference.low is not None
         one, other = pair.block_efficiency
         assert one is not None and other is not None
-        assert pair.difference.value == pytest.approx(other.value - one.value, abs=0.06)  # the last rounds of a text
+        assert pair.difference.value == pytest.approx(other.value - one.value, abs=0.06)  # the last steps of a text
     text = comparison_text(found)
     assert text.startswith(f"A: {tmp_path / 'a'}\nB: {tmp_path / 'b'}\n\ntemperature 1, batch size 1\n")
     assert text.count("gamma 2 / 3") == 5

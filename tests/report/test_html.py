@@ -13,7 +13,7 @@ from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.cell_metrics import RoundRecord
+from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.report import load_run
 from crossdraft.framework.report.html.document import html_page
 from crossdraft.framework.report.html.responses import fates
@@ -131,15 +131,15 @@ def test_responses_are_those_of_the_records(page: Page, tmp_path: Path) -> None:
 
 
 def test_fates() -> None:
-    def rounds(*given: tuple[int, int, int]) -> list[RoundRecord]:
-        return [RoundRecord(0, "q", "", 0, i, tau, out, nodes, nodes, 9) for i, (tau, out, nodes) in enumerate(given)]
+    def steps(*given: tuple[int, int, int]) -> list[StepRecord]:
+        return [StepRecord(0, "q", "", 0, i, tau, out, nodes, nodes, 9) for i, (tau, out, nodes) in enumerate(given)]
 
     # Three of three: a bonus. One of three: a correction for the second, the third went with it. Nothing drafted.
-    assert fates(rounds((3, 4, 3), (1, 2, 3), (0, 1, 0)), True, 3) == ("aaab" + "ac" + "p", {5: 2})
+    assert fates(steps((3, 4, 3), (1, 2, 3), (0, 1, 0)), True, 3) == ("aaab" + "ac" + "p", {5: 2})
     # Two deep in a tree of six nodes is a leaf; less deep, only the tree would tell.
-    assert fates(rounds((2, 3, 6), (1, 2, 6)), False, 2) == ("aab" + "ao", {2: 4, 4: 5})
+    assert fates(steps((2, 3, 6), (1, 2, 6)), False, 2) == ("aab" + "ao", {2: 4, 4: 5})
     # The end of a sequence inside the draft: no token of the target's own.
-    assert fates(rounds((2, 2, 3)), True, 3) == ("aa", {2: 1})
+    assert fates(steps((2, 2, 3)), True, 3) == ("aa", {2: 1})
 
 
 def test_nothing_is_asked_for_and_no_other_script_may_run(page: Page) -> None:

@@ -9,7 +9,7 @@ from cell_results import SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
-from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, RoundRecord
+from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord
 from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
 from crossdraft.framework.report.caveats import differences
 from crossdraft.framework.report.csv_rows import summary_csv
@@ -119,10 +119,10 @@ def test_differences_are_said_once(tmp_path: Path) -> None:
     """What is the same at several batch sizes is one line; pairs without any difference are counted."""
     made = outcome(tmp_path, {b: {"token": 1.0, "block": 1.0} for b in (1, 4)})
     assert differences(made) == ["2 pairs of verifiers have the same BE on the same prompts"]
-    for result in made.results:  # block emits one token more in one round of the second prompt
+    for result in made.results:  # block emits one token more in one step of the second prompt
         if result.config.verifier.name == "block":
             last = result.records[-1]
-            result.records[-1] = RoundRecord(**{**vars(last), "tau": last.tau + 1, "emitted": last.emitted + 1})
+            result.records[-1] = StepRecord(**{**vars(last), "tau": last.tau + 1, "emitted": last.emitted + 1})
     (line,) = differences(made)
     assert line.startswith("temperature 1, batch sizes 1, 4, small-lm: BE of block − token, on the same prompts: +0.17")
     made.results[-1].records[0] = made.results[-1].records[-1]  # at batch size 4, in another one, too

@@ -10,7 +10,7 @@ import pytest
 
 from crossdraft.framework.bench.matrix import plan
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.metrics.cell_metrics import RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.metrics.pieces import Piece, wall_ratio
 from crossdraft.framework.recipe.recipe import Recipe
@@ -20,7 +20,7 @@ from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
 
-#: Tokens that each rule emits in each of two rounds, and seconds that it takes for them.
+#: Tokens that each rule emits in each of two steps, and seconds that it takes for them.
 EMITTED = {"none": (1, 1), "greedy": (2, 2), "token": (2, 2), "block": (3, 2), "spectr": (3, 3)}
 SECONDS = {"none": 2.0, "greedy": 2.0, "token": 2.0, "block": 2.5, "spectr": 2.0}
 SHA256 = "0123456789abcdef" * 4
@@ -30,7 +30,7 @@ MADE = Callable[..., Path]
 def finished(config: Any) -> CellResult:
     rule = "none" if config.is_baseline else config.verifier.name
     tokens = EMITTED[rule]
-    records = [RoundRecord(0, "q1", "maths", 0, i, n - 1, n, 3, 3, 9) for i, n in enumerate(tokens)]
+    records = [StepRecord(0, "q1", "maths", 0, i, n - 1, n, 3, 3, 9) for i, n in enumerate(tokens)]
     phases = {"prefill": 1.0, "draft": 0.0, "target": SECONDS[rule], "verify": 0.0, "rest": 0.0}
     pieces = [Piece(sum(tokens), phases)]
     said = [{"question_id": "q1", "turn": 0, "tokens": [5] * sum(tokens), "prompt_tokens": 5}]
@@ -102,7 +102,7 @@ def test_a_page(made: MADE, capsys: Any) -> None:
         "### How it was measured",
     ]
     assert "which rule?" in text and "- note: a note" in text
-    # token: 4 tokens in 2 rounds and 2 s; block: 5 tokens and 2.5 s; plain decoding 2 tokens in 2 s.
+    # token: 4 tokens in 2 steps and 2 s; block: 5 tokens and 2.5 s; plain decoding 2 tokens in 2 s.
     token, block, both = rows(text, "prompt-lookup")
     assert (token[1], token[2], token[-1]) == ("token", "2.00", "2.00")
     assert (block[1], block[2], block[-1]) == ("block", "2.50", "2.00")
@@ -157,7 +157,7 @@ def test_drafters_that_share_no_rule_share_a_row(made: MADE, capsys: Any) -> Non
     drafters = [{"name": "prompt-lookup", "gamma": 3}, two]
     run = made(drafters=drafters, verifiers=["token", "block", "spectr"], exclude=exclude)
     _, text, _ = report(capsys, run)
-    # spectr: 6 tokens in 2 rounds and 2 s.
+    # spectr: 6 tokens in 2 steps and 2 s.
     row = ["2.00", "2.50 (+25.0 %)", "3.00 (+50.0 %)", "2.00", "2.00 (+0.0 %)", "3.00 (+50.0 %)"]
     assert rows(text, "prompt-lookup, small-lm-iid") == [["prompt-lookup, small-lm-iid", *row]]
 

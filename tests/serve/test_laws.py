@@ -97,8 +97,8 @@ def test_laws_share_time_step_by_step(tmp_path: Any) -> None:
 
     def build(law: Sampling) -> Any:
         decoder = pair_decoder(target, "none", None, 60, sampling=law, batch_size=4, max_new_tokens=20)
-        made = decoder.round
-        decoder.round = lambda: steps.append(law) or made()
+        made = decoder.step
+        decoder.step = lambda: steps.append(law) or made()
         return decoder
 
     worker, clients = (
@@ -126,8 +126,8 @@ def test_long_prompts_of_one_law_let_others_step(tmp_path: Any) -> None:
     def build(law: Sampling) -> Any:
         options: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 20, "prefill_tokens": 8}
         decoder = pair_decoder(target, "none", None, 96, sampling=law, **options)
-        made, fed = decoder.round, decoder._prefill._next
-        decoder.round = lambda: turns.append("step") or made()
+        made, fed = decoder.step, decoder._prefill._next
+        decoder.step = lambda: turns.append("step") or made()
         decoder._prefill._next = lambda: turns.append("prefill") or fed()
         return decoder
 
@@ -172,7 +172,7 @@ def test_a_law_that_cannot_be_decoded_fails_alone() -> None:
     def build(law: Sampling) -> Any:
         if law == B:
             raise MemoryError("full")
-        return SimpleNamespace(law=law, rounds=lambda *_: iter(()))
+        return SimpleNamespace(law=law, steps=lambda *_: iter(()))
 
     worker, client, other = Worker(offering(build), 99), nobody(), nobody()
     worker.submit(client, B, [(Request((5,)), None)])  # type: ignore[list-item]

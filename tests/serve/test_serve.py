@@ -54,7 +54,7 @@ def test_it_says_what_generate_says(greedy: Running, name: str, target: Any) -> 
     found = ask.completions.create(model=name, prompt=PROMPT, max_tokens=20, temperature=0, top_p=0.5)
     assert found.choices[0].text == plain.text and found.choices[0].finish_reason == "length"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (5, len(plain.tokens))
-    assert found.usage.completion_tokens_details.accepted_prediction_tokens == sum(one.tau for one in plain.rounds)
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens == sum(one.tau for one in plain.steps)
     (plain,) = generate(target, PROMPT, chat=True, **options)
     found = ask.chat.completions.create(model=name, messages=[{"role": "user", "content": PROMPT}], max_tokens=20)
     assert found.choices[0].message.content == plain.text
@@ -205,17 +205,17 @@ def test_twenty_clients_share_four_slots(greedy: Running, name: str, target: Any
 
 
 def test_a_client_that_leaves_frees_its_slot(greedy: Running, name: str) -> None:
-    rounds = greedy.served.decoder
-    before = rounds.batch_rounds
+    steps = greedy.served.decoder
+    before = steps.batch_steps
     stream = client(greedy).completions.create(
         model=name, prompt=PROMPT, max_tokens=40, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    assert greedy.idle() and rounds.batch_rounds > before
+    assert greedy.idle() and steps.batch_steps > before
 
 
-def test_a_round_that_fails_ends_its_answers_and_not_the_server(greedy: Running, name: str, monkeypatch: Any) -> None:
+def test_a_step_that_fails_ends_its_answers_and_not_the_server(greedy: Running, name: str, monkeypatch: Any) -> None:
     ask, drafter = client(greedy), greedy.served.decoder.drafter
     with monkeypatch.context() as patch:
         patch.setattr(drafter, "propose", lambda *_: 1 / 0)

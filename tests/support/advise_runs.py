@@ -6,7 +6,7 @@ from typing import Any
 
 from cost_curves import curve
 
-from crossdraft.framework.metrics.cell_metrics import Estimate, RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import Estimate, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
@@ -16,7 +16,7 @@ from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
 
 SHA = {"m": "aa" * 32, "d": "bb" * 32, "e": "cc" * 32}
-#: Accepted tokens of the rounds of each of three prompts.
+#: Accepted tokens of the steps of each of three prompts.
 GOOD = ((3, 3, 1, 3), (3, 2, 3, 3), (3, 3, 3, 0))
 POOR = ((0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 2, 0))
 
@@ -29,11 +29,11 @@ def cell(
     verifier: str = "token",
     gamma: int = 3,
     drafter: str = "small-lm",
-    finish: str = "eos",
+    finish_reason: str = "eos",
     K: int = 0,
     **sampling: Any,
 ) -> CellResult:
-    """A cell whose rounds all drafted ``gamma`` tokens and accepted ``taus``; None is plain decoding."""
+    """A cell whose steps all drafted ``gamma`` tokens and accepted ``taus``; None is plain decoding."""
     options: dict[str, Any] = {"name": drafter, "gamma": gamma} | (
         {"model": model} if drafter != "prompt-lookup" else {}
     )
@@ -48,11 +48,11 @@ def cell(
             "sampling": {"temperature": 1.0} | sampling,
         }
     )
-    rounds = taus or ((0, 0, 0, 0),) * 3
+    steps = taus or ((0, 0, 0, 0),) * 3
     width = gamma * max(K, 1) if taus else 0
     records = [
-        RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, width, width, 99)
-        for p, mine in enumerate(rounds)
+        StepRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, width, width, 99)
+        for p, mine in enumerate(steps)
         for i, tau in enumerate(mine)
     ]
     tokens = sum(record.emitted for record in records)
@@ -62,7 +62,8 @@ def cell(
     metrics = measure(records, pieces, passes, gamma if taus else 0, gamma if taus else 0)
     metrics.speed_up = Estimate(tokens / 10) if taus else None
     responses = [
-        {"prompt_tokens": 100, "question_id": f"q{p}", "tokens": [], "finish": finish} for p in range(len(rounds))
+        {"prompt_tokens": 100, "question_id": f"q{p}", "tokens": [], "finish_reason": finish_reason}
+        for p in range(len(steps))
     ]
     models = {"m": {"sha256": SHA["m"]}} | ({model: {"sha256": SHA[model]}} if passes else {})
     provenance = {"models": models, "dtype": "float32", "device": "cpu (toy)", "torch": "2.0", "threads": 2}

@@ -1,4 +1,4 @@
-"""Does the decoder compute what a model computes? Every node of random rounds against plain passes, and greedy text."""
+"""Does the decoder compute what a model computes? Every node of random steps against plain passes, and greedy text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int = 64, rounds: int = 4) -> float:
-    """Largest difference of a logit, in standard deviations of the logits, over all nodes of ragged rounds.
+def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int = 64, steps: int = 4) -> float:
+    """Largest difference of a logit, in standard deviations of the logits, over all nodes of ragged steps.
 
     Chains first, then trees in two pieces each; a random branch is kept, and one slot changes hands.
     """
@@ -27,13 +27,13 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
     lm = lm_class(model, len(PROMPTS), max_length)
     texts = [list(prompt) for prompt in PROMPTS]
     for row, text in enumerate(texts):
-        lm.begin(row, text)
+        lm.start(row, text)
     worst = 0.0
-    for turn in range(rounds):
-        if turn == rounds - 1:  # a slot is refilled
-            lm.retire(0)
+    for turn in range(steps):
+        if turn == steps - 1:  # a slot is refilled
+            lm.free(0)
             texts[0] = [chance.randrange(1, 90) for _ in range(7)]
-            lm.begin(0, texts[0])
+            lm.start(0, texts[0])
         widths = [4] if turn < 2 else [4, 3]
         nodes = sum(widths)
         drawn = [[chance.randrange(1, 90) for _ in range(nodes)] for _ in texts]
@@ -44,7 +44,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
         for width in widths:
             piece = torch.tensor([row[first : first + width] for row in drawn])
             parents = torch.tensor([row[first : first + width] for row in above]) if turn >= 2 else None
-            logits.append(lm.grow(piece, parents)[0])
+            logits.append(lm.forward(piece, parents)[0])
             first += width
         got = torch.cat(logits, 1).float()
         paths = []
@@ -64,7 +64,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
             paths.append(chance.choice(branches))
         depth = max(map(len, paths))
         padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths])
-        lm.keep([len(path) for path in paths], padded if turn >= 2 else None)
+        lm.commit([len(path) for path in paths], padded if turn >= 2 else None)
         for b, path in enumerate(paths):
             texts[b] += [drawn[b][i] for i in path[1:]] + [chance.randrange(1, 90)]
     return worst

@@ -92,10 +92,10 @@ def outcomes(model_type: str) -> dict[str, str]:
 class _RecordedLM(ReplayingLM):
     """Passes as CUDA graphs replay them: they attend over more slots than they need."""
 
-    def grow(self, *arguments: Any, **inputs: Any) -> Any:
+    def forward(self, *arguments: Any, **inputs: Any) -> Any:
         before, ragged_lm.BUCKET = ragged_lm.BUCKET, 16
         try:
-            return super().grow(*arguments, **inputs)
+            return super().forward(*arguments, **inputs)
         finally:
             ragged_lm.BUCKET = before
 
@@ -167,7 +167,7 @@ _HEAD = """
 This page is written by `python tests/support/architecture_walk.py`, which walks over every causal language model of
 transformers ({version}: {types} model types); `tests/lm/test_architectures_walk.py` holds that it is true.
 Each architecture is made in tiny size, in float32, and decoded in ragged batches of chains and of trees, through
-several rounds. Either all logits are those of the model by itself (one prompt at a time, no padding, no cache), or
+several steps. Either all logits are those of the model by itself (one prompt at a time, no padding, no cache), or
 the model is refused with a sentence before anything is decoded. There is nothing in between.
 
 {classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs

@@ -121,7 +121,7 @@ def kept(head: Any) -> dict[str, Tensor]:
 
 
 def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -> None:
-    """Train on one text, a row for each place a round may start at; ``states [T, L, Ht]`` are the target's."""
+    """Train on one text, a row for each place a step may start at; ``states [T, L, Ht]`` are the target's."""
     anchors = list(range(2, len(text) - BLOCK))
     last, ids = max(anchors), torch.tensor(text)
     tokens, first = torch.full((len(anchors), last + BLOCK), MASK), torch.tensor(anchors)

@@ -1,9 +1,9 @@
-"""Made-up finished cells with known results: two tokens a round, at whatever speed-up a test wants."""
+"""Made-up finished cells with known results: two tokens a step, at whatever speed-up a test wants."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from crossdraft.framework.metrics.cell_metrics import Estimate, RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import Estimate, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
 from crossdraft.framework.report.summary import Summary
@@ -15,12 +15,12 @@ MODELS = {"models": {"toy": {"sha256": "abc"}, "d": {"sha256": "def"}}, "dtype":
 
 
 def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1.0) -> CellResult:
-    """Two tokens a round from two nodes, 10 B tokens/s times the speed-up; the verifier "" is plain decoding."""
+    """Two tokens a step from two nodes, 10 B tokens/s times the speed-up; the verifier "" is plain decoding."""
     drafter = {"name": DRAFTERS[verifier], "model": "d", "gamma": 2} if verifier else "none"
     given = {"target": "toy", "drafter": drafter, "verifier": verifier or "token", "batch_size": batch_size}
     config = CellConfig.model_validate(given | {"sampling": {"temperature": temperature}})
     tau = 1 if verifier else 0
-    records = [RoundRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau, 9) for p in (0, 1) for i in range(3)]
+    records = [StepRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau, 9) for p in (0, 1) for i in range(3)]
     tokens = sum(r.emitted for r in records)
     seconds = {
         "target": tokens / (10 * batch_size * speed_up),

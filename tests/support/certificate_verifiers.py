@@ -18,7 +18,7 @@ def exact(values: Sequence[str]) -> list[float]:
 
 
 class ByTurn(Verifier):
-    """Counts each row's rounds; `odd` rounds are judged by one rule, even ones by another."""
+    """Counts each row's steps; `odd` steps are judged by one rule, even ones by another."""
 
     name = "by-turn"
     traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), stateful=True))
@@ -29,10 +29,10 @@ class ByTurn(Verifier):
         self.even = plugins.get("verifiers", "token")()
         self.odd = plugins.get("verifiers", "block")()
 
-    def begin(self, row: int) -> None:
+    def start(self, row: int) -> None:
         self.turn[row] = 0
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         del self.turn[row]
 
     def snapshot(self, row: int) -> int:

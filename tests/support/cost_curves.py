@@ -1,11 +1,11 @@
-"""Cost curves with numbers that are known, and records of rounds, for the tests of prediction."""
+"""Cost curves with numbers that are known, and records of steps, for the tests of prediction."""
 
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.metrics.cell_metrics import RoundRecord
+from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.metrics.pieces import Piece
 
 HERE = {"device": "cpu (toy)", "torch": "2.0", "threads": 2}
@@ -28,8 +28,8 @@ def curve(
     return CostCurve(points=tuple(points), **given)
 
 
-def rows(prompt: int, turn: int, emitted: Sequence[int], width: int = 2) -> list[RoundRecord]:
-    return [RoundRecord(prompt, f"q{prompt}", "a", turn, i, e - 1, e, width, width, 9) for i, e in enumerate(emitted)]
+def rows(prompt: int, turn: int, emitted: Sequence[int], width: int = 2) -> list[StepRecord]:
+    return [StepRecord(prompt, f"q{prompt}", "a", turn, i, e - 1, e, width, width, 9) for i, e in enumerate(emitted)]
 
 
 def piece(emitted: int, **phases: float) -> Piece:

@@ -28,7 +28,7 @@ class GivenContext(ModuleContext):
         load_lm: Callable[[str], LM] | None = None,
         load_heads: Callable[[str], Checkpoint] = load_checkpoint,
         target_model: Any = None,
-        final_law: bool = False,
+        final_q: bool = False,
     ):
         super().__init__(
             sampling=sampling,
@@ -38,7 +38,7 @@ class GivenContext(ModuleContext):
             device=target.device,
             target=target,
             target_model=target_model,
-            final_law=final_law,
+            final_q=final_q,
         )
         self._load_lm, self._load_heads = load_lm, load_heads
 

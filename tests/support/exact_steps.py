@@ -1,7 +1,7 @@
-"""One round of each rule in exact arithmetic, written from the papers, and random models to run it on.
+"""One step of each rule in exact arithmetic, written from the papers, and random models to run it on.
 
 A model is a function from a prefix (a tuple of tokens) to a law (a list of fractions). Every rule gives the joint law
-of what a round emits and tau. Nothing here is shared with what is tested.
+of what a step emits and tau. Nothing here is shared with what is tested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 from math import ceil, prod
 
 Model = Callable[[tuple[int, ...]], list[Fraction]]
-#: What a round emitted, and tau, with its probability.
+#: What a step emitted, and tau, with its probability.
 Joint = dict[tuple[tuple[int, ...], int], Fraction]
 ONE, ZERO = Fraction(1), Fraction(0)
 
@@ -189,7 +189,7 @@ def valid_rho(p: list[Fraction], q: list[Fraction], n: int, slack: Fraction) -> 
 
 
 def given_output(joint: Joint, p: Model, output: tuple[int, ...]) -> list[Fraction]:
-    """Pr(tau >= i | output), i = 1 .. gamma, where P completes what the round emitted."""
+    """Pr(tau >= i | output), i = 1 .. gamma, where P completes what the step emitted."""
     gamma = len(output) - 1
     total, at_least = chance(p, output), [ZERO] * gamma
     for (said, tau), weight in joint.items():

@@ -17,7 +17,7 @@ GAMMA, NEW = 3, 12
 LAYERS = (2, 0, 3)
 SHAPE = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
 START = [7, 8, 9, 7]
-#: The shortest prompt has no feature before its root; prompts of different lengths end in different rounds.
+#: The shortest prompt has no feature before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], START, [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
 NAMES = ("eagle3", "eagle", "mtp")
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -81,14 +81,14 @@ def overfit(name: str, head: Any, target: Any, text: list[int], steps: int) -> N
         optimiser.step()
 
 
-def taus_of(loop: Any, rounds: int) -> set[int]:
-    """How many tokens were accepted, in any of so many rounds of `PROMPTS` or any of their rows."""
+def taus_of(loop: Any, steps: int) -> set[int]:
+    """How many tokens were accepted, in any of so many steps of `PROMPTS` or any of their rows."""
     for row, prompt in enumerate(PROMPTS):
-        loop.begin(row, prompt)
+        loop.start(row, prompt)
     lengths, taus = [len(prompt) for prompt in PROMPTS], set()
-    for _ in range(rounds):
+    for _ in range(steps):
         with torch.inference_mode():
-            loop.round()
+            loop.step()
         now = [len(history) for history in loop.sequences.history]
         taus |= {after - before - 1 for after, before in zip(now, lengths, strict=True)}
         lengths = now
@@ -104,8 +104,8 @@ def check_pairs(
     torch.testing.assert_close(out.logits[0], logits, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(out.features[0], features, atol=tolerance, rtol=tolerance)
     # The same through the cache: prefill, then a ragged step, in a slot whose neighbour is shorter.
-    drafter.lm.begin(0, tokens[:9], fused[:8])
-    drafter.lm.begin(1, tokens[:2], fused[:1])
+    drafter.lm.start(0, tokens[:9], fused[:8])
+    drafter.lm.start(1, tokens[:2], fused[:1])
     padded = torch.tensor([tokens[8:], [tokens[1], 0, 0]])
     last = drafter.lm.commit(padded, torch.stack([fused[8:], fused[1:4]]), [3, 1])
     torch.testing.assert_close(last, logits[[-1, 1]], atol=tolerance, rtol=tolerance)

@@ -23,11 +23,11 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 class CopyingLM(TransformersLM):
     """Slots that start with the prompt of slot 0 copy its keys, values and features: thousands of equal prefills."""
 
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+    def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
         if row == 0:
-            self._prompt, self._hidden = list(prompt), super().begin(0, prompt)
+            self._prompt, self._hidden = list(prompt), super().start(0, prompt)
         elif list(prompt) != self._prompt:
-            return super().begin(row, prompt)
+            return super().start(row, prompt)
         self.lengths[row] = held = len(prompt) - 1
         if held and row:
             with torch.inference_mode():
@@ -64,7 +64,7 @@ def make_decoder(
         max_length,
         load_heads=load_heads,
         target_model=target,
-        final_law=rule.traits(rule.Config()).modifies_target,
+        final_q=rule.traits(rule.Config()).modifies_target,
     )
     return Decoder(model, drafting(config, context), rule(), sampling=sampling, **{"validate": "always", **loop})
 
@@ -101,17 +101,17 @@ def exact_model() -> Any:
 # -- the certificate ------------------------------------------------------------------------------------
 
 
-class EveryRound(Enumeration):
-    """Decisions of all rounds of a run: a number of one round is another decision than that of the next."""
+class EveryStep(Enumeration):
+    """Decisions of all steps of a run: a number of one step is another decision than that of the next."""
 
-    begun = 0
+    steps_started = 0
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
-        self.begun += 1
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
+        self.steps_started += 1
         return self
 
     def _decide(self, key: tuple[str, int], probability: np.ndarray) -> np.ndarray:
-        return super()._decide((f"{key[0]} {self.begun}", key[1]), probability)
+        return super()._decide((f"{key[0]} {self.steps_started}", key[1]), probability)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ModelCertificate:
 
     Attributes:
         tv: total variation between the joint law of the output and that of the target.
-        expected_tau: E[tau] of each round.
+        expected_tau: E[tau] of each step.
         paths: decision paths followed.
     """
 
@@ -131,12 +131,12 @@ class ModelCertificate:
 
 @pytest.fixture(scope="session")
 def enumerate_model() -> Callable[..., ModelCertificate]:
-    """``enumerate_model(model, drafter, options, verifier, prompt=..., ...)``: see `enumerate_rounds`."""
-    return enumerate_rounds
+    """``enumerate_model(model, drafter, options, verifier, prompt=..., ...)``: see `enumerate_steps`."""
+    return enumerate_steps
 
 
 @torch.inference_mode()
-def enumerate_rounds(
+def enumerate_steps(
     model: Any,
     drafter: str,
     options: Mapping[str, Any],
@@ -144,14 +144,14 @@ def enumerate_rounds(
     *,
     prompt: Sequence[int],
     depth: int,
-    rounds: int = 2,
+    steps: int = 2,
     sampling: Sampling | None = None,
     **loop: Any,
 ) -> ModelCertificate:
     """The joint law of what a pair emits after ``prompt`` on a small float64 model, exactly, against the model's own.
 
-    Drafter, loop, cache and verifier are the real ones, and so are the rounds: the drafter starts with the prompt and
-    then lives on what it observes. Shorter outputs are completed to ``rounds * (depth + 1)`` tokens with the law that
+    Drafter, loop, cache and verifier are the real ones, and so are the steps: the drafter starts with the prompt and
+    then lives on what it observes. Shorter outputs are completed to ``steps * (depth + 1)`` tokens with the law that
     the model itself, without a cache, gives after them.
 
     Args:
@@ -164,10 +164,10 @@ def enumerate_rounds(
     columns: dict[tuple[str, int], int] = {}
     scripts, weight = np.full((1, 0), -1, dtype=np.int64), np.ones(1)
     emitted: dict[tuple[int, ...], float] = {}
-    tau = np.zeros(rounds)
-    paths, length = 0, rounds * (depth + 1)
+    tau = np.zeros(steps)
+    paths, length = 0, steps * (depth + 1)
     while len(weight):
-        rng = EveryRound(scripts[:BATCH], weight[:BATCH], columns)
+        rng = EveryStep(scripts[:BATCH], weight[:BATCH], columns)
         b = len(rng.weight)
         decoder = make_decoder(
             model,
@@ -183,10 +183,10 @@ def enumerate_rounds(
             **loop,
         )
         for row in range(b):
-            decoder.begin(row, prompt)
+            decoder.start(row, prompt)
         lengths = [[len(prompt)] * b]
-        for _ in range(rounds):
-            decoder.round()
+        for _ in range(steps):
+            decoder.step()
             lengths.append([len(history) for history in decoder.sequences.history])
         # A row's weight is whole only now that all of its decisions are taken.
         tau += ((np.diff(lengths, axis=0) - 1) * rng.weight).sum(1)
@@ -208,7 +208,7 @@ def _laws(model: Any, prompt: Sequence[int], length: int, sampling: Sampling) ->
     logits = torch.cat([model(piece).logits for piece in torch.cat([prefix, ends], 1).split(BATCH)])
     for n in range(length):
         every = vocab ** (length - 1 - n)  # equal beginnings stand side by side
-        laws.append(sampling.law(logits[::every, len(prompt) - 1 + n]).numpy())
+        laws.append(sampling.probs(logits[::every, len(prompt) - 1 + n]).numpy())
     return laws
 
 

@@ -8,7 +8,7 @@ from piece_results import made_piece
 
 from crossdraft.framework.bench.group import compare_group
 from crossdraft.framework.bench.matrix import plan
-from crossdraft.framework.metrics.cell_metrics import RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.recipe.recipe import Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.load_run import FinishedRun
@@ -70,22 +70,22 @@ def _cell(config: Any, rng: Any, tokens: int) -> CellResult:
     copies = config.drafter.config.get("K", 1)
     records, pieces, responses = [], [], []
     for prompt in range(6):
-        category, left, rounds = CATEGORIES[prompt // 2], tokens, 0
+        category, left, steps = CATEGORIES[prompt // 2], tokens, 0
         while left > 0:
             draft = min(gamma, left - 1)
             tau = int(np.argmin([*(rng.random(draft) < rate + 0.03 * (prompt // 2)), False]))
             width = copies * draft
-            records.append(RoundRecord(prompt, f"q{prompt}", category, 0, rounds, tau, tau + 1, width, width, left - 1))
-            left, rounds = left - tau - 1, rounds + 1
-        step = 0.02 * (1 + 0.02 * config.batch_size * copies * gamma) * rounds / config.batch_size
-        draft = 0.004 * gamma * rounds / config.batch_size
+            records.append(StepRecord(prompt, f"q{prompt}", category, 0, steps, tau, tau + 1, width, width, left - 1))
+            left, steps = left - tau - 1, steps + 1
+        step = 0.02 * (1 + 0.02 * config.batch_size * copies * gamma) * steps / config.batch_size
+        draft = 0.004 * gamma * steps / config.batch_size
         noise = 1 + 0.03 * rng.standard_normal()
         phases = {"draft": draft * noise, "target": step * noise, "verify": 0.05 * step, "rest": 0.03 * step}
-        pieces.append(made_piece(tokens, rounds, f"{copies * gamma} 0", category=category, **phases))
+        pieces.append(made_piece(tokens, steps, f"{copies * gamma} 0", category=category, **phases))
         said = [int(token) for token in rng.integers(1, 50000, tokens)]
         text = " ".join(f"word{token}" for token in said)
         about = {"question_id": f"q{prompt}", "turn": 0, "category": category, "prompt_tokens": 40}
-        responses.append(about | {"text": text, "tokens": said, "finish": "length"})
+        responses.append(about | {"text": text, "tokens": said, "finish_reason": "length"})
     source = {"distribution": "crossdraft", "version": "0.1.0", "sha256": "0" * 64}
     provenance = {
         "device": "cpu (a processor)",

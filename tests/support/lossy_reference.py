@@ -25,7 +25,7 @@ def rule(name: str, **options: Any) -> Any:
 
 
 def shipped_rng(seed: int, streams: Any) -> Any:
-    return CounterRng(seed).round(list(streams), [0] * len(streams), torch.device("cpu"))
+    return CounterRng(seed).for_step(list(streams), [0] * len(streams), torch.device("cpu"))
 
 
 class Recording:

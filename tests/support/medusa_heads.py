@@ -13,7 +13,7 @@ from torch.nn import functional
 from crossdraft.framework.contracts.draft import Draft
 
 NEW = 12
-#: The shortest prompt has no committed token before its root; prompts of different lengths end in different rounds.
+#: The shortest prompt has no committed token before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
 H, V, HEADS = 32, 97, 3
 #: Ids that heads with a reduced vocabulary know, in no order.
@@ -146,8 +146,8 @@ def hidden_of(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def propose(loop: Any) -> Draft:
-    """The draft of the next round, which is not made."""
+    """The draft of the next step, which is not made."""
     sequences = loop.sequences
     return loop.drafter.propose(
-        sequences, loop.rng.round(sequences.stream, [0] * sequences.batch_size, torch.device("cpu"))
+        sequences, loop.rng.for_step(sequences.stream, [0] * sequences.batch_size, torch.device("cpu"))
     )

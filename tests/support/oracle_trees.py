@@ -46,7 +46,7 @@ class OracleTrees(Drafter):
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
         return DraftTraits(drawn="deterministic", point_mass=True, nodes=16)
 
-    def begin(self, row: int, prompt: Any, hidden: Any = None) -> None:
+    def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.started[row], self.answer[row] = len(prompt), self.config.answers[tuple(prompt)]
 
     def propose(self, sequences: Any, rng: Any) -> Draft:

@@ -44,7 +44,7 @@ sizes = dict(b=st.integers(1, 4), depth=st.integers(0, 4), vocab=st.integers(1, 
 
 
 def shipped_rng(seed: int, streams: Sequence[int], position: int = 0) -> Any:
-    return CounterRng(seed).round(list(streams), [position] * len(streams), torch.device("cpu"))
+    return CounterRng(seed).for_step(list(streams), [position] * len(streams), torch.device("cpu"))
 
 
 # -- random drafts of every shape -----------------------------------------------------------------------
@@ -150,7 +150,7 @@ def alone(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
         parents=draft.parents[one, :n],
         valid=draft.valid[one, :n],
         q=None if draft.q is None else draft.q[one],
-        law=None if draft.law is None else draft.law[one, :n],
+        q_index=None if draft.q_index is None else draft.q_index[one, :n],
         drawn=draft.drawn,
         sequences=None if draft.sequences is None else draft.sequences[one, :, :depth],
         levels=None if draft.levels is None else depth,

@@ -13,7 +13,7 @@ from draft_contexts import GivenContext
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import RoundEvent
+from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.response import Response
@@ -54,19 +54,19 @@ def configured(name: str, **options: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """Responses that the loop gave, and for every round where it started and what was drafted: ``(response, start,
+    """Responses that the loop gave, and for every step where it started and what was drafted: ``(response, start,
     tokens, q of each token)``, q 1 for a point mass and where the draft is a tree."""
 
     responses: list[Said]
-    rounds: list[tuple[int, int, list[int], list[float]]]
+    steps: list[tuple[int, int, list[int], list[float]]]
 
     def counts(self) -> np.ndarray:
-        """``[responses]``: rounds of each."""
-        return np.bincount([index for index, *_ in self.rounds], minlength=len(self.responses))
+        """``[responses]``: steps of each."""
+        return np.bincount([index for index, *_ in self.steps], minlength=len(self.responses))
 
     def nodes(self) -> np.ndarray:
         """``[responses]``: drafted tokens of each."""
-        indices, sizes = [index for index, *_ in self.rounds], [len(tokens) for _, _, tokens, _ in self.rounds]
+        indices, sizes = [index for index, *_ in self.steps], [len(tokens) for _, _, tokens, _ in self.steps]
         return np.bincount(indices, sizes, minlength=len(self.responses))
 
 
@@ -85,9 +85,9 @@ def run(
     cls, config = drafter
     context = make(rows, max(map(len, prompts)) + new, 24)
     starts = [0] * len(prompts)
-    rounds: list[tuple[int, int, list[int], list[float]]] = []
+    steps: list[tuple[int, int, list[int], list[float]]] = []
 
-    def look(event: RoundEvent) -> None:
+    def look(event: StepEvent) -> None:
         draft = event.draft
         for row, index in enumerate(event.prompts):
             if index is None:
@@ -96,17 +96,17 @@ def run(
             tokens = draft.tokens[row, :n].tolist()
             drawn = draft.q if draft.is_chain else None
             q = [1.0] * n if drawn is None else drawn[row, range(n), tokens].tolist()
-            rounds.append((index, starts[index], tokens, q))
+            steps.append((index, starts[index], tokens, q))
             starts[index] += len(event.emitted[row])
 
     rule = plugins.get("verifiers", verifier)()
     assert context.target is not None
     decoder = Decoder(
         context.target, cls(config, context), rule, sampling=context.sampling, max_new_tokens=new,
-        rng=CounterRng(seed), on_round=look, **loop,
+        rng=CounterRng(seed), on_step=look, **loop,
     )  # fmt: skip
     found = sorted(decoder.run(prompts), key=lambda response: response.index)
-    return Run([Said(prompts[r.index], r.tokens) for r in found], rounds)
+    return Run([Said(prompts[r.index], r.tokens) for r in found], steps)
 
 
 def fresh(make: MakeContext, drafter: tuple[Any, Any], text: Said, t: int, depth: int, forcing: Callable) -> Any:
@@ -120,8 +120,8 @@ def fresh(make: MakeContext, drafter: tuple[Any, Any], text: Said, t: int, depth
 
     with torch.inference_mode():
         prefix = [*text.prompt, *text.tokens[:t]]
-        hidden = target.begin(0, prefix)
+        hidden = target.start(0, prefix)
         seqs = Sequences([[]], torch.zeros(1, context.max_length, dtype=torch.long), [depth], [0])
         seqs.append(0, prefix)
-        made.begin(0, prefix, hidden)
+        made.start(0, prefix, hidden)
         return made.propose(seqs, forcing(text.tokens[t : t + depth]))

@@ -104,10 +104,10 @@ def decoder(
     return Decoder(context.target, drafter, fixed, sampling=Sampling(), **{"max_new_tokens": 12, **loop})
 
 
-def first_round(made: Decoder) -> None:
+def first_step(made: Decoder) -> None:
     for row in range(B):
-        made.begin(row, [10 + row], row, row, f"prompt {row}")
-    made.round()
+        made.start(row, [10 + row], row, row, f"prompt {row}")
+    made.step()
 
 
 def at(name: str, where: Any, value: Any) -> Callable:

@@ -101,15 +101,15 @@ def group(machine: Machine, pairs: int, prompts: int, drift: float = 0.01) -> li
         for i in random.permutation(len(cells)):
             drafter, verifier = cells[i]
             pace, emitted, steps = float(np.exp(drift * random.standard_normal())), 0, {}
-            begun = machine.step([length * 1e-4 if DRAFTERS[drafter][1] else 1e-5])
+            resume_from = machine.step([length * 1e-4 if DRAFTERS[drafter][1] else 1e-5])
             for nodes, at, tokens in steps_of(random, drafter, ease, length):
                 jitter = np.exp(np.array([0.08, 0.03, 0.1, 0.1]) * random.standard_normal(4))
                 mean = components(drafter, verifier, nodes, at)
                 taken, waited = machine.step([m * float(x) * pace for m, x in zip(mean, jitter, strict=True)])
                 row = [round(1e6 * s) for s in (*taken, waited)]
                 if not emitted:
-                    row[-1] += round(1e6 * begun[1])
-                    row += [length, round(1e6 * begun[0][0])]
+                    row[-1] += round(1e6 * resume_from[1])
+                    row += [length, round(1e6 * resume_from[0][0])]
                 steps.setdefault(f"{nodes} {at // 256}", []).append(row)
                 emitted += tokens
             pieces[i].append(Piece(emitted, {"target": 1.0}, steps=steps))

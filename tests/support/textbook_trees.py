@@ -37,7 +37,9 @@ class Textbook(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
         assert draft.q is not None
-        laws = draft.q if draft.law is None else draft.q.gather(1, draft.law[..., None].expand(-1, -1, p.shape[2]))
+        laws = (
+            draft.q if draft.q_index is None else draft.q.gather(1, draft.q_index[..., None].expand(-1, -1, p.shape[2]))
+        )
         columns = [draft.tokens, draft.parents, draft.valid, p, laws]
         sequences = [None] * draft.batch_size if draft.sequences is None else draft.sequences.tolist()
         rows = zip(*(column.tolist() for column in columns), sequences, strict=True)
@@ -134,13 +136,13 @@ class Siblings(Textbook):
 
     def children(self, row: Row, at: int) -> list[tuple[int, Law]]:
         """(child, q_j) in the order in which they are examined."""
-        elder: list[int] = []
+        earlier_siblings: list[int] = []
         found = []
         for child in self.order(row, row.children[at]):
             q = row.q[child]
-            rest = [0.0 if x in elder else qx for x, qx in enumerate(q)]
+            rest = [0.0 if x in earlier_siblings else qx for x, qx in enumerate(q)]
             found.append((child, norm(rest, q)))
-            elder.append(row.token[child])
+            earlier_siblings.append(row.token[child])
         return found
 
     def order(self, row: Row, children: list[int]) -> list[int]:
@@ -213,7 +215,7 @@ class MultiPath(Textbook):
             k = len(row.sequences)
             whole = (below + mass) ** k - below**k
             hat = [((lo[x] + mass * qx) ** k - lo[x] ** k) / whole for x, qx in enumerate(q)]
-            law = self.law(q, hat)
+            law = self.probs(q, hat)
             laws.append(law)
             joint.append(min(1.0, joint[-1] * ratio(p[y], law[y])))
             below, mass = lo[y], mass * q[y]
@@ -234,7 +236,7 @@ class MultiPath(Textbook):
     def select(self, p: Law, q: Law, order: list[int], drafted: list[int]) -> int:
         return max(drafted, key=order.index)
 
-    def law(self, q: Law, hat: Law) -> Law:
+    def probs(self, q: Law, hat: Law) -> Law:
         return hat
 
     def excess(self, joint: float, p: Law, law: Law) -> Law:

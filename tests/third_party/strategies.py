@@ -23,10 +23,10 @@ from crossdraft import (
     DraftTraits,
     LoadedModel,
     ResolvedModel,
-    RoundRng,
     Sampling,
     Scores,
     Sequences,
+    StepRng,
     StrategyConfig,
     UsageError,
     Verdict,
@@ -78,18 +78,18 @@ class FirstLayers(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=sampling.temperature == 0, nodes=config.gamma)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.begin(row, prompt)
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         steps = min(self.config.gamma, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
         logits, tokens, laws = self.model.root(sequences), [], []
         for i in range(steps):
-            laws.append(self.context.sampling.law(logits))
+            laws.append(self.context.sampling.probs(logits))
             tokens.append(rng.draw(laws[-1], "draft", i))
-            logits = self.model.grow(tokens[-1][:, None])[:, 0]
+            logits = self.model.forward(tokens[-1][:, None])[:, 0]
         sampled = self.context.sampling.temperature > 0
         length = on_device(sequences.limit, sequences.device).clamp(max=steps)
         return Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1) if sampled else None)
@@ -97,11 +97,11 @@ class FirstLayers(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        self.model.keep(verdict, accepted)
+        self.model.commit(verdict, accepted)
 
 
 class Window(Drafter):
-    """Drafts what the target said after its guesses of the last round: they ride in the target's pass as probes."""
+    """Drafts what the target said after its guesses of the last step: they ride in the target's pass as probes."""
 
     name = "window"
 
@@ -120,10 +120,10 @@ class Window(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=True, nodes=1 + config.width)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.after[row] = {}
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         w = self.config.width
         rows = [[0] * (1 + w) for _ in sequences.history]
         length = [0] * len(rows)
@@ -170,7 +170,7 @@ class OtherWords(Drafter):
         self.model = DraftModel(context.load_lm(self.config.model, ids=ids, unknown=mine["<unk>"]))
 
     traits = FirstLayers.traits
-    begin = FirstLayers.begin
+    start = FirstLayers.start
     propose = FirstLayers.propose
     observe = FirstLayers.observe
 
@@ -191,7 +191,7 @@ class Frequent(Drafter):
     def reset(self) -> None:
         self.followed: dict[int, Counter[int]] = {}
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         tokens, length = [], []
         for history, limit in zip(sequences.history, sequences.limit, strict=True):
             known = self.followed.get(history[-1]) if history and limit else None
@@ -252,7 +252,7 @@ class LinearHead(Drafter):
         self.model = DraftModel(context.slots(module))
 
     traits = FirstLayers.traits
-    begin = FirstLayers.begin
+    start = FirstLayers.start
     propose = FirstLayers.propose
     observe = FirstLayers.observe
 
@@ -269,7 +269,7 @@ class Oracle(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma, temperature_zero_only=True)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         return Draft.empty(sequences.batch_size, sequences.device)
 
 
@@ -286,15 +286,15 @@ class Wrapped(Verifier):
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)
         self.inner = make_verifier(self.config.rule)
-        self.rounds = 0
+        self.steps = 0
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
         inner = make_verifier(config.rule)
         return inner.traits(inner.config)
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
-        self.rounds += 1
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+        self.steps += 1
         return self.inner.verify(draft, p, rng)
 
 
@@ -349,17 +349,17 @@ class BigramLM:
         self.logits, self.batch_size, self.vocab_size, self.device = logits, batch_size, len(logits), logits.device
         self.lengths, self.passes = [0] * batch_size, 0
 
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
+    def start(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, None]:
         self.passes += 1
         return self.logits[tokens], None
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self.lengths[row] = 0
 
     def fork(self, layers: Sequence[int]) -> LM:

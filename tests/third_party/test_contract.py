@@ -106,7 +106,7 @@ def test_a_fork_leaves_the_targets_cache_alone(target: Any, temperature: float) 
             assert [r.tokens for r in found] == [r.tokens for r in alone]
     all_layers = {"name": "first-layers", "layers": [0, 1], "gamma": 4}
     whole = answers(target, all_layers, temperature=temperature, verifier=None)
-    taus = [r.tau for response in whole for r in response.rounds if r.nodes == 4 and r.emitted > r.tau]
+    taus = [r.tau for response in whole for r in response.steps if r.nodes == 4 and r.emitted > r.tau]
     assert taus and set(taus) == {4}, "the whole model drafts what it says itself"
 
 
@@ -115,15 +115,15 @@ def test_a_fork_computes_nothing_twice(target: Any) -> None:
     seen: list[Any] = []
     (response,) = crossdraft.generate(
         target, ["w5 w6 w7 w5 w6"], drafter={"name": "first-layers", "layers": [0], "gamma": 3},
-        max_new_tokens=12, temperature=0, on_round=seen.append,
+        max_new_tokens=12, temperature=0, on_step=seen.append,
     )  # fmt: skip
-    assert len(seen) == len(response.rounds) and all(event.prompts == [0] for event in seen)
+    assert len(seen) == len(response.steps) and all(event.prompts == [0] for event in seen)
     assert [token for event in seen for token in event.emitted[0]] == response.tokens
 
 
 def test_probes_are_scored_and_never_judged(target: Any) -> None:
     seen: list[Any] = []
-    found = answers(target, "window", temperature=0, batch_size=2, on_round=seen.append)
+    found = answers(target, "window", temperature=0, batch_size=2, on_step=seen.append)
     assert [r.tokens for r in found] == [r.tokens for r in answers(target, "none", temperature=0)]
     for event in seen:
         assert event.draft.probes == 3 and event.scores.p.shape[1] == event.draft.width + 1 == 5
@@ -136,15 +136,15 @@ def test_probes_are_scored_and_never_judged(target: Any) -> None:
         expected = target.model(text).logits[0, -1]
         torch.testing.assert_close(event.scores.logits[0, 2 + i], expected, rtol=1e-4, atol=1e-4)
         assert event.scores.p[0, 2 + i].max() == 1, "at temperature 0 p is one-hot; logits are not"
-    rounds = [r for response in found for r in response.rounds]
-    assert {r.nodes for r in rounds} <= {0, 1} and {r.width for r in rounds} == {4}
+    steps = [r for response in found for r in response.steps]
+    assert {r.nodes for r in steps} <= {0, 1} and {r.width for r in steps} == {4}
 
 
 def test_another_tokenizer_by_a_map_of_ids(target: Any, models: dict[str, str]) -> None:
     """The same words under other ids; one of the target's words is missing, so it is never drafted."""
     seen: list[Any] = []
     drafter = {"name": "other-words", "model": models["shuffled"]}
-    found = answers(target, drafter, temperature=1, seed=3, on_round=seen.append)
+    found = answers(target, drafter, temperature=1, seed=3, on_step=seen.append)
     assert all(response.tokens for response in found)
     with_law = [event.draft for event in seen if event.draft.q is not None]
     assert with_law and all(bool((draft.q[..., VOCAB["w9"]] == 0).all()) for draft in with_law)

@@ -63,7 +63,7 @@ from test_crossdraft_suffix import (  # noqa: F401
     test_memory_is_as_large_as_it_says,
     test_options_that_cannot_be,
     test_outputs_are_remembered_and_prompts_are_not,
-    test_recorded_texts_are_drafted_as_in_rounds,
+    test_recorded_texts_are_drafted_as_in_steps,
     test_the_best_match_by_counting_everywhere,
     test_the_latest_occurrences_are_counted,
     test_the_longest_match_is_not_always_the_best,
@@ -198,8 +198,8 @@ def test_a_cache_that_is_held_knows_the_last_answers(target: Any) -> None:
     (again,) = crossdraft.generate(target, [[5, 9, 3]], drafter=cache, **ask)
     (fresh,) = crossdraft.generate(target, [[5, 9, 3]], drafter=NgramCache, **ask)
     assert first.tokens == again.tokens == fresh.tokens
-    rounds = [[r.tau for r in response.rounds] for response in (first, again, fresh)]
-    assert rounds[0] == rounds[2] and sum(rounds[1]) > sum(rounds[0]) and len(rounds[1]) == 4  # 5 + 5 + 5 + 1 tokens
+    steps = [[r.tau for r in response.steps] for response in (first, again, fresh)]
+    assert steps[0] == steps[2] and sum(steps[1]) > sum(steps[0]) and len(steps[1]) == 4  # 5 + 5 + 5 + 1 tokens
 
 
 def test_by_shape_says_what_the_rule_of_the_shape_says(target: Any) -> None:
@@ -230,7 +230,7 @@ def test_retrieval_says_what_the_target_says(batch_size: int, target: Any, tmp_p
     ):
         found = crossdraft.generate(target, prompts, drafter=drafter, **ask)
         assert [response.tokens for response in found] == alone, drafter
-        assert sum(r.tau for response in found for r in response.rounds) > 10, drafter
+        assert sum(r.tau for response in found for r in response.steps) > 10, drafter
 
 
 def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
@@ -247,7 +247,7 @@ def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
         return code, capsys.readouterr()
 
     own, memory, datastore = (
-        json.loads(replayed(drafter)[1].out)["rows"][0]["block_efficiency_all_rounds"]
+        json.loads(replayed(drafter)[1].out)["rows"][0]["block_efficiency_all_steps"]
         for drafter in ("{name: suffix, factor: 2, memory: 0}", "{name: suffix, factor: 2}", rest)
     )
     assert own < memory < datastore, "the second answer is the first one's, and both are in the datastore"

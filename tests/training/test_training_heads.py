@@ -155,7 +155,7 @@ def test_what_was_written_drafts_and_keeps_the_greedy_output(
         for _ in range(12):
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert response.tokens == ids[len(prompt) :]
-    assert sum(r.tau for response in responses for r in response.rounds) > 0
+    assert sum(r.tau for response in responses for r in response.steps) > 0
 
 
 def test_the_training_time_test_is_what_drafting_does(target: Any, texts: Any, tmp_path: Any) -> None:

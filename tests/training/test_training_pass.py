@@ -122,9 +122,9 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
         seen[n // places].add(cut)
         lm = TransformersLM(target.model, 1, 64)
         fork = lm.fork(range(2), embeddings=trainee.student.embeddings.detach())
-        lm.begin(0, text.ids[: cut + 1])
-        fork.begin(0, text.ids[: cut + 1])
-        said = fork.grow(torch.tensor([[text.ids[cut], VOCAB, VOCAB + 1]]))[0][0, 1:]
+        lm.start(0, text.ids[: cut + 1])
+        fork.start(0, text.ids[: cut + 1])
+        said = fork.forward(torch.tensor([[text.ids[cut], VOCAB, VOCAB + 1]]))[0][0, 1:]
         for j in range(2):
             if keep[j, n]:
                 torch.testing.assert_close(states[j, n] @ trainee.head.T, said[j], atol=1e-4, rtol=1e-4)
@@ -175,7 +175,7 @@ def test_what_was_written_drafts_and_keeps_the_greedy_output(
         for _ in range(12):
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert response.tokens == ids[len(prompt) :]
-    assert max(r.tau for response in responses for r in response.rounds) > 1, "no look-ahead token was ever right"
+    assert max(r.tau for response in responses for r in response.steps) > 1, "no look-ahead token was ever right"
 
 
 def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:

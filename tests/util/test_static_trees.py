@@ -37,8 +37,8 @@ def drafted(shape: tuple[tuple[int, ...], ...], seed: int, point_mass: bool = Fa
     valid = torch.rand(b, n, generator=generator) < 0.9
     for node, parent in enumerate(parents):
         left = laws[:, parent + 1].clone()
-        for elder in taken.setdefault(parent, []):
-            left.scatter_(1, tokens[:, elder : elder + 1], 0.0)
+        for earlier_siblings in taken.setdefault(parent, []):
+            left.scatter_(1, tokens[:, earlier_siblings : earlier_siblings + 1], 0.0)
         q[:, node] = left / left.sum(1, keepdim=True)
         tokens[:, node] = torch.multinomial(q[:, node], 1, generator=generator).squeeze(1)
         taken[parent].append(node)
@@ -87,7 +87,7 @@ def test_level_by_level_is_node_by_node(shape: tuple, seed: int, point_mass: boo
     """What a draft knows of its shape beforehand changes neither its lineage nor a verdict."""
     draft, p = drafted(shape, seed, point_mass)
     unknown = replace(draft, children=None)
-    for name in ("lineage", "depth", "elder"):
+    for name in ("ancestor_mask", "depth", "earlier_siblings"):
         assert torch.equal(getattr(draft, name), getattr(unknown, name))
     for node in range(-1, draft.width):
         one = torch.full((3,), node)

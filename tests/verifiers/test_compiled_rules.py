@@ -18,11 +18,11 @@ from crossdraft.framework.util import compilation
 
 
 def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
-    """Check a fused rule against the rule itself, every draft in two rounds; returns how many shapes were compiled."""
+    """Check a fused rule against the rule itself, every draft in two steps; returns how many shapes were compiled."""
     compiled, rule = CompiledVerifier(RULES[name]()), RULES[name]()
     for row in range(3):
-        compiled.rule.begin(row)
-        rule.begin(row)
+        compiled.rule.start(row)
+        rule.start(row)
     for seed, position in product(seeds, range(2)):
         draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
         verdicts = [step(draft, p, shipped_rng(seed, range(3), position)) for step in (rule.verify, compiled)]

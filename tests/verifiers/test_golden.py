@@ -23,11 +23,11 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
 
 _TABLES = json.loads(Path(__file__).parents[1].joinpath("golden.json").read_text(encoding="utf-8"))
-#: Verifier -> draft label -> toy -> E[tau] of each round. Words after the verifier's name are its options.
+#: Verifier -> draft label -> toy -> E[tau] of each step. Words after the verifier's name are its options.
 GOLDEN: dict[str, dict[str, dict[str, list[str]]]] = _TABLES["expected_tau"]
-#: Verifier -> toy -> Pr(tau = i) of a chain in the first round.
+#: Verifier -> toy -> Pr(tau = i) of a chain in the first step.
 LAW_OF_TAU: dict[str, dict[str, list[str]]] = _TABLES["law_of_tau"]
-#: Lossy verifier -> draft label -> toy -> total variation after one round.
+#: Lossy verifier -> draft label -> toy -> total variation after one step.
 TV: dict[str, dict[str, dict[str, str]]] = _TABLES["total_variation"]
 TOYS = ("T0", "G1", "G2", "G3", "G4")
 Certified = Callable[..., Certificate]
@@ -79,12 +79,12 @@ KNOWN = [(line, label, toy) for line in GOLDEN for label in GOLDEN[line] for toy
 
 @pytest.fixture(scope="module")
 def certified(toys: dict[str, Toy]) -> Certified:
-    """``certified(line, draft label, toy, rounds=1, gamma=None, temperature=None)``, each enumerated once."""
+    """``certified(line, draft label, toy, steps=1, gamma=None, temperature=None)``, each enumerated once."""
     known: dict[tuple, Certificate] = {}
 
     def look_up(line: str, label: str, toy: str, **options: Any) -> Certificate:
         _, make, temperature = rule(line)
-        options = {"rounds": 1, "temperature": temperature, **options}
+        options = {"steps": 1, "temperature": temperature, **options}
         key = (line, label, toy, *sorted(options.items()))
         if key not in known:
             known[key] = certify(toys[toy], DRAFTS[label].build, make, markov=True, **options)
@@ -93,7 +93,7 @@ def certified(toys: dict[str, Toy]) -> Certified:
     return look_up
 
 
-def golden_rounds(line: str, label: str, toy: str) -> int:
+def golden_steps(line: str, label: str, toy: str) -> int:
     """Rounds that the golden table knows, at least one."""
     return len(GOLDEN.get(line, {}).get(label, {}).get(toy, ["first"]))
 
@@ -105,7 +105,7 @@ def test_every_registered_verifier_has_golden_numbers() -> None:
     missing = ", ".join(without_golden_numbers())
     assert not missing, (
         f"no golden numbers for: {missing}. Add a line to expected_tau in tests/golden.json, "
-        '"name": {"draft label": {"toy": [E[tau] of round 1, ...]}}, with values derived independently of the code'
+        '"name": {"draft label": {"toy": [E[tau] of step 1, ...]}}, with values derived independently of the code'
     )
 
 
@@ -144,49 +144,49 @@ def large(line: str, label: str, toy: str) -> bool:
 
 
 def repeated(line: str, label: str, toy: str) -> bool:
-    """Only a rule with state meets in a later round what it did not meet in the first."""
+    """Only a rule with state meets in a later step what it did not meet in the first."""
     return not traits_of(rule(line)[0]).stateful or toy in ("G3", "G4")
 
 
 @pytest.mark.parametrize("line, label, toy", cases(KNOWN, large))
 def test_expected_tau_is_golden(certified: Certified, line: str, label: str, toy: str) -> None:
     want = GOLDEN[line][label][toy]
-    found = certified(line, label, toy, rounds=len(want))
+    found = certified(line, label, toy, steps=len(want))
     assert found.expected_tau == pytest.approx([float(Fraction(value)) for value in want], abs=1e-9)
 
 
 @pytest.mark.parametrize("line, toy", [(line, toy) for line in LAW_OF_TAU for toy in LAW_OF_TAU[line]])
 def test_law_of_tau_is_golden(certified: Certified, line: str, toy: str) -> None:
-    found = certified(line, "chain", toy, rounds=golden_rounds(line, "chain", toy))
+    found = certified(line, "chain", toy, steps=golden_steps(line, "chain", toy))
     assert found.first_tau == pytest.approx([float(Fraction(value)) for value in LAW_OF_TAU[line][toy]], abs=1e-9)
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS), large))
 def test_lossless(certified: Certified, line: str, label: str, toy: str) -> None:
-    assert certified(line, label, toy, rounds=golden_rounds(line, label, toy)).tv <= TOLERANCE
+    assert certified(line, label, toy, steps=golden_steps(line, label, toy)).tv <= TOLERANCE
 
 
 @pytest.mark.parametrize("line, label", PAIRS)
-def test_lossless_before_and_after_a_round_without_a_draft(certified: Certified, line: str, label: str) -> None:
-    found = certified(line, label, "T0", rounds=3, gamma=(1, 0, 1))
+def test_lossless_before_and_after_a_step_without_a_draft(certified: Certified, line: str, label: str) -> None:
+    found = certified(line, label, "T0", steps=3, gamma=(1, 0, 1))
     assert found.tv <= TOLERANCE
     assert found.expected_tau[1] == 0
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS), repeated))
-def test_lossless_over_three_rounds(certified: Certified, line: str, label: str, toy: str) -> None:
-    assert certified(line, label, toy, rounds=3).tv <= TOLERANCE
+def test_lossless_over_three_steps(certified: Certified, line: str, label: str, toy: str) -> None:
+    assert certified(line, label, toy, steps=3).tv <= TOLERANCE
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS, gamma=3), repeated))
 def test_lossless_with_shorter_drafts_later(certified: Certified, line: str, label: str, toy: str) -> None:
-    found = certified(line, label, toy, rounds=3, gamma=(3, 1, 2))
+    found = certified(line, label, toy, steps=3, gamma=(3, 1, 2))
     assert found.tv <= TOLERANCE
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS, gamma=2), repeated))
 def test_lossless_with_long_drafts_around_none(certified: Certified, line: str, label: str, toy: str) -> None:
-    found = certified(line, label, toy, rounds=3, gamma=(2, 0, 2))
+    found = certified(line, label, toy, steps=3, gamma=(2, 0, 2))
     assert found.tv <= TOLERANCE
     assert found.expected_tau[1] == 0
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.metrics.cell_metrics import RoundRecord, measure
+from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
 from crossdraft.framework.report.summary import Summary
@@ -149,7 +149,7 @@ def test_tables_mark_them(tmp_path: Path) -> None:
 
     def result(drafter: str, verifier: Any, tau: int = 1) -> CellResult:
         config = CellConfig.model_validate({"target": "toy", "drafter": drafter, "verifier": verifier})
-        records = [RoundRecord(0, "q", "", 0, i, tau, tau + 1, 2, 2, 9) for i in range(3)]
+        records = [StepRecord(0, "q", "", 0, i, tau, tau + 1, 2, 2, 9) for i in range(3)]
         seconds = {"draft": 0.0, "target": 1.0, "verify": 0.0, "rest": 0.0, "prefill": 0.0}
         return CellResult(config, measure(records, [Piece(3 * tau + 3, seconds)]), records=records)
 

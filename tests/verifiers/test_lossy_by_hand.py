@@ -20,7 +20,7 @@ from crossdraft.framework.contracts.draft import Draft
 
 
 def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
-    """E[tau] of one round on a chain and the TV of gamma + 1 tokens, by going through every draft and outcome."""
+    """E[tau] of one step on a chain and the TV of gamma + 1 tokens, by going through every draft and outcome."""
     v, gamma = toy.vocab_size, toy.gamma
     target, drafter = toy.target.tolist(), toy.drafter.tolist()
     if draft == "point-mass":
@@ -126,7 +126,7 @@ def test_sequences_by_hand(
 @pytest.mark.parametrize("toy", ["T0", "G1", "G3"])
 def test_certify_measures_the_loss(toys: dict[str, Toy], toy: str) -> None:
     for name, draft in [*itertools.product(LOSSY, CHAINS), *itertools.product(TREE_RULES, TREES)]:
-        found = certify(toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), rounds=2, gamma=1, markov=True)
+        found = certify(toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), steps=2, gamma=1, markov=True)
         assert 0.01 < found.tv < 1, (name, draft)  # finite and visible
         assert not found.lossless
         assert 0 <= found.expected_tau[0] <= 1 + 1e-12

@@ -75,8 +75,8 @@ def assert_same(ours: Verdict, greedy: Verdict) -> None:
 
 def distinct_siblings(draft: Draft) -> Draft:
     """The same tree without siblings that carry the same token: there the longest argmax path is unique."""
-    twin = (draft.elder & (draft.tokens[..., None] == draft.tokens[:, None])).any(2)
-    draft.valid = draft.valid & ~(draft.lineage & twin[:, None]).any(2)
+    twin = (draft.earlier_siblings & (draft.tokens[..., None] == draft.tokens[:, None])).any(2)
+    draft.valid = draft.valid & ~(draft.ancestor_mask & twin[:, None]).any(2)
     return Draft(draft.tokens, draft.parents, draft.valid, drawn="deterministic")
 
 

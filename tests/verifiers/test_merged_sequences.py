@@ -21,7 +21,7 @@ def test_equal_prefixes_are_one_node(data: st.DataObject, b: int, k: int, depth:
         assert draft.width == 0 and draft.q is None
         return
     widest = 0
-    assert draft.law is not None and draft.sequences is not None
+    assert draft.q_index is not None and draft.sequences is not None
     for row in range(b):
         known: dict[tuple[int, ...], int] = {}
         through: dict[tuple[int, ...], int] = {}  # the first sequence with this prefix
@@ -35,7 +35,7 @@ def test_equal_prefixes_are_one_node(data: st.DataObject, b: int, k: int, depth:
                     assert draft.tokens[row, node] == prefix[-1]
                     assert draft.parents[row, node] == (known[prefix[:-1]] if level else -1)
                     law = 1 + (level - 1) * k + through[prefix[:-1]] if level else 0
-                    assert draft.law[row, node] == law
+                    assert draft.q_index[row, node] == law
                 assert draft.sequences[row, j, level] == known[prefix]
         assert draft.count[row] == len(known)
         assert (draft.sequences[row, :, lengths[row] :] == -1).all()
@@ -50,14 +50,14 @@ def test_later_children_of_merged_sequences_are_drawn_from_the_rest(seed: int, b
     draft, p = random_draft("iid", seed - seed % 3 + 2, b, depth, vocab)
     assume(draft.width)
     distinct, copies = Children(draft), Children(draft, with_copies=True)
-    assert draft.q is not None and draft.law is not None and draft.sequences is not None
+    assert draft.q is not None and draft.q_index is not None and draft.sequences is not None
     for row in range(b):
         for node in range(int(draft.count[row])):
-            q = draft.q[row, draft.law[row, node]].clone()
-            elder = [j for j in range(node) if draft.parents[row, j] == draft.parents[row, node]]
-            assert draft.elder[row, node].nonzero().flatten().tolist() == elder
-            q[draft.tokens[row, elder]] = 0
-            torch.testing.assert_close(distinct.law(node, p[:, 0])[row], q / q.sum())
+            q = draft.q[row, draft.q_index[row, node]].clone()
+            earlier_siblings = [j for j in range(node) if draft.parents[row, j] == draft.parents[row, node]]
+            assert draft.earlier_siblings[row, node].nonzero().flatten().tolist() == earlier_siblings
+            q[draft.tokens[row, earlier_siblings]] = 0
+            torch.testing.assert_close(distinct.q(node, p[:, 0])[row], q / q.sum())
     k, levels = draft.sequences.shape[1:]
     assert len(copies) == k * levels
     for entry in range(len(copies)):
@@ -67,7 +67,7 @@ def test_later_children_of_merged_sequences_are_drawn_from_the_rest(seed: int, b
             assert copies.valid[row, entry] == (node >= 0)
             if node >= 0:
                 assert copies.node[row, entry] == node
-                torch.testing.assert_close(copies.law(entry, p[:, 0])[row], draft.q[row, draft.law[row, node]])
+                torch.testing.assert_close(copies.q(entry, p[:, 0])[row], draft.q[row, draft.q_index[row, node]])
 
 
 @st.composite

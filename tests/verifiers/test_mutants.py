@@ -3,7 +3,7 @@
 A certificate that only ever says "lossless" proves nothing. Here are the mistakes people make when they write
 these rules, each with the total variation and E[tau] that exact rational enumeration finds on each toy. Where
 a toy cannot see a mistake (TV 0) the table says so: that is why there are five of them. Mistakes over
-several rounds, and those of drafters, are in test_round_mutants.py.
+several steps, and those of drafters, are in test_round_mutants.py.
 """
 
 from typing import Any

@@ -16,17 +16,17 @@ from crossdraft.framework.testing.verifier_contract import NoMask
 
 def without_values(draft: Draft) -> Draft:
     """The draft on the meta device, where looking at a value, or at a shape that depends on values, raises."""
-    tensors = {name: getattr(draft, name) for name in ("tokens", "parents", "valid", "q", "law", "sequences")}
+    tensors = {name: getattr(draft, name) for name in ("tokens", "parents", "valid", "q", "q_index", "sequences")}
     away = {name: None if tensor is None else tensor.to("meta") for name, tensor in tensors.items()}
     return Draft(**away, drawn=draft.drawn, levels=draft.levels, children=draft.children)
 
 
 def judge_without_values(verifier: Verifier, shape: str) -> None:
     for row in range(3):
-        verifier.begin(row)
+        verifier.start(row)
     for position, depth in enumerate((4, 4, 0)):
         draft, p = random_draft(shape, 4 + 3 * position, 3, depth, 9)
-        rng = CounterRng(0).round(range(3), [position] * 3, torch.device("meta"))
+        rng = CounterRng(0).for_step(range(3), [position] * 3, torch.device("meta"))
         with NoMask():
             verdict = verifier.verify(without_values(draft), p.to("meta"), rng)
         assert verdict.length.shape == verdict.token.shape == (3,)

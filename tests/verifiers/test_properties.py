@@ -25,7 +25,7 @@ def rule(name: str) -> Any:
 
 
 def shipped_rng(seed: int, streams: range | list[int]) -> Any:
-    return CounterRng(seed).round(list(streams), [0] * len(streams), torch.device("cpu"))
+    return CounterRng(seed).for_step(list(streams), [0] * len(streams), torch.device("cpu"))
 
 
 # -- h, p and residual of every draft of G1 and G2 ------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_shared_law_table_is_looked_up(verifier: str) -> None:
     assert draft.q is not None
     order = torch.tensor([2, 0, 3, 1])
     tabled = Draft.chain(draft.tokens, draft.count, draft.q[:, order])
-    tabled.law = order.argsort().expand(64, 4)
+    tabled.q_index = order.argsort().expand(64, 4)
     verdicts = [rule(verifier).verify(d, p, shipped_rng(0, range(64))) for d in (draft, tabled)]
     assert torch.equal(verdicts[0].length, verdicts[1].length)
     assert torch.equal(verdicts[0].token, verdicts[1].token)
@@ -254,7 +254,7 @@ def test_tree_geometry(tree: tuple, data: st.DataObject) -> None:
     n = draft.width
     for row, family in enumerate(parents):
         for i in range(n):
-            assert draft.lineage[row, i].nonzero().flatten().tolist() == path(family, i)
+            assert draft.ancestor_mask[row, i].nonzero().flatten().tolist() == path(family, i)
             assert draft.depth[row, i] == len(path(family, i))
     if n:
         node = torch.tensor([data.draw(st.integers(-1, n - 1)) for _ in parents])
@@ -270,7 +270,7 @@ def test_a_chain_is_a_tree(b: int, n: int, data: st.DataObject) -> None:
     counts = torch.tensor([data.draw(st.integers(0, n)) for _ in range(b)])
     chain = Draft.chain(torch.zeros(b, n, dtype=torch.long), counts)
     tree = Draft(chain.tokens, chain.parents, chain.valid, drawn="deterministic")
-    assert torch.equal(chain.lineage, tree.lineage)
+    assert torch.equal(chain.ancestor_mask, tree.ancestor_mask)
     assert torch.equal(chain.depth, tree.depth)
     assert chain.count.tolist() == counts.tolist()
     if n:

@@ -1,4 +1,4 @@
-"""Mistakes that take several rounds, and mistakes of drafters, each of which the certificate must catch.
+"""Mistakes that take several steps, and mistakes of drafters, each of which the certificate must catch.
 
 They go on where test_mutants.py ends: M12 and M13 are greedy block verification's, M14 is a drafter's.
 """
@@ -20,7 +20,7 @@ TOYS = ("T0", "G1", "G2", "G3", "G4")
 GreedyBlock: Any = plugins.get("verifiers", "greedy-block")
 
 
-# -- greedy block verification: mistakes between rounds --------------------------------------------------
+# -- greedy block verification: mistakes between steps --------------------------------------------------
 
 
 class M12(GreedyBlock):
@@ -72,7 +72,7 @@ class M13(GreedyBlock):
 def test_m12_greedy_block_is_no_drop_in(
     toys: dict[str, Toy], golden: dict, drafts: dict, toy: str, second_tau: str, tv: str
 ) -> None:
-    found = certify(toys[toy], drafts["chain"], M12, rounds=2, markov=True)
+    found = certify(toys[toy], drafts["chain"], M12, steps=2, markov=True)
     assert found.tv == number(tv)
     first_tau = golden["expected_tau"]["greedy-block"]["chain"][toy][0]
     assert found.expected_tau == [number(first_tau), number(second_tau)]
@@ -82,7 +82,7 @@ def test_m12_greedy_block_is_no_drop_in(
 def test_m13_layers_deleted_too_soon_take_gamma_three_to_see(
     toys: dict[str, Toy], golden: dict, drafts: dict, toy: str, tv: str
 ) -> None:
-    found = certify(toys[toy], drafts["chain"], M13, rounds=3, markov=True)
+    found = certify(toys[toy], drafts["chain"], M13, steps=3, markov=True)
     assert found.tv == number(tv)
     assert found.lossless == (tv == "0")
     # Only the law shows it.

@@ -89,7 +89,7 @@ class TraversalCreditKept(Traversal):
 class MultiPathPlainLaw(MultiPath):
     """Q for the law of the selected path."""
 
-    def law(self, q: Law, hat: Law) -> Law:
+    def probs(self, q: Law, hat: Law) -> Law:
         return q
 
 

@@ -63,8 +63,8 @@ def test_a_row_does_not_see_its_neighbours(name: str, shape: str, seed: int, b: 
 def test_a_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, vocab: int) -> None:
     batch, single = RULES[name](), [RULES[name]() for _ in range(b)]
     for row in range(b):
-        batch.begin(row)
-        single[row].begin(0)
+        batch.start(row)
+        single[row].start(0)
     for position in range(4):
         draft, p = random_draft("chain", seed + position, b, depth, vocab)
         verdict = batch.verify(draft, p, shipped_rng(seed, range(b), position))

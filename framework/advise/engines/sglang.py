@@ -95,7 +95,7 @@ class Sglang(Engine):
 
 
 def _log(given: Source) -> list[Acceptance]:
-    """The lines of decoding batches: windows of as many rounds, so that one counts as often as sequences ran in it."""
+    """The lines of decoding batches: windows of as many steps, so that one counts as often as sequences ran in it."""
     rows, first, last, idle = [], 0, 0, 0
     for number, line in given.lines():
         mark = _LINE.search(line)
@@ -138,16 +138,16 @@ def _lengths(given: Source) -> list[Acceptance]:
     """Responses without a histogram: tokens over target calls."""
     rows = []
     for line, found in given.objects("spec_verify_ct"):
-        rounds, tokens = found["spec_verify_ct"], found.get("completion_tokens")
-        if type(rounds) is not int or type(tokens) is not int or not 0 <= rounds <= tokens:
-            raise given.error(line, f"{tokens!r:.30} tokens in {rounds!r:.30} target calls (spec_verify_ct) cannot be")
-        if rounds:
-            rows.append((float(rounds), float(tokens - rounds)))
+        steps, tokens = found["spec_verify_ct"], found.get("completion_tokens")
+        if type(steps) is not int or type(tokens) is not int or not 0 <= steps <= tokens:
+            raise given.error(line, f"{tokens!r:.30} tokens in {steps!r:.30} target calls (spec_verify_ct) cannot be")
+        if steps:
+            rows.append((float(steps), float(tokens - steps)))
     return [_of_length(given, rows, f"{given.name}, {len(rows)} responses", "responses")] if rows else []
 
 
 def _of_length(
     given: Source, rows: list[tuple[float, float]], source: str, pieces: str, remarks: tuple[str, ...] = ()
 ) -> Acceptance:
-    rounds, accepted = (sum(column) for column in zip(*rows, strict=True))
-    return Acceptance((), source, rows=tuple(rows), pieces=pieces, length=1 + accepted / rounds, remarks=remarks)
+    steps, accepted = (sum(column) for column in zip(*rows, strict=True))
+    return Acceptance((), source, rows=tuple(rows), pieces=pieces, length=1 + accepted / steps, remarks=remarks)

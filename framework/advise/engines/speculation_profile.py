@@ -69,7 +69,7 @@ class SpeculationProfile(Engine):
         source = given.place(line)
         about: dict[str, Any] = {
             "drafter": self.ours(found.get("method")),
-            "drafts": _rounds(given, line, found),
+            "drafts": _steps(given, line, found),
             "cuttable": found.get("accept_length_model", "chain_analytic") == "chain_analytic",
         }
         checkpoint = found.get("draft_checkpoint")
@@ -91,8 +91,8 @@ class SpeculationProfile(Engine):
         return made
 
 
-def _rounds(given: Source, line: int, found: dict[str, Any]) -> float | None:
-    """The drafts behind a profile: its histogram of tokens a round."""
+def _steps(given: Source, line: int, found: dict[str, Any]) -> float | None:
+    """The drafts behind a profile: its histogram of tokens a step."""
     histogram = found.get("acceptance_length_histogram")
     if not histogram:
         return None

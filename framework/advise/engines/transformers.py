@@ -35,7 +35,7 @@ class Transformers(Engine):
             n = ngram_sizes(found)["max"]
             text = f"model.generate(**inputs, prompt_lookup_num_tokens={schedule.gamma}, max_matching_ngram_size={n})"
             return Settings(text, remarks)
-        # The length is read from the assistant's own configuration; the defaults would change it from round to round.
+        # The length is read from the assistant's own configuration; the defaults would change it from step to step.
         text = (
             f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, found)!r})\n"
             f"assistant.generation_config.num_assistant_tokens = {schedule.gamma}\n"

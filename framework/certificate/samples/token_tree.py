@@ -133,7 +133,7 @@ def distributions(
         while any(parts := [next(cut, None) for cut in cuts]):
             yield from _scored(lm, group, [prompts[i][-1] for i in group], trees, parts, width, sampling, who)
         for row in range(len(group)):
-            lm.retire(row)
+            lm.free(row)
 
 
 def _begin(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
@@ -144,7 +144,7 @@ def _begin(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
             prefill(lm, {row: prompts[row][:upto] for row, upto in step.items()})
             for row, upto in step.items():
                 if upto == lengths[row]:
-                    lm.begin(row, list(prompts[row]))
+                    lm.start(row, list(prompts[row]))
 
 
 @torch.inference_mode()
@@ -170,7 +170,7 @@ def _scored(
     fed, above = on_device(tokens, lm.device), on_device(parents, lm.device)
     try:
         for start in range(0, longest, width):
-            logits, _ = lm.grow(fed[:, start : start + width], above[:, start : start + width])
+            logits, _ = lm.forward(fed[:, start : start + width], above[:, start : start + width])
             places = [
                 (row, column)
                 for row, part in enumerate(all_parts)
@@ -180,11 +180,11 @@ def _scored(
             if not places:
                 continue
             at = on_device([list(place) for place in places], lm.device)
-            probs, finite = sampling.checked_law(logits[at[:, 0], at[:, 1]])
+            probs, finite = sampling.checked_probs(logits[at[:, 0], at[:, 1]])
             if not bool(finite.all()):
                 raise NumericalError(
                     f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights"
                 )
             yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in places]
     finally:
-        lm.keep([0] * rows)
+        lm.commit([0] * rows)

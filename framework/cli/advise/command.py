@@ -170,7 +170,7 @@ def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[A
     remarks.of_source(given)
     if "prompt-lookup" in (_only(args.drafter), *(one.drafter for one in found)):
         remarks.warn(
-            f"{source}: engines count rounds with a draft alone, prompt-lookup often has none; over all it gains less"
+            f"{source}: engines count steps with a draft alone, prompt-lookup often has none; over all it gains less"
         )
     said = {"drafter": _only(args.drafter), "verifier": _only(args.verifier), "temperature": args.temperature}
     said |= {"model": args.draft_path or args.draft_model}
@@ -189,7 +189,7 @@ def _with_rates(args: argparse.Namespace, found: Acceptance) -> Acceptance:
         return found
     if args.gamma is None:
         raise UsageError(
-            f"{found.source} tells that a round emits {found.length:.2f} tokens and not of how many drafted ones; "
+            f"{found.source} tells that a step emits {found.length:.2f} tokens and not of how many drafted ones; "
             "give the draft length as --gamma"
         )
     return found.with_constant_rate(args.gamma)

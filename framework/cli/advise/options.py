@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about.add_argument("--temperature", type=number, metavar="T", help="of the target; of a run, take that one alone")
     about.add_argument("--gamma", type=integer, metavar="N", help="draft length, where the mean length is all there is")
     about.add_argument("--draft-path", metavar="PATH", help="drafting model that the exported settings are to name")
-    costs = parser.add_argument_group("what a round costs (a run: as measured where it ran)")
+    costs = parser.add_argument_group("what a step costs (a run: as measured where it ran)")
     costs.add_argument("--target", metavar="MODEL", help="measured by crossdraft cost; with --on its config.json")
     costs.add_argument("--draft-model", metavar="MODEL", help="drafting model: the same; without, drafting is free")
     costs.add_argument(

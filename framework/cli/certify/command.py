@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter-option", action="append", metavar="KEY=VALUE", help="of --drafter; the value is YAML; repeatable"
     )
     parser.add_argument(
-        "--rounds",
+        "--steps",
         type=int,
         metavar="N",
         help="rounds to chain (default: 1, but 2 for verifiers with state and with --drafter)",
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bounds",
         action="store_true",
-        help="beside E[tau], print the most that any lossless rule could accept of such drafts in the first round: of "
-        "chains (single draft), of any draft by a rule that keeps the law of every round (LP), by any rule (full "
+        help="beside E[tau], print the most that any lossless rule could accept of such drafts in the first step: of "
+        "chains (single draft), of any draft by a rule that keeps the law of every step (LP), by any rule (full "
         "information), and the largest Pr(tau >= 1) (root)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and the verdict on standard error")
@@ -99,8 +99,8 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
         return model.main(args)
     model.refuse_options(args)
-    if args.rounds is not None and args.rounds < 1:
-        raise UsageError(f"--rounds must be at least 1, got {args.rounds}")
+    if args.steps is not None and args.steps < 1:
+        raise UsageError(f"--steps must be at least 1, got {args.steps}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
     from ...certificate.effort import check_law
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
     drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
     for toy in toys:
-        check_law(toy.name, toy.vocab_size, args.rounds or 1, toy.gamma if args.gamma is None else args.gamma)
+        check_law(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
     with one_thread():
         rows, incompatible, left_out = _rows(args, toys, drafts, verifiers)
@@ -218,7 +218,7 @@ def _rows(
             known: dict[Any, Bounds] = {}
             for verifier in verifiers:
                 try:
-                    row = certify_row(toy, label, kind, verifier, args.rounds, args.gamma)
+                    row = certify_row(toy, label, kind, verifier, args.steps, args.gamma)
                 except TooMuch as reason:
                     left_out[str(reason)] = None
                     continue
@@ -322,7 +322,7 @@ def _print_compact(rows: list[Row], _: bool) -> None:
 def _print_table(rows: list[Row], with_bounds: bool) -> None:
     from tabulate import tabulate
 
-    header = ["toy", "draft", "verifier", "gamma", "rounds", "TV", "E[tau] per round"]
+    header = ["toy", "draft", "verifier", "gamma", "steps", "TV", "E[tau] per step"]
     header += ["single draft", "LP", "full information", "root"] * with_bounds + ["lossless"]
     table = []
     for row in rows:

@@ -186,7 +186,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
     trusted(args, [args.model, args.drafter])
     if not args.prompt or not all(args.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
-    for option in ("toy", "rounds", "drafter_option"):
+    for option in ("toy", "steps", "drafter_option"):
         if getattr(args, option, None) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is for the exact models; leave it out with --model")
@@ -241,7 +241,7 @@ def _prompts(
     for text, tokens in zip(args.prompt, encoded, strict=True):
         laws = []
         for model, who in ((lm, f"target '{args.model}'"), (small, f"drafter '{drafter}'")):
-            model.begin(0, tokens)
+            model.start(0, tokens)
             laws.append(laws_after(model, tokens[-1:], sampling, who)[0])
         prompts.append(PromptLaws(text, len(tokens), *laws))
     return prompts, lambda token: str(tokenizer.decode([token]))

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    other = ("toy", "verifier", "draft", "drafter", "drafter_option", "rounds", "gamma")
+    other = ("toy", "verifier", "draft", "drafter", "drafter_option", "steps", "gamma")
     defaults = {**dict.fromkeys(other), "bounds": False, **OWN}
     for name, default in defaults.items():
         if name not in (*OPTIONS, "trust_remote_code") and getattr(args, name) != default:

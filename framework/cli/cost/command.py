@@ -286,7 +286,7 @@ def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str,
         cell = cell if args.gamma is None else cell.cut(args.gamma)
         drafter, verifier, temperature, b = _pair(result)
         name = f"pair {len(pairs) + 1}"
-        about = f"temperature {temperature}, batch size {b}, {cell.tokens_per_round:.2f} tokens a round"
+        about = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens a step"
         remarks.append(f"{name}: {drafter} × {verifier}, {about}")
         pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
     if not pairs:

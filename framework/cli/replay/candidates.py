@@ -155,11 +155,11 @@ def _under(
     from ...replay.length_policies import confident, heuristic, oracle
 
     if policy.name == "oracle":
-        return made(name, gammas=(gamma,), forced=forced, rounds=oracle)
+        return made(name, gammas=(gamma,), forced=forced, steps=oracle)
     if policy.name == "heuristic":
         start = min(int(policy.number), gamma)
         return made(
-            name, gammas=(gamma,), forced=forced, rounds=lambda given, gammas: heuristic(given, gammas[0], start)
+            name, gammas=(gamma,), forced=forced, steps=lambda given, gammas: heuristic(given, gammas[0], start)
         )
     point_mass = drafter[0].traits(drafter[1], law).point_mass
 

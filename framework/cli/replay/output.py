@@ -70,7 +70,7 @@ def tables(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int
 
 def _efficiency(found: Replayed) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
-    columns |= {"all rounds": "right", "drafted a call": "right", "drafted a token": "right"}
+    columns |= {"all steps": "right", "drafted a call": "right", "drafted a token": "right"}
     columns |= {"rows a token": "right"}
     columns |= {"less first rule": "left", "less first drafter": "left", "less shorter draft": "left"}
     rows = []
@@ -79,7 +79,7 @@ def _efficiency(found: Replayed) -> str:
         tally = candidate.tallies[rule, k]
         row, apart = tally.row(gamma), differences(found, key)
         most = "≤ " if k > 1 else ""
-        numbers = [f"{row.block_efficiency_all_rounds:.2f}", f"{row.drafted_per_round:.2f}"]
+        numbers = [f"{row.block_efficiency_all_steps:.2f}", f"{row.drafted_per_step:.2f}"]
         numbers.append(f"{row.drafted / row.tokens:.2f}")
         numbers.append(f"{most}{row.target_rows_per_token:.2f}")
         less = [estimate_text(apart[kind][1], "+") if kind in apart else "" for kind in ("rule", "drafter", "gamma")]
@@ -179,10 +179,10 @@ def _named(key: Key) -> dict[str, Any]:
 def _numbers(row: Row) -> dict[str, Any]:
     return {
         "tokens": row.tokens,
-        "rounds": row.rounds,
+        "steps": row.steps,
         "block_efficiency": asdict(row.block_efficiency) if row.block_efficiency else None,
-        "block_efficiency_all_rounds": row.block_efficiency_all_rounds,
-        "drafted_per_round": row.drafted_per_round,
+        "block_efficiency_all_steps": row.block_efficiency_all_steps,
+        "drafted_per_step": row.drafted_per_step,
         "drafted_per_token": row.drafted / row.tokens,
         "target_rows_per_token": row.target_rows_per_token,
         "acceptance_marginal": row.marginal,

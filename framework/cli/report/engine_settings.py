@@ -38,7 +38,7 @@ def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
             try:
                 acceptance = acceptance_of(result, run.name)
             except UsageError:
-                why = "no round had room for a whole draft: there is no acceptance to go by"
+                why = "no step had room for a whole draft: there is no acceptance to go by"
                 engines = [{"name": name, "text": "", "remarks": [why]} for name in names]
             else:
                 schedule = Schedule(acceptance, (Range(1, 1, acceptance.gamma),), {})

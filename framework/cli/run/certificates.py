@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ContractError
 
 if TYPE_CHECKING:
-    from ...bench.round_limit import RoundLimit
+    from ...bench.step_limit import StepLimit
     from ...recipe.recipe import CellConfig
     from ...runs.certified_registry import Certificate
 
 
-def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], limit: RoundLimit) -> None:
+def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], limit: StepLimit) -> None:
     """Certify the verifiers of cells that claim to be lossless, and the drafters that plug-ins provide.
 
     Certificates are kept with the digest of the code, so that a second run has nothing to enumerate. A verifier that
     cannot be certified (it raises, or its code has no file) runs and is marked "not certified".
 
     Args:
-        limit: ends the enumeration of a pair that takes longer than a round may.
+        limit: ends the enumeration of a pair that takes longer than a step may.
 
     Raises:
         ContractError: one that claims to be lossless changes the target's distribution.
@@ -52,7 +52,7 @@ def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], li
         tell(f"certified lossless on the smallest toys, in {monotonic() - start:.1f} s: {names}")
 
 
-def _guarded(certify: Callable[[], Certificate | None], limit: RoundLimit) -> Certificate | None:
+def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Certificate | None:
     """The certificate; None if the strategy raised instead, whatever that was: its cells report it."""
     from ...runs.interrupts import asked
 
@@ -105,7 +105,7 @@ def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any
     return list(found.values())
 
 
-def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: RoundLimit) -> Iterable[Task]:
+def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: StepLimit) -> Iterable[Task]:
     from ...certificate.outcomes import certify_quickly, outcome
 
     tasks: dict[str, Task] = {}

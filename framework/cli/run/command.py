@@ -40,16 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="measure groups again in which a cell failed")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first cell that fails")
     parser.add_argument(
-        "--round-limit",
+        "--step-limit",
         type=float,
         metavar="SECONDS",
-        help="give a cell up when one round takes longer; without it nothing ends a strategy that hangs",
+        help="give a cell up when one step takes longer; without it nothing ends a strategy that hangs",
     )
     parser.add_argument(
         "--validate",
         choices=("sampled", "always", "never"),
         default="sampled",
-        help="check drafts and verdicts in full now and then (sampled), in every round, or never",
+        help="check drafts and verdicts in full now and then (sampled), in every step, or never",
     )
     add_consent(parser)
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
@@ -156,7 +156,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         fresh=args.fresh,
         retry_failed=args.retry_failed,
         fail_fast=args.fail_fast,
-        round_limit=args.round_limit,
+        step_limit=args.step_limit,
         validate=args.validate,
         trust_remote_code=consent,
         shard=Shard.parse(args.shard) if args.shard else None,
@@ -176,10 +176,10 @@ def _quiet(_: str) -> None:
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ...bench.launch import launch
     from ...bench.matrix import plan
-    from ...bench.round_limit import RoundLimit
     from ...bench.run import say
+    from ...bench.step_limit import StepLimit
 
-    limit = RoundLimit(args.round_limit)
+    limit = StepLimit(args.step_limit)
     certify_missing(plan(recipe).cells, _quiet if args.quiet else say, limit)  # once, not in every process
 
     options = {}
@@ -193,8 +193,8 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
         command += ["--set", setting]
     for name in sorted(consent):
         command += ["--trust-remote-code", name]
-    if args.round_limit is not None:
-        command += ["--round-limit", str(args.round_limit)]
+    if args.step_limit is not None:
+        command += ["--step-limit", str(args.step_limit)]
     switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
     command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(args, switch)]
     return launch(

@@ -1,7 +1,7 @@
-"""A drafter walked along recorded responses: a round starts at every token, and nothing that it drafts is accepted.
+"""A drafter walked along recorded responses: a step starts at every token, and nothing that it drafts is accepted.
 
-A row of the batch is a response. In round t the drafter drafts, the target reads the last committed token alone, and
-x[t] is committed, as if the round had ended before its first drafted token: `Drafter.observe` sees a draft without
+A row of the batch is a response. In step t the drafter drafts, the target reads the last committed token alone, and
+x[t] is committed, as if the step had ended before its first drafted token: `Drafter.observe` sees a draft without
 nodes. So all that a drafter may ask for is what it would be given (the target's features, its forks, a text that grows
 in order), every token's keys and values are computed once, and memory holds one sequence for each row. What is drafted
 on the way comes from a random source: `Forcing` returns the response's own tokens.
@@ -20,9 +20,9 @@ from torch import Tensor
 from ...api.build import TargetContext
 from ...contracts.draft import DenseScores, Draft, Sequences, Verdict, on_device, take_rows
 from ...contracts.drafter import DraftContext, Drafter, DraftTraits
-from ...contracts.rng import RngSource, RoundRng
+from ...contracts.rng import RngSource, StepRng
 from ...contracts.sampling import Sampling
-from ...engine.structural_checks import Watch, check_draft
+from ...engine.structural_checks import MutationGuard, check_draft
 from ...engine.validation import validate_draft
 from ...errors import NumericalError, UsageError
 from ..response import Response
@@ -57,13 +57,13 @@ class Forcing:
         self._drafter = drafter
         self.text: Tensor | None = None
 
-    def round(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> ForcedRound:
+    def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> ForcedStepRng:
         assert self.text is not None
-        return ForcedRound(self.text, self._drafter)
+        return ForcedStepRng(self.text, self._drafter)
 
 
-class ForcedRound:
-    """The choices of a round that are to be ``text [B, G]``. ``noted[i]``: the probability ``[B]`` of token i."""
+class ForcedStepRng:
+    """The choices of a step that are to be ``text [B, G]``. ``noted[i]``: the probability ``[B]`` of token i."""
 
     def __init__(self, text: Tensor, drafter: str):
         self._text, self._drafter = text, drafter
@@ -154,7 +154,7 @@ def walk_together(
     layers = tuple(
         dict.fromkeys(layer for walker in walkers for layer in walker.traits(context.sampling).hidden_layers)
     )
-    steps = [_Steps(walker, context, x, longest, rng, layers) for walker in walkers]
+    cursors = [_Steps(walker, context, x, longest, rng, layers) for walker in walkers]
     if target is not None:
         target.hidden_layers = layers
     nothing = torch.zeros(b, dtype=torch.long, device=device)
@@ -163,46 +163,46 @@ def walk_together(
     try:
         for row, text in enumerate(texts):
             if len(text.tokens):
-                hidden = None if target is None else target.begin(row, list(text.prompt))
+                hidden = None if target is None else target.start(row, list(text.prompt))
                 seqs.append(row, list(text.prompt))
-                for one in steps:
-                    one.drafter.begin(row, list(text.prompt), one.own(hidden))
+                for one in cursors:
+                    one.drafter.start(row, list(text.prompt), one.own(hidden))
         for t in range(longest):
-            drafts = [one.propose(t, seqs, texts) for one in steps]
+            drafts = [one.propose(t, seqs, texts) for one in cursors]
             scores = silent
             if target is not None:
                 root = on_device([[history[-1] if history else 0] for history in seqs.history], device)
-                logits, hidden = target.grow(root)
-                p, _ = context.sampling.checked_law(logits)
+                logits, hidden = target.forward(root)
+                p, _ = context.sampling.checked_probs(logits)
                 said[t] = p[:, 0].gather(1, x[:, t : t + 1])[:, 0].double().log()
-                target.keep([int(bool(history)) for history in seqs.history])
+                target.commit([int(bool(history)) for history in seqs.history])
                 scores = DenseScores(p, logits, hidden)
             for row, text in enumerate(texts):
                 if t < len(text.tokens):
                     seqs.append(row, [int(text.tokens[t])])
             verdict = Verdict(nothing, x[:, t])
-            for one, draft in zip(steps, drafts, strict=True):
+            for one, draft in zip(cursors, drafts, strict=True):
                 own = replace(scores, hidden=one.own(scores.hidden))
                 one.drafter.observe(seqs, draft.trimmed(0), verdict, [0] * b, own)
             for row, text in enumerate(texts):
                 if t == len(text.tokens) - 1:
                     _free(seqs, row)
                     if target is not None:
-                        target.retire(row)
-                    for one in steps:
-                        one.drafter.retire(row, "length")
+                        target.free(row)
+                    for one in cursors:
+                        one.drafter.free(row, "length")
     finally:  # an error leaves the slots clean for the next responses
         left = [row for row, history in enumerate(seqs.history) if history]
         for row in left:
             _free(seqs, row)
         if left and target is not None:
-            target.keep([0] * b)
+            target.commit([0] * b)
             for row in left:
-                target.retire(row)
+                target.free(row)
         for row in left:
-            for one in steps:
-                one.drafter.retire(row)
-    return [one.cells.walked(texts, said, one.drafter.name, context.sampling.temperature) for one in steps]
+            for one in cursors:
+                one.drafter.free(row)
+    return [one.cells.walked(texts, said, one.drafter.name, context.sampling.temperature) for one in cursors]
 
 
 class _Steps:
@@ -213,13 +213,13 @@ class _Steps:
         walker: Walker,
         context: DraftContext,
         x: Tensor,
-        rounds: int,
+        steps: int,
         rng: RngSource | None,
         layers: Sequence[float],
     ):
         self.drafter, self._depth, self._traits = walker.drafter, walker.depth, walker.traits(context.sampling)
         self._context, self._x, self._who = context, x, f"drafter '{walker.drafter.name}'"
-        self.cells = _Cells(x, rounds, walker.depth, rng is None, walker.tops and not self._traits.point_mass)
+        self.cells = _Cells(x, steps, walker.depth, rng is None, walker.tops and not self._traits.point_mass)
         self._forcing = Forcing(walker.drafter.name) if rng is None else None
         self._source: RngSource = self._forcing or rng  # type: ignore[assignment]
         mine = self._traits.hidden_layers
@@ -238,8 +238,8 @@ class _Steps:
                 seqs.limit[row] = room(self._depth, len(seqs.history[row]), context_length)
         if self._forcing is not None:
             self._forcing.text = self._x[:, t : t + self._depth]
-        choices = self._source.round(seqs.stream, [len(history) for history in seqs.history], seqs.device)
-        watch = Watch(seqs, False)
+        choices = self._source.for_step(seqs.stream, [len(history) for history in seqs.history], seqs.device)
+        watch = MutationGuard(seqs, False)
         draft = self.drafter.propose(seqs, choices)
         watch.check(self._who)
         check = validate_draft if t == 0 else check_draft
@@ -267,18 +267,18 @@ def _free(seqs: Sequences, row: int) -> None:
 
 
 class _Cells:
-    """What rounds leave, on the device until all are over: nobody waits for it in between."""
+    """What steps leave, on the device until all are over: nobody waits for it in between."""
 
-    def __init__(self, x: Tensor, rounds: int, depth: int, forced: bool, tops: bool):
+    def __init__(self, x: Tensor, steps: int, depth: int, forced: bool, tops: bool):
         b, like = len(x), {"dtype": torch.float64, "device": x.device}
         self._x, self._depth, self._follows = x, depth, forced
-        self._log_top = torch.full((rounds, b, depth), -math.inf, **like) if tops else None
-        self._log_q = torch.full((rounds, b, depth), -math.inf, **like)
-        self._count = torch.zeros(rounds, b, dtype=torch.long, device=x.device)
-        self._fine = torch.ones(rounds, b, dtype=torch.bool, device=x.device)
-        self._forced = torch.ones(rounds, b, dtype=torch.bool, device=x.device)
+        self._log_top = torch.full((steps, b, depth), -math.inf, **like) if tops else None
+        self._log_q = torch.full((steps, b, depth), -math.inf, **like)
+        self._count = torch.zeros(steps, b, dtype=torch.long, device=x.device)
+        self._fine = torch.ones(steps, b, dtype=torch.bool, device=x.device)
+        self._forced = torch.ones(steps, b, dtype=torch.bool, device=x.device)
 
-    def add(self, t: int, draft: Draft, choices: RoundRng) -> None:
+    def add(self, t: int, draft: Draft, choices: StepRng) -> None:
         n = min(draft.width, self._depth)
         if not n:
             return
@@ -294,7 +294,7 @@ class _Cells:
                 if i < n:  # a point mass that was drawn has to be one
                     self._forced[t] &= ~valid[:, i] | (noted < 1e-6) | (noted > 1 - 1e-6)
         else:
-            laws = draft.q[:, :n] if draft.law is None else take_rows(draft.q, draft.law[:, :n])
+            laws = draft.q[:, :n] if draft.q_index is None else take_rows(draft.q, draft.q_index[:, :n])
             q = laws.gather(2, x[..., None])[..., 0]
             if self._log_top is not None:
                 self._log_top[t, :, :n] = torch.where(valid, laws.amax(-1).double().log(), -math.inf)

@@ -11,9 +11,9 @@ from .iid_chains import Sums
 
 @dataclass(frozen=True)
 class Forced:
-    """One drafter on one recorded response of T tokens x, from every place at which a round can start, G tokens deep.
+    """One drafter on one recorded response of T tokens x, from every place at which a step can start, G tokens deep.
 
-    A round that starts at t has committed x[:t]; the j-th token (from 0) of its draft stands where x[t + j] does.
+    A step that starts at t has committed x[:t]; the j-th token (from 0) of its draft stands where x[t + j] does.
     Cells with t + j >= T are of no meaning.
 
     Attributes:

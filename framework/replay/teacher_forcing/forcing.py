@@ -2,10 +2,10 @@
 
 Any drafter of chains can be forced, a third party's too, through its public contract: `walk` gives it a random source
 that draws the recorded tokens. That is one drafting of G tokens from each token of a text, many responses side by side,
-and a pass of the target over each token. For heads nothing else is cheaper: their law depends on where the round
+and a pass of the target over each token. For heads nothing else is cheaper: their law depends on where the step
 started.
 
-Where a token's law follows from the tokens before it alone, the drafter says so (`Drafter.text_law`): then one pass of
+If a token's distribution depends only on the tokens before it (`Drafter.text_distribution`), one pass of
 its model over the text is enough. The target is needed for log P alone, and not at all where that was recorded. So can
 sequences that are drawn independently be replayed, and what rules for several of them need comes from the same rows of
 the two laws.
@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...api.build import Configured, TargetContext, make_slots
-from ...contracts.drafter import DraftContext, Drafter, DraftTraits, TextLaw
+from ...contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
 from ...contracts.models import LoadedModel
 from ...contracts.options import fault
 from ...contracts.rng import CounterRng
@@ -36,7 +36,7 @@ from .text_distributions import Reading, from_text
 
 #: How deep drafts are replayed unless somebody asks for more.
 DEPTH = 16
-#: Most responses side by side, and bytes that the laws of a round or of a piece of text may take.
+#: Most responses side by side, and bytes that the laws of a step or of a piece of text may take.
 ROWS, BYTES = 32, 512 * 2**20
 #: Longest piece of a text that one pass reads, in tokens.
 WIDEST = 64
@@ -145,7 +145,7 @@ def drafted(
     drafted tokens, from which other lengths follow (`lengths`).
 
     What tokens cost that are drafted in vain, where the length depends on what is drafted. Given the tokens before t,
-    whether a round starts there and what is drafted there are independent. So the sum over t of Pr(a round starts at t)
+    whether a step starts there and what is drafted there are independent. So the sum over t of Pr(a step starts at t)
     times these lengths has the mean of what a run drafts.
 
     Args and errors: as of `together`, where log P counts as recorded: nobody asks for it; ``seed`` of the drawing.
@@ -191,7 +191,7 @@ class _Replay:
         self._window = rows if learns else WINDOW * rows
         room = 1 + max(self.width, *(traits.nodes for traits in self.traits))
         self.drafters: list[Drafter] = []
-        self.laws: list[TextLaw | None] = []
+        self.laws: list[TextDistribution | None] = []
         spared = spared and known and not any(traits.hidden_layers for traits in self.traits)
         if spared and without is not None:
             with suppress(ModelError):  # one may ask for what only a target that is there can give
@@ -201,7 +201,7 @@ class _Replay:
         for one, law, traits in zip(asked, self.laws, self.traits, strict=True):
             name = one.drafter[0].name
             if law is None and (one.sequences or traits.drawn == "iid"):
-                raise unforced(name, "its law depends on where a round starts, which only single chains may")
+                raise unforced(name, "its law depends on where a step starts, which only single chains may")
             if one.sequences and law is not None and not (law.sampling.temperature and self.sampling.temperature):
                 raise UsageError(
                     f"drafter '{name}' drafts one chain at temperature 0; there are no {one.sequences} sequences to "
@@ -211,7 +211,7 @@ class _Replay:
     def _made(self, configs: Sequence[Any], context: DraftContext) -> None:
         self.context = context
         self.drafters = [one.drafter[0](config, context) for one, config in zip(self.asked, configs, strict=True)]
-        self.laws = [drafter.text_law() for drafter in self.drafters]
+        self.laws = [drafter.text_distribution() for drafter in self.drafters]
 
     def walkers(self) -> list[Walker]:
         """All of them, to be walked."""
@@ -273,7 +273,7 @@ def _checked(cls: type[Drafter], config: Any, sampling: Sampling) -> DraftTraits
     """The traits of a drafter that can be forced."""
     traits = cls.traits(config, sampling)
     if traits.adapts:
-        raise unforced(cls.name, "how it drafts depends on how earlier rounds went")
+        raise unforced(cls.name, "how it drafts depends on how earlier steps went")
     if not traits.nested:
         raise unforced(cls.name, "a shorter draft of it is no beginning of a longer one")
     if traits.drawn not in (None, "chain", "iid"):

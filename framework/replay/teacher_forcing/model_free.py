@@ -139,8 +139,8 @@ def _proposed(
             with plugins.guarded("drafters", cls.name, "propose()"):
                 drafter = cls(config, _context(sampling, rows, length))
                 for row, one in enumerate(history):
-                    drafter.begin(row, list(one))
-                rng = CounterRng(0).round(sequences.stream, [len(one) for one in history], sequences.device)
+                    drafter.start(row, list(one))
+                rng = CounterRng(0).for_step(sequences.stream, [len(one) for one in history], sequences.device)
                 draft = drafter.propose(sequences, rng)
             if draft.q is not None or not draft.is_chain or draft.width > depth:
                 raise plugins.unusable("drafters", cls.name, "propose() gave a draft that its traits do not promise")

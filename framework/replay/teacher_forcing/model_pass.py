@@ -22,21 +22,21 @@ def pieces(lm: LM, texts: Sequence[Response], width: int) -> Generator[Tensor]:
     lm.hidden_layers = ()
     busy = [row for row, text in enumerate(texts) if len(text.tokens)]
     for row in busy:
-        lm.begin(row, list(texts[row].prompt))
+        lm.start(row, list(texts[row].prompt))
     # What is fed is one token behind what is said: the prompt's last comes first.
     fed = [[int(text.prompt[-1]), *map(int, text.tokens[:-1])][: len(text.tokens)] for text in texts]
     padded = [tokens + [0] * (longest - len(tokens)) for tokens in fed] + [[0] * longest] * (rows - len(fed))
     tokens = on_device(padded, lm.device)
     try:
         for start in range(0, longest, width):
-            logits, _ = lm.grow(tokens[:, start : start + width])
-            lm.keep([*(min(max(len(one) - start, 0), logits.shape[1]) for one in fed), *[0] * (rows - len(fed))])
+            logits, _ = lm.forward(tokens[:, start : start + width])
+            lm.commit([*(min(max(len(one) - start, 0), logits.shape[1]) for one in fed), *[0] * (rows - len(fed))])
             yield logits
             for row in [row for row in busy if len(fed[row]) <= start + width]:
                 busy.remove(row)
-                lm.retire(row)
+                lm.free(row)
     finally:
         if busy:
-            lm.keep([0] * rows)
+            lm.commit([0] * rows)
             for row in busy:
-                lm.retire(row)
+                lm.free(row)

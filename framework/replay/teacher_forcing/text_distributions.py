@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...contracts.draft import on_device
-from ...contracts.drafter import DraftContext, TextLaw
+from ...contracts.drafter import DraftContext, TextDistribution
 from ...errors import NumericalError
 from ..response import Response
 from .drafter_walk import context_length_of, ended, room
@@ -29,7 +29,7 @@ class Reading:
     """
 
     name: str
-    law: TextLaw
+    law: TextDistribution
     most: int
     depth: int
     sequences: int
@@ -50,7 +50,7 @@ class _Pieces:
     def next(self, i: int, y: Tensor, p: Tensor | None) -> None:
         """Piece i, of tokens ``y [B, w]``, whose laws of the target are ``p [B, w, V]``."""
         logits, law = next(self._logits)[: len(self._group)], self._reading.law
-        q = law.sampling.law(logits)
+        q = law.sampling.probs(logits)
         self.log_q.append(_at(q, y))
         believed = q if law.sampling.temperature else logits.float().softmax(-1)
         if self._reading.tops:
@@ -97,7 +97,7 @@ def from_text(
         for i in range(-(-longest // width)):
             y, p = x[:, i * width : (i + 1) * width], None
             if target is not None:
-                p = context.sampling.law(next(target)[: len(group)])
+                p = context.sampling.probs(next(target)[: len(group)])
                 said.append(_at(p, y))
             for read in reads:
                 read.next(i, y, p)

@@ -86,7 +86,7 @@ def pair_list(
 
 
 def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
-    """Block efficiency against the positions that the target evaluates in a round, a panel a batch size and setting.
+    """Block efficiency against the positions that the target evaluates in a step, a panel a batch size and setting.
 
     The step is the best of the certified pairs for so many rows: none of them lies above it.
     """
@@ -110,7 +110,7 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         panel.plot(*points[0], **_PLAIN_POINT)
         for result in group:
             assert result.metrics is not None and result.metrics.block_efficiency is not None
-            x, estimate = rows_in_a_round(result), result.metrics.block_efficiency
+            x, estimate = rows_in_a_step(result), result.metrics.block_efficiency
             points.append((x, estimate.value))
             certified += points[-1:] * mark_of(result).headline
             drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result)]
@@ -126,7 +126,7 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         low = min(x for x, _ in points)
         panel.set_xlim(low - 0.07 * (right - low or 1), right + 0.07 * (right - low or 1))
         panel.locator_params(axis="x", nbins=5)
-    label(figure, found, list(shown), "target rows in a round: batch size × (nodes + 1)", "block efficiency")
+    label(figure, found, list(shown), "target rows in a step: batch size × (nodes + 1)", "block efficiency")
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label="plain decoding", **_PLAIN_POINT)]
@@ -136,11 +136,11 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
     return figure, len(groups) - len(shown)
 
 
-def rows_in_a_round(result: CellResult) -> float:
-    """Positions that the target evaluates in a round with all slots in use."""
+def rows_in_a_step(result: CellResult) -> float:
+    """Positions that the target evaluates in a step with all slots in use."""
     assert result.metrics is not None
     metrics = result.metrics
-    return metrics.target_rows_per_token * metrics.tokens / metrics.rounds * result.config.batch_size
+    return metrics.target_rows_per_token * metrics.tokens / metrics.steps * result.config.batch_size
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -80,7 +80,7 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
         Panel(
             "acceptance",
             "Acceptance by position",
-            "Pr(τ ≥ i): the share of rounds in which the first i drafted tokens were all accepted.",
+            "Pr(τ ≥ i): the share of steps in which the first i drafted tokens were all accepted.",
             "no cell drafts",
         ),
         Panel(

@@ -11,7 +11,7 @@ from ..batch_sizes import drafts_chains
 from .cell_table import where
 
 if TYPE_CHECKING:
-    from ...metrics.cell_metrics import RoundRecord
+    from ...metrics.cell_metrics import StepRecord
     from ...runs.records import CellResult
     from ..load_run import FinishedRun
 
@@ -43,12 +43,12 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     ]
     total = max((len(result.responses) for _, result in cells), default=0)
     found: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
-    rounds = [_rounds(result.records) for _, result in cells]
+    steps = [_steps(result.records) for _, result in cells]
     chains = [drafts_chains(result.config) for _, result in cells]
     room, shown = ROOM, 0
     for i in range(total):
         one = []
-        for (_, result), mine, chain in zip(cells, rounds, chains, strict=True):
+        for (_, result), mine, chain in zip(cells, steps, chains, strict=True):
             if i < len(result.responses) and i < len(mine):
                 one.append(_response(result, i, mine[i], chain))
             else:
@@ -63,20 +63,20 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     return {"cells": found, "shown": shown, "total": total, "fates": FATES}
 
 
-def _rounds(records: Sequence[RoundRecord]) -> list[list[RoundRecord]]:
-    """The rounds of each response, in the order of the responses."""
+def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """The steps of each response, in the order of the responses."""
     return [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
 
 
-def _response(result: CellResult, i: int, rounds: Sequence[RoundRecord], chain: bool) -> dict[str, Any]:
+def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bool) -> dict[str, Any]:
     """A response: its text as far as it is shown, its tokens, a letter of `FATES` for each, and how many drafted tokens
     were not kept, by the number of the token that they stood before."""
     said: Mapping[str, Any] = result.responses[i]
     tokens = list(said["tokens"])
     assert result.metrics is not None
-    known = all(r.tau <= r.emitted <= r.tau + 1 for r in rounds)
-    whole = known and sum(r.emitted for r in rounds) == len(tokens)
-    letters, rejected = fates(rounds, chain, result.metrics.depth) if whole else ("", {})
+    known = all(r.tau <= r.emitted <= r.tau + 1 for r in steps)
+    whole = known and sum(r.emitted for r in steps) == len(tokens)
+    letters, rejected = fates(steps, chain, result.metrics.depth) if whole else ("", {})
     text = str(said.get("text", ""))
     name = str(said["question_id"]) + (f", turn {said['turn'] + 1}" if said["turn"] else "")
     return {
@@ -88,18 +88,18 @@ def _response(result: CellResult, i: int, rounds: Sequence[RoundRecord], chain: 
         "rejected": {str(at): count for at, count in rejected.items() if at < MOST_TOKENS},
         "left": max(len(tokens) - MOST_TOKENS, 0),
         "cut": len(text) > MOST_TEXT,
-        "rounds": len(rounds),
+        "steps": len(steps),
     }
 
 
-def fates(rounds: Sequence[RoundRecord], chain: bool, depth: int) -> tuple[str, dict[int, int]]:
+def fates(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, dict[int, int]]:
     """What became of each token, a letter of `FATES`, and how many drafted tokens were not kept before which.
 
-    The first tau tokens of a round were drafted; the one after them is the target's. It is a bonus where the draft was
+    The first tau tokens of a step were drafted; the one after them is the target's. It is a bonus where the draft was
     accepted to its end: all nodes of a chain, or as deep as a draft can be.
     """
     letters, rejected, at = [], {}, 0
-    for r in rounds:
+    for r in steps:
         letters.append("a" * r.tau)
         if r.emitted > r.tau:
             if r.nodes == 0:

@@ -16,7 +16,7 @@ from crossdraft import (
     CrossdraftError,
     Draft,
     Drawn,
-    RoundRng,
+    StepRng,
     StrategyConfig,
     Verdict,
     Verifier,
@@ -26,7 +26,7 @@ from crossdraft import (
 
 
 class ByShape(Verifier):
-    """Lossless on any draft: which rule judges a round follows from the draft's shape alone, and each is lossless."""
+    """Lossless on any draft: which rule judges a step follows from the draft's shape alone, and each is lossless."""
 
     name = "by-shape"
 
@@ -58,7 +58,7 @@ class ByShape(Verifier):
     def wrapped(cls, config: Any) -> list[type[Verifier]]:
         return [type(make_verifier(getattr(config, shape))) for shape in get_args(Drawn)]
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return self.rules[draft.drawn].verify(draft, p, rng)
 
 
@@ -76,7 +76,7 @@ def misfit(shape: str, name: str) -> str | None:
     if traits.temperature_zero_only:
         return "it needs temperature 0"
     if traits.stateful:
-        return "it carries state from round to round, and the next draft may have another shape"
+        return "it carries state from step to step, and the next draft may have another shape"
     if traits.pairs_only and shape == "without_replacement":
         return "it judges two children of the root alone"
     return None

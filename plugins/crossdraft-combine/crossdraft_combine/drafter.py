@@ -26,10 +26,10 @@ from crossdraft import (
     DraftContext,
     Drafter,
     DraftTraits,
-    RoundRng,
     Sampling,
     Scores,
     Sequences,
+    StepRng,
     StrategyConfig,
     UsageError,
     Verdict,
@@ -110,19 +110,19 @@ class Combine(Drafter):
     def passes(self) -> int:
         return sum(part.drafter.passes for part in self.parts)
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         for part in self.parts:
-            part.drafter.begin(row, prompt)
+            part.drafter.start(row, prompt)
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         for part in self.parts:
-            part.drafter.retire(row, finish)
+            part.drafter.free(row, finish_reason)
 
     def reset(self) -> None:
         for part in self.parts:
             part.drafter.reset()
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         return self._merged(sequences, rng) if self.config.mode == "merge" else self._first(sequences, rng)
 
     def observe(
@@ -134,7 +134,7 @@ class Combine(Drafter):
 
     # -- the first that has something -----------------------------------------------------------------------
 
-    def _first(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def _first(self, sequences: Sequences, rng: StepRng) -> Draft:
         limit = list(sequences.limit)
         for part in self.parts:
             part.propose(replace(sequences, limit=list(limit)), rng)
@@ -166,7 +166,7 @@ class Combine(Drafter):
 
     # -- all of them -----------------------------------------------------------------------------------------
 
-    def _merged(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def _merged(self, sequences: Sequences, rng: StepRng) -> Draft:
         for part in self.parts:
             part.propose(sequences, rng)
         nodes = [part.nodes() for part in self.parts]
@@ -179,7 +179,7 @@ class Combine(Drafter):
 
 
 class _Part:
-    """One of the drafters, and what it proposed in this round.
+    """One of the drafters, and what it proposed in this step.
 
     Attributes:
         offset: of the numbers that it draws.
@@ -193,8 +193,8 @@ class _Part:
         self.mine: list[bool] = []
         self.places: list[list[int]] = []
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> None:
-        self.draft = self.drafter.propose(sequences, cast(RoundRng, _Shifted(rng, self.offset)))
+    def propose(self, sequences: Sequences, rng: StepRng) -> None:
+        self.draft = self.drafter.propose(sequences, cast(StepRng, _Shifted(rng, self.offset)))
 
     def counts(self) -> list[int]:
         """Nodes of each slot: what the device has to be asked for."""
@@ -209,7 +209,7 @@ class _Part:
     def own_rows(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> tuple[Draft, Verdict, list[int], Scores]:
-        """What this drafter is to observe of a round in which some slots' drafts were its own: of others, none was."""
+        """What this drafter is to observe of a step in which some slots' drafts were its own: of others, none was."""
         own = self.draft.trimmed(draft.width)
         mine = torch.tensor(self.mine, device=own.tokens.device)
         path = verdict.path if verdict.path is None else torch.where(mine[:, None], verdict.path, -1)
@@ -250,9 +250,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A round's random numbers from an index on."""
+    """A step's random numbers from an index on."""
 
-    rng: RoundRng
+    rng: StepRng
     offset: int
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
@@ -266,7 +266,7 @@ def _laws(draft: Draft, like: Tensor) -> Tensor:
     """``[B, N, V]``: the law of each node; a point mass is one-hot."""
     if draft.q is None:
         return torch.zeros_like(like[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1)
-    return draft.q[:, : draft.width] if draft.law is None else take_rows(draft.q, draft.law)
+    return draft.q[:, : draft.width] if draft.q_index is None else take_rows(draft.q, draft.q_index)
 
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:

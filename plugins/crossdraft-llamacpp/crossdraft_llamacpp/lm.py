@@ -117,8 +117,8 @@ class LlamaLM:
                 "needs none, or the model as a directory of transformers"
             )
 
-    def begin(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        for slot in self._slots:  # an interrupted round may have left nodes
+    def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        for slot in self._slots:  # an interrupted step may have left nodes
             self._drop(slot)
         slot = self._slots[row]
         self._empty(slot)
@@ -126,7 +126,9 @@ class LlamaLM:
         self._commit(slot, [int(token) for token in prompt[:-1]])
         return None
 
-    def grow(self, tokens: Tensor, parents: Tensor | None = None, begun: Any = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
         width = tokens.shape[1]
         above = [None] * self.batch_size if parents is None else parents.tolist()
         fed: list[tuple[_Node, int]] = []
@@ -143,7 +145,7 @@ class LlamaLM:
         self._said = logits.view(self.batch_size, width, -1)
         return self._said, None
 
-    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         ways = None if path is None else path.tolist()
         for row, (slot, count) in enumerate(zip(self._slots, counts, strict=True)):
             if count:
@@ -153,7 +155,7 @@ class LlamaLM:
                 slot.main = last.sequence
             self._drop(slot)
 
-    def retire(self, row: int) -> None:
+    def free(self, row: int) -> None:
         slot = self._slots[row]
         self._empty(slot)
         slot.occupied = False

@@ -66,12 +66,12 @@ PROMPTS = [
 
 
 def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.LoadedModel) -> None:
-    """Random trees in several calls, over slots of unequal length, of which a random path is kept; rounds of that."""
+    """Random trees in several calls, over slots of unequal length, of which a random path is kept; steps of that."""
     draw = np.random.default_rng(0)
     lm = LlamaLM(target.model, 3, 96)
     texts = {row: list(PROMPTS[row]) for row in (0, 2)}  # slot 1 stays free
     for row, prompt in texts.items():
-        lm.begin(row, prompt)
+        lm.start(row, prompt)
     with Plain(target.model, 96) as plain:
         for _ in range(4):
             tokens, parents = np.zeros((3, 0), int), np.zeros((3, 0), int)
@@ -87,7 +87,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
                     for row, text in texts.items():
                         more[row, 0] = text[-1]
                 tokens, parents = np.hstack([tokens, more]), np.hstack([parents, above])
-                logits, hidden = lm.grow(torch.from_numpy(more), torch.from_numpy(above))
+                logits, hidden = lm.forward(torch.from_numpy(more), torch.from_numpy(above))
                 assert hidden is None and logits.shape == (3, width, VOCAB)
                 assert not logits[1].any()
                 said.append(logits)
@@ -108,7 +108,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
             for row, way in paths.items():
                 path[row, : len(way)] = torch.tensor(way)
                 texts[row] += [int(tokens[row, i]) for i in way[1:]] + [int(draw.integers(3, VOCAB))]
-            lm.keep(counts, path)
+            lm.commit(counts, path)
             assert lm.lengths == [len(texts[0]) - 1, 0, len(texts[2]) - 1]
 
 
@@ -116,13 +116,13 @@ def test_a_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
     """Nodes that do not fit into one call of llama.cpp: parents and children in different ones."""
     lm = LlamaLM(target.model, 2, 400)
     for row in range(2):
-        lm.begin(row, PROMPTS[row])
+        lm.start(row, PROMPTS[row])
     width = CHUNK // 2 + 60
     tokens = torch.arange(2 * width).reshape(2, width) % (VOCAB - 3) + 3
     tokens[:, 0] = torch.tensor([PROMPTS[0][-1], PROMPTS[1][-1]])
     parents = torch.arange(-1, width - 1).repeat(2, 1)
     parents[:, width // 2] = 3  # two branches, the second one through all that follows
-    logits, _ = lm.grow(tokens, parents)
+    logits, _ = lm.forward(tokens, parents)
     with Plain(target.model, 400) as plain:
         for row in range(2):
             branch = [*range(4), *range(width // 2, width)]
@@ -133,18 +133,18 @@ def test_a_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
 
 def test_wrong_trees_and_too_many_branches_are_refused(target: crossdraft.LoadedModel) -> None:
     lm = LlamaLM(target.model, 1, 600)
-    lm.begin(0, PROMPTS[0])
+    lm.start(0, PROMPTS[0])
     with pytest.raises(crossdraft.ModelError, match="node 1 of a tree has parent 1"):
-        lm.grow(torch.tensor([[3, 4]]), torch.tensor([[-1, 1]]))
-    lm.keep([0])
+        lm.forward(torch.tensor([[3, 4]]), torch.tensor([[-1, 1]]))
+    lm.commit([0])
     with pytest.raises(crossdraft.ModelError, match="at most 256 sequences"):
-        lm.grow(torch.full((1, 300), 5), torch.full((1, 300), -1))
-    lm.keep([0])  # whatever was raised, the slot is as before
+        lm.forward(torch.full((1, 300), 5), torch.full((1, 300), -1))
+    lm.commit([0])  # whatever was raised, the slot is as before
     with Plain(target.model, 64) as plain:
-        logits = lm.grow(torch.tensor([[90]]))[0]
+        logits = lm.forward(torch.tensor([[90]]))[0]
         assert np.abs(logits[0, 0].numpy() - plain.logits(PROMPTS[0])).max() < CLOSE
     with pytest.raises(crossdraft.ModelError, match="exceed max_length 600"):
-        lm.grow(torch.full((1, 600), 5))
+        lm.forward(torch.full((1, 600), 5))
     with pytest.raises(crossdraft.ModelError, match="at most 256 sequences, not 257"):
         LlamaLM(target.model, 257, 8)
 
@@ -188,7 +188,7 @@ def test_greedy_output_is_llama_cpps_own(
         else:
             assert response.tokens == said
     if drafter == "itself" and batch_size == 1:
-        assert sum(round.tau for response in found for round in response.rounds) > 60
+        assert sum(round.tau for response in found for round in response.steps) > 60
 
 
 def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
@@ -196,10 +196,10 @@ def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dic
     prompt, draws = PROMPTS[0], 600
     sampling = crossdraft.Sampling(temperature=1.0, top_k=2)
     with Plain(target.model, 96) as plain:
-        first = sampling.law(torch.from_numpy(plain.logits(prompt))[None])[0]
+        first = sampling.probs(torch.from_numpy(plain.logits(prompt))[None])[0]
         joint = {}
         for a in first.nonzero().flatten().tolist():
-            second = sampling.law(torch.from_numpy(plain.logits([*prompt, a]))[None])[0]
+            second = sampling.probs(torch.from_numpy(plain.logits([*prompt, a]))[None])[0]
             joint |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
     drafter = {"name": "small-lm-tree", "model": files["small"], "branching": [2, 2]}
     found = crossdraft.generate(
@@ -229,7 +229,7 @@ def test_not_a_number_stays_in_its_row(files: dict[str, str], own: Any) -> None:
     with Plain(target.model, 96) as plain:
         for response in caught.value.responses:
             if response.index == 1:
-                assert response.finish == "error"
+                assert response.finish_reason == "error"
             else:
                 said, _ = plain.greedy(prompts[response.index], 12, target.eos_token_ids)
                 assert response.tokens == said

@@ -84,9 +84,9 @@ def test_greedy_output_is_llama_cpps_own(
         at = next(i for i, (a, b) in enumerate(zip(response.tokens, said, strict=False)) if a != b)
         gap = float(laws[at][said[at]] - laws[at][response.tokens[at]])
         ties.append((number, at, round(gap, 3)))
-    rounds = [round_.emitted for response in found for round_ in response.rounds]
+    steps = [step.emitted for response in found for step in response.steps]
     print(f"\n{drafter}, B = {batch_size}: {PROMPTS - len(ties)} of {PROMPTS} identical, block efficiency "
-          f"{sum(rounds) / len(rounds):.2f}; (prompt, token, logits apart) of the others: {ties}")  # fmt: skip
+          f"{sum(steps) / len(steps):.2f}; (prompt, token, logits apart) of the others: {ties}")  # fmt: skip
     assert all(gap <= 4 * noise for _, _, gap in ties)
 
 

@@ -19,10 +19,10 @@ from crossdraft import (
     DraftContext,
     Drafter,
     DraftTraits,
-    RoundRng,
     Sampling,
     Scores,
     Sequences,
+    StepRng,
     StrategyConfig,
     Verdict,
 )
@@ -66,11 +66,11 @@ class NgramCache(Drafter):
     def reset(self) -> None:
         self.followers.clear()
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._counted[row] = 0
         self._count(row, prompt)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         rows = [
             self.guess(history, min(self.config.gamma, limit))
             for history, limit in zip(sequences.history, sequences.limit, strict=True)

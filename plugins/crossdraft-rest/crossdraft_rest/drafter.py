@@ -21,9 +21,9 @@ from crossdraft import (
     Drafter,
     DraftTraits,
     Limit,
-    RoundRng,
     Sampling,
     Sequences,
+    StepRng,
     StrategyConfig,
     UsageError,
 )
@@ -32,7 +32,7 @@ from .datastore import MANIFEST, Datastore, tokenizer_sha256
 from .trie import best_path, most_frequent
 
 MOST_MATCHED = Limit(256, "the look-up compares as many tokens at every step")
-MOST_HITS = Limit(100_000, "each of them is read in every round")
+MOST_HITS = Limit(100_000, "each of them is read in every step")
 
 
 class Rest(Drafter):
@@ -90,7 +90,7 @@ class Rest(Drafter):
             return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.gamma, levels=levels)
         return DraftTraits(drawn="chain", point_mass=True, nodes=levels)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         tokens, parents = [], []
         for history, limit in zip(sequences.history, sequences.limit, strict=True):
             row = self._continuations(history[-self.config.longest :], min(self.config.depth, limit))

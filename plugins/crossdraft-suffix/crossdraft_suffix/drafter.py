@@ -27,10 +27,10 @@ from crossdraft import (
     Drafter,
     DraftTraits,
     Limit,
-    RoundRng,
     Sampling,
     Scores,
     Sequences,
+    StepRng,
     StrategyConfig,
     Verdict,
 )
@@ -39,8 +39,8 @@ from . import compiled
 from .history import END, History
 from .speculation import Speculation, speculate
 
-MOST_DEPTH = Limit(64, "every occurrence is compared over that many tokens in every round")
-MOST_OCCURRENCES = Limit(4096, "each of them is looked at in every round")
+MOST_DEPTH = Limit(64, "every occurrence is compared over that many tokens in every step")
+MOST_OCCURRENCES = Limit(4096, "each of them is looked at in every step")
 MOST_REMEMBERED = Limit(2**27, "each token takes up to 52 bytes")
 
 
@@ -93,12 +93,12 @@ class Suffix(Drafter):
         if self._memory is not None:
             self._memory.clear()
 
-    def begin(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         own = History(self.context.max_length, self.config.depth, self.config.occurrences)
         own.extend(prompt)
         self._own[row] = own, len(prompt)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         found = [
             _draft(self.config, own[0], self._memory, history[-self.config.depth :], limit)
             if own is not None and history
@@ -115,9 +115,9 @@ class Suffix(Drafter):
             if own is not None and history:
                 own[0].extend(history[own[0].total :])
 
-    def retire(self, row: int, finish: str | None = None) -> None:
+    def free(self, row: int, finish_reason: str | None = None) -> None:
         own, self._own[row] = self._own[row], None
-        if own is not None and self._memory is not None and finish not in (None, "error"):
+        if own is not None and self._memory is not None and finish_reason not in (None, "error"):
             _remember(self._memory, *own)
 
     @classmethod

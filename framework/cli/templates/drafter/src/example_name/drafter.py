@@ -12,9 +12,9 @@ from crossdraft import (
     Draft,
     Drafter,
     DraftTraits,
-    RoundRng,
     Sampling,
     Sequences,
+    StepRng,
     StrategyConfig,
 )
 
@@ -34,7 +34,7 @@ class ExampleName(Drafter):
         # A chain of at most gamma tokens that no law drew: they are point masses, and the draft has no q.
         return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
 
-    def propose(self, sequences: Sequences, rng: RoundRng) -> Draft:
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         rows = [
             self.guess(history, min(self.config.gamma, limit))  # limit is 0 for a free slot
             for history, limit in zip(sequences.history, sequences.limit, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossdraft import Draft, RoundRng, Verdict, Verifier, VerifierTraits
+from crossdraft import Draft, StepRng, Verdict, Verifier, VerifierTraits
 
 
 class ExampleName(Verifier):
@@ -19,7 +19,7 @@ class ExampleName(Verifier):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(drawn=frozenset({"chain"}), lossless=True)
 
-    def verify(self, draft: Draft, p: Tensor, rng: RoundRng) -> Verdict:
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         """``p [B, N + 1, V]`` is the target's law after the root and after each of the N drafted tokens."""
         n = draft.width
         drawn = torch.stack([rng.draw(p[:, i], index=i) for i in range(n + 1)], 1)  # [B, N + 1]

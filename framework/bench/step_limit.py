@@ -1,4 +1,4 @@
-"""Ending a round that takes too long."""
+"""Ending a step that takes too long."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType
 from ..errors import CrossdraftError, UsageError
 
 
-class RoundTimeout(CrossdraftError):
-    """A round took longer than it may."""
+class StepTimeout(CrossdraftError):
+    """A step took longer than it may."""
 
 
-class RoundLimit:
-    """Ends a round that takes longer than ``seconds``; None = no limit.
+class StepLimit:
+    """Ends a step that takes longer than ``seconds``; None = no limit.
 
     Raises:
         UsageError: this system, or this thread, has no timer that could.
@@ -25,21 +25,21 @@ class RoundLimit:
         if seconds is None:
             return
         if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-            raise UsageError("a limit for a round needs a timer of the main thread, which there is none of here")
+            raise UsageError("a limit for a step needs a timer of the main thread, which there is none of here")
         if not 0 < seconds < 1e6:
-            raise UsageError(f"the limit for a round must be a number of seconds above 0, not {seconds:g}")
+            raise UsageError(f"the limit for a step must be a number of seconds above 0, not {seconds:g}")
         signal.signal(signal.SIGALRM, self._over)
 
     def restart(self) -> None:
-        """A round begins."""
+        """A step begins."""
         if self.seconds is not None:
             # Again and again: code that swallows the first one is told once more.
             signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)
 
     def stop(self) -> None:
-        """No round is running."""
+        """No step is running."""
         if self.seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _over(self, number: int, frame: FrameType | None) -> None:
-        raise RoundTimeout(f"a round took longer than {self.seconds:g} s, the limit (--round-limit)")
+        raise StepTimeout(f"a step took longer than {self.seconds:g} s, the limit (--step-limit)")
