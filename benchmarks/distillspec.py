@@ -1,8 +1,8 @@
 """One student, trained by each of DistillSpec's choices on the same texts, and replayed along the same responses.
 
-    python benchmarks/distillspec.py [--target smollm2-135m-instruct] [--start-from smollm2-small-lm] [--out DIR]
+    python benchmarks/distillspec.py [--target smollm2-135m-instruct] [--start-from smollm2-draft-model] [--out DIR]
 
-Each line is `crossdraft train small-lm` with other options: whole sequences (`nll`), or word by word by each
+Each line is `crossdraft train draft-model` with other options: whole sequences (`nll`), or word by word by each
 divergence, on the target's texts, on the student's own (`--on-policy 1`) or on half of each. The target writes the
 texts once. Then every student is replayed, `crossdraft replay`, along responses of the target to prompts that are not
 among its texts; differences are of the same responses, with 95 % over prompts. What is whole is kept in --out, and the
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
     for file in ("texts.jsonl", "texts.json"):
         if (texts / file).exists() and not (out / file).exists():
             shutil.copyfile(texts / file, out / file)
-    argv = ["train", "small-lm", "--target", args.target, "--out", str(out), "--measure", "none", *METHODS[name]]
+    argv = ["train", "draft-model", "--target", args.target, "--out", str(out), "--measure", "none", *METHODS[name]]
     argv += ["--tokens", str(args.tokens), "--epochs", str(args.epochs), "--learning-rate", str(args.learning_rate)]
     argv += [
         "--write-batch",
@@ -109,7 +109,7 @@ def text(one: Estimate | None, sign: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--start-from", default="smollm2-small-lm", help="empty: the target's own layers")
+    parser.add_argument("--start-from", default="smollm2-draft-model", help="empty: the target's own layers")
     parser.add_argument("--methods", default=";".join(METHODS), help="some of them, with semicolons between")
     parser.add_argument("--questions", default="", help="prompts that the target answers (default: it invents its own)")
     parser.add_argument("--tokens", type=int, default=100_000)
@@ -136,7 +136,9 @@ def main() -> None:
         outs.append(train(args, name, outs[0] if outs else args.out / "none"))
     facts = [json.loads((out / "training.json").read_text(encoding="utf-8")) for out in outs]
     models = [*map(str, outs), *([args.start_from] if args.start_from else [])]
-    drafters = [yaml.safe_dump({"name": "small-lm", "model": m}, default_flow_style=True, width=10_000) for m in models]
+    drafters = [
+        yaml.safe_dump({"name": "draft-model", "model": m}, default_flow_style=True, width=10_000) for m in models
+    ]
     sampling = Sampling(temperature=args.temperature)
     candidates = candidates_of(
         [drafter.strip() for drafter in drafters],

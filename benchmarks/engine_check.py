@@ -9,7 +9,7 @@
    kept in the form of ``--cost``; or it is read from a file of that form.
 3. ``crossdraft replay`` says what n-gram drafting would have gained on these responses: ``prompt-lookup``, which is
    what ``crossdraft advise`` takes for it, and ``ngram-simple``, which drafts by the engine's own rule (below). With
-   ``--draft-model`` what ``small-lm`` would have with ``--drafter``: the same weights as crossdraft loads them.
+   ``--draft-model`` what ``draft-model`` would have with ``--drafter``: the same weights as crossdraft loads them.
 4. ``crossdraft advise --export llama.cpp`` says the flags. Without ``--gamma`` they are of the draft length that it
    chooses; with it of that one, whether it pays or not.
 5. A server with these flags answers the same prompts; its counters (``/metrics``) are imported as ``advise`` imports
@@ -214,8 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the GGUF file")
     parser.add_argument("--server", help="llama-server")
-    parser.add_argument("--draft-model", help="GGUF file of a drafting model, in place of n-grams")
-    parser.add_argument("--drafter", default="smollm2-small-lm", help="the same model, as crossdraft loads it")
+    parser.add_argument("--draft-model", help="GGUF file of a draft model, in place of n-grams")
+    parser.add_argument("--drafter", default="smollm2-draft-model", help="the same model, as crossdraft loads it")
     parser.add_argument("--url", help="a server that drafts, instead")
     parser.add_argument("--plain-url", help="one that does not")
     parser.add_argument("--cost", type=Path, help="CSV of batch_size,width,context,seconds, instead of measuring")
@@ -274,7 +274,7 @@ def main() -> None:
 
     sizes = {"min_ngram": args.ngram, "max_ngram": args.ngram}
     about_drafter = (
-        {"name": "small-lm", "model": args.drafter} if args.draft_model else {"name": "prompt-lookup"} | sizes
+        {"name": "draft-model", "model": args.drafter} if args.draft_model else {"name": "prompt-lookup"} | sizes
     )
     drafter = json.dumps(about_drafter | ({"gamma": args.gamma} if args.gamma else {}))
     more: list[str] = []
@@ -294,8 +294,8 @@ def main() -> None:
     curve = {int(row["width"]): float(row["seconds"]) for row in csv.DictReader(args.cost.open(encoding="utf-8"))}
     if args.draft_model:
         efficiency, share, marginal = replayed(said, drafter, gamma, "--target", args.model)
-        rows.append([f"replay of small-lm with {args.drafter}", efficiency, share, None, None])
-        about_it = {"drafter": "small-lm", "temperature": 0, "point_mass": True, "model": args.draft_model}
+        rows.append([f"replay of draft-model with {args.drafter}", efficiency, share, None, None])
+        about_it = {"drafter": "draft-model", "temperature": 0, "point_mass": True, "model": args.draft_model}
         acceptance = Acceptance(marginal, str(said), **about_it)
         positions = model_drafts(said, drafter, gamma, args.model)
     for cls, options in () if args.draft_model else ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):

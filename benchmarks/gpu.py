@@ -7,10 +7,10 @@
                 and a model of random weights in the shape of Llama 2 7B
     bandwidth   ours on the same models as a share of what the memory allows: the time in which the device copies so
                 many bytes as a pass has to read of the weights, over the time of a token (prefill left out)
-    assisted    transformers' assisted generation against small-lm, the same pair of models and the same gamma
-    batch       tokens per second and peak memory at B = 1 .. 64, plain and with small-lm
+    assisted    transformers' assisted generation against draft-model, the same pair of models and the same gamma
+    batch       tokens per second and peak memory at B = 1 .. 64, plain and with draft-model
     verify      the share of a step that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
-                V = 128256: a target in the shape of Llama 3 8B, a drafting model in that of SmolLM2, both of random
+                V = 128256: a target in the shape of Llama 3 8B, a draft model in that of SmolLM2, both of random
                 weights
     attention   a pass with explicit masks against one with FlexAttention, compiled before: one token a row, a chain, a
                 tree; rows whose lengths differ; eight layers in the shape of Llama 3 8B, random weights
@@ -142,10 +142,10 @@ def batch(bench: Bench) -> None:
             rates = [whole_rate(bench, decoder, prompts) for _ in range(REPEATS)]
             rate = statistics.median(rates[WARM_UP:])
             row += [rate, bench.peak().removeprefix("peak memory ")]
-            bench.found.append((f"batch {size}, {'small-lm' if drafter else 'plain'}, tok/s", rate, bench.peak()))
+            bench.found.append((f"batch {size}, {'draft-model' if drafter else 'plain'}, tok/s", rate, bench.peak()))
         rows.append(row)
     print(f"\nbatch: SmolLM2, {new} new tokens, gamma {gamma}, prefill included")
-    print(tabulate(rows, ["B", "plain tok/s", "peak memory", "small-lm tok/s", "peak memory"], floatfmt=".1f"))
+    print(tabulate(rows, ["B", "plain tok/s", "peak memory", "draft-model tok/s", "peak memory"], floatfmt=".1f"))
 
 
 def whole_rate(bench: Bench, decoder: Decoder, prompts: Sequence[Ids]) -> float:
@@ -224,7 +224,7 @@ def waits(bench: Bench) -> None:
     small, new = bench.drafting(target), bench.args.max_new_tokens
     prompts = bench.prompts(target, 4)
     make = partial(bench.decoder, target, new=new, longest=max(map(len, prompts)), batch_size=len(prompts))
-    for label, decoder in (("plain", make(small=None)), ("small-lm", make(small=small, gamma=gamma))):
+    for label, decoder in (("plain", make(small=None)), ("draft-model", make(small=small, gamma=gamma))):
         counts: list[int] = []
         places: Counter[str] = Counter()
         for repeat in range(WARM_UP + 1):
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true", help="tiny random models and prompts in place of all others")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", default="smollm2-small-lm")
+    parser.add_argument("--drafter", default="smollm2-draft-model")
     parser.add_argument("--limit", type=int, default=8, help="prompts of plain and assisted")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--gamma", type=int, default=4, help="of assisted, batch and waits")

@@ -43,7 +43,7 @@ TINY_VOCAB = 500
 
 
 class GivenContext(TargetContext):
-    """Drafting models are taken as they are: those of random weights have no tokenizers to compare."""
+    """Draft models are taken as they are: those of random weights have no tokenizers to compare."""
 
     def load_lm(self, name: str, *, room: int = 0, **_: Any) -> LM:
         return fitted(make_slots(self.load_model(name), self.batch_size, self.max_length + room), self.vocab_size)
@@ -112,7 +112,7 @@ class Bench:
         if not graphs:
             os.environ["CROSSDRAFT_CUDA_GRAPHS"] = "0"
         try:
-            drafter = {"name": "small-lm", "model": small.name, "gamma": gamma} if small else "none"
+            drafter = {"name": "draft-model", "model": small.name, "gamma": gamma} if small else "none"
             pair = configured("drafters", drafter), configured("verifiers", verifier)
             sampling, sequence = Sampling(temperature=temperature), longest + new
             slot = slot_length(sequence, [pair[0]], sampling)

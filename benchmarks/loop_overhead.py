@@ -1,8 +1,8 @@
 """What a step costs beside the models: the share of its wall time that is not inside a model's forward pass.
 
-    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile small-lm]
+    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile draft-model]
 
-Forward hooks on the target and on the drafting model time what happens inside ``model(...)``; the loop's own clock
+Forward hooks on the target and on the draft model time what happens inside ``model(...)``; the loop's own clock
 times the phases. What is left of a phase once the pass inside it is taken out is overhead: *draft* (catching up,
 masks, the drafter's laws and draws), *target* (masks, the law p), *verify* (the rule), *rest* (the host's books and
 the step's one synchronisation). Every number is the median over steps with all slots occupied, so shares
@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from tabulate import tabulate
 
-from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
@@ -41,7 +41,7 @@ from crossdraft.framework.models.load import load_model
 from crossdraft.framework.plugins import get
 from crossdraft.framework.recipe.prompts import load_prompts
 
-DRAFTERS = ("none", "prompt-lookup", "small-lm")
+DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
 #: Most of a step, in per cent, that may be spent outside the models: (batch size 1, more than 1).
 BUDGETS = (8.0, 5.0)
@@ -107,7 +107,7 @@ class _TimedGraphs:
         return out
 
 
-#: Of the target and of the drafting model.
+#: Of the target and of the draft model.
 Models = tuple[LoadedModel, LoadedModel]
 Clocks = tuple[ForwardClock, ForwardClock]
 
@@ -129,7 +129,7 @@ def make_decoder(
         load=lambda name, target: small,
     )
     clocks[0].watch(cast(TransformersLM, decoder.target))
-    if isinstance(decoder.drafter, SmallLM):
+    if isinstance(decoder.drafter, DraftModelChain):
         lm: Any = decoder.drafter.model.lm
         clocks[1].watch(lm._lm if isinstance(lm, FittedLM) else lm)
     return decoder
@@ -183,7 +183,7 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", default="smollm2-small-lm", help="model of the small-lm drafter")
+    parser.add_argument("--drafter", default="smollm2-draft-model", help="model of the draft-model drafter")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=40, help="measured steps of each cell")

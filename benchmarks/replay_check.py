@@ -33,12 +33,12 @@ from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import cell_name
 
 CHAINS = [
-    {"name": "small-lm", "model": "smollm2-small-lm"},
+    {"name": "draft-model", "model": "smollm2-draft-model"},
     {"name": "eagle3", "model": "smollm2-eagle3"},
     {"name": "medusa", "model": "smollm2-medusa"},
 ]
 HEADS = 5  # of the pack's Medusa, which drafts no deeper
-SEVERAL = [{"name": "small-lm-iid", "label": f"iid K={k}", "model": "smollm2-small-lm", "K": k} for k in (2, 4)]
+SEVERAL = [{"name": "draft-model-iid", "label": f"iid K={k}", "model": "smollm2-draft-model", "K": k} for k in (2, 4)]
 
 
 def recipes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

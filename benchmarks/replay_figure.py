@@ -48,8 +48,8 @@ def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[Replayed, di
     path = decoded(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
-    chain = candidates_of([f"{{name: small-lm, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
-    drafter = f"{{name: small-lm-iid, model: {args.drafter}}}"
+    chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
+    drafter = f"{{name: draft-model-iid, model: {args.drafter}}}"
     several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
     # What was decoded here was kept with the log P of the law that it was sampled from.
     reader = Reader(target=args.target, sampling=sampling, processed=True)
@@ -62,7 +62,7 @@ def title(rule: Rule) -> str:
 
 
 def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter: Curve, context: float) -> Prediction:
-    """A pass of the drafting model over K tokens for each level, and one of the target over all nodes."""
+    """A pass of the draft model over K tokens for each level, and one of the target over all nodes."""
     length = tally.row(gamma).block_efficiency
     assert length is not None
     cell = CellStatistics(
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts")
     parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", default="smollm2-small-lm")
+    parser.add_argument("--drafter", default="smollm2-draft-model")
     parser.add_argument("--limit", type=int, default=400)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", default="0.6,1")

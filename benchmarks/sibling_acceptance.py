@@ -1,6 +1,6 @@
 """How often a rule accepts the first sibling that a small model draws, the second, ...: Sequoia's acceptance vector.
 
-    python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-small-lm]
+    python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
         [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]
 
 Every step drafts so many children of the last committed token and nothing below them, so that each is one judgement.
@@ -29,7 +29,7 @@ from crossdraft.framework.recipe.prompts import load_prompts
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-small-lm")
+    parser.add_argument("--model", default="smollm2-draft-model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -57,7 +57,7 @@ def main() -> None:
 
     decoder = pair_decoder(
         target,
-        {"name": "small-lm-tree", "model": args.model, "branching": [args.siblings]},
+        {"name": "draft-model-tree", "model": args.model, "branching": [args.siblings]},
         args.verifier or ("specinfer" if args.temperature else "greedy"),
         max(map(len, prompts)) + args.max_new_tokens,
         sampling=Sampling(temperature=args.temperature),

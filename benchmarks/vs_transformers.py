@@ -1,13 +1,13 @@
 """crossdraft against transformers' own `generate`, in one process, interleaved, on the same model and prompts.
 
-    python benchmarks/vs_transformers.py [--model smollm2-135m-instruct] [--drafter smollm2-small-lm]
+    python benchmarks/vs_transformers.py [--model smollm2-135m-instruct] [--drafter smollm2-draft-model]
 
 Pairs (same gamma, temperature, dtype and threads on both sides):
 
     plain        generate()                                 drafter none
     prompt       generate(prompt_lookup_num_tokens=gamma)   drafter prompt-lookup, the same n-gram rule
-    assistant    generate(assistant_model=...)              drafter small-lm, verifier token
-    assistant+   generate(assistant_model=...)              drafter small-lm, verifier block
+    assistant    generate(assistant_model=...)              drafter draft-model, verifier token
+    assistant+   generate(assistant_model=...)              drafter draft-model, verifier block
 
 For each prompt both sides of every pair run one after the other, in an order that rotates; the ratio of a
 prompt is ours / theirs in tokens per second, prefill included on both sides. Printed: the ratio of totals, the
@@ -85,7 +85,7 @@ class Theirs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", default="smollm2-small-lm", help="model of the small-lm drafter")
+    parser.add_argument("--drafter", default="smollm2-draft-model", help="model of the draft-model drafter")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=48)
@@ -127,10 +127,10 @@ def main() -> None:
             ours("prompt-lookup", lookup),
             Theirs(plain_target, args, prompt_lookup_num_tokens=args.gamma, max_matching_ngram_size=2),
         ),
-        "assistant": (ours("small-lm", lm), assisted),
+        "assistant": (ours("draft-model", lm), assisted),
     }
     if args.temperature:
-        pairs["assistant+"] = (ours("small-lm", lm, "block"), assisted)
+        pairs["assistant+"] = (ours("draft-model", lm, "block"), assisted)
     rates = {(name, side): [] for name in pairs for side in (0, 1)}
     totals = {key: [0, 0.0] for key in rates}
     for sides in pairs.values():  # warm up
@@ -157,7 +157,7 @@ def main() -> None:
         for name, drafter, config in (
             ("plain", "none", {}),
             ("prompt", "prompt-lookup", lookup),
-            ("assistant", "small-lm", lm),
+            ("assistant", "draft-model", lm),
         ):
             cell = ours(drafter, config, batch=args.batch)
             cell(prompts[:1])

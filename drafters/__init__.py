@@ -68,40 +68,40 @@ def crossdraft_register_drafters(register):
         summary="the target drafts in one pass, behind learnt look-ahead embeddings",
     )
     register(
-        "small-lm",
-        f"{__name__}.draft_model.draft_model:SmallLM",
-        summary="a smaller model drafts a chain of fixed length",
+        "draft-model",
+        f"{__name__}.draft_model.draft_model:DraftModelChain",
+        summary="a draft model drafts a chain of fixed length",
     )
     register(
         "online",
         f"{__name__}.draft_model.online:Online",
-        summary="a smaller model that learns, while requests run, what the target says where it was rejected",
+        summary="a draft model that learns, while requests run, what the target says where it was rejected",
     )
     register(
         "dynamic-threshold",
         f"{__name__}.draft_model.dynamic_threshold:DynamicThreshold",
-        summary="a smaller model drafts until it is unsure",
+        summary="a draft model drafts until it is unsure",
     )
     register(
         "heuristic-schedule",
         f"{__name__}.draft_model.heuristic_schedule:HeuristicSchedule",
-        summary="a smaller model drafts more after a draft accepted whole, else less",
+        summary="a draft model drafts more after a draft accepted whole, else less",
     )
     register(
         "universal",
         f"{__name__}.other_tokenizer.universal:Universal",
         summary="a model with another tokenizer drafts a chain: from the tokens that both have, or as text",
     )
-    register("small-lm-iid", f"{__name__}.draft_model.iid:SmallLMIid", summary="a smaller model draws K sequences")
+    register("draft-model-iid", f"{__name__}.draft_model.iid:DraftModelIid", summary="a draft model draws K sequences")
     register(
-        "small-lm-tree",
-        f"{__name__}.draft_model.tree:SmallLMTree",
-        summary="a smaller model draws a tree of a shape or a budget: without replacement, top-k or greedy siblings",
+        "draft-model-tree",
+        f"{__name__}.draft_model.tree:DraftModelTree",
+        summary="a draft model draws a tree of a shape or a budget: without replacement, top-k or greedy siblings",
     )
     register(
-        "small-lm-dynamic-tree",
-        f"{__name__}.draft_model.dynamic_tree:SmallLMDynamicTree",
-        summary="a smaller model grows the tree of EAGLE-2",
+        "draft-model-dynamic-tree",
+        f"{__name__}.draft_model.dynamic_tree:DraftModelDynamicTree",
+        summary="a draft model grows the tree of EAGLE-2",
     )
 
 
@@ -113,9 +113,9 @@ def crossdraft_register_trainers(register):
         summary="train the classifier that says when to stop drafting",
     )
     register(
-        "small-lm",
-        f"{__name__}.draft_model.training:SmallLMTraining",
-        summary="distil a small LM from a few of the target's own layers",
+        "draft-model",
+        f"{__name__}.draft_model.training:DraftModelTraining",
+        summary="distil a draft model from a few of the target's own layers",
     )
     register(
         "layer-skip",

@@ -77,7 +77,7 @@ def models(tmp_path_factory: Any) -> Iterator[dict[str, Path]]:
     save_heads(root / "medusa", MedusaHeads(16, 5, lm_head=loaded.get_output_embeddings()), {})
     names = {
         "smollm2-135m-instruct": Path(target),
-        "smollm2-small-lm": Path(save_model(root / "small", seed=1, context=2048)),
+        "smollm2-draft-model": Path(save_model(root / "small", seed=1, context=2048)),
         "smollm2-eagle3": root / "eagle3",
         "smollm2-medusa": root / "medusa",
     }

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 NEW = 12
 NEAR_TIE = 1e-4
-SMALL = {"model": "smollm2-small-lm"}
+SMALL = {"model": "smollm2-draft-model"}
 FEATURES = {"gamma": 3, "layers": [7, 15, 24]}
 DRAFTERS = {
     "none": "none",
@@ -36,23 +36,23 @@ DRAFTERS = {
     "suffix-tree": {"name": "suffix", "factor": 2, "tree": True},
     "ngram-cache": {"name": "ngram-cache"},
     "rest": {"name": "rest"},
-    "combine": {"name": "combine", "drafters": ["prompt-lookup", {"name": "small-lm", **SMALL, "gamma": 3}]},
+    "combine": {"name": "combine", "drafters": ["prompt-lookup", {"name": "draft-model", **SMALL, "gamma": 3}]},
     "combine-merged": {
         "name": "combine",
         "mode": "merge",
         "nodes": 9,
-        "drafters": ["prompt-lookup", {"name": "small-lm", **SMALL, "gamma": 3, "temperature": 0}],
+        "drafters": ["prompt-lookup", {"name": "draft-model", **SMALL, "gamma": 3, "temperature": 0}],
     },
-    "small-lm": {"name": "small-lm", **SMALL, "gamma": 4},
+    "draft-model": {"name": "draft-model", **SMALL, "gamma": 4},
     "online": {"name": "online", **SMALL, "gamma": 3, "every": 2},
-    "small-lm-iid": {"name": "small-lm-iid", **SMALL, "gamma": 3, "K": 2},
-    "small-lm-tree": {"name": "small-lm-tree", **SMALL, "branching": [2, 2, 1]},
-    "small-lm-dynamic-tree": {"name": "small-lm-dynamic-tree", **SMALL, "depth": 3, "top_k": 3, "nodes": 8},
-    "sequoia": {"name": "small-lm-tree", **SMALL, "growth": "sequoia", "nodes": 9},
-    "opt-tree": {"name": "small-lm-tree", **SMALL, "growth": "opt-tree", "nodes": 9, "depth": 5},
+    "draft-model-iid": {"name": "draft-model-iid", **SMALL, "gamma": 3, "K": 2},
+    "draft-model-tree": {"name": "draft-model-tree", **SMALL, "branching": [2, 2, 1]},
+    "draft-model-dynamic-tree": {"name": "draft-model-dynamic-tree", **SMALL, "depth": 3, "top_k": 3, "nodes": 8},
+    "sequoia": {"name": "draft-model-tree", **SMALL, "growth": "sequoia", "nodes": 9},
+    "opt-tree": {"name": "draft-model-tree", **SMALL, "growth": "opt-tree", "nodes": 9, "depth": 5},
     "dynamic-threshold": {"name": "dynamic-threshold", **SMALL, "gamma": 6},
     "heuristic-schedule": {"name": "heuristic-schedule", **SMALL, "gamma": 4},
-    "learnt-threshold": {"name": "small-lm", **SMALL, "gamma": 6, "policy": "learnt-threshold"},
+    "learnt-threshold": {"name": "draft-model", **SMALL, "gamma": 6, "policy": "learnt-threshold"},
     "universal": {"name": "universal", **SMALL, "gamma": 4},
     "universal-text": {"name": "universal", **SMALL, "gamma": 4, "mode": "slem"},
     "medusa": {"name": "medusa", "model": "smollm2-medusa"},
@@ -74,11 +74,19 @@ WRITTEN = ("eagle", "mtp", "dflash", "dspark", "p-eagle", "mlp-speculator")
 #: Third parties' drafters.
 PACKED = {"suffix", "suffix-tree", "ngram-cache", "rest", "combine", "combine-merged"}
 #: Trees of point masses are judged by other rules.
-TREES = {"token-recycling", "suffix-tree", "rest", "combine-merged", "small-lm-dynamic-tree", "opt-tree", "lookahead"}
+TREES = {
+    "token-recycling",
+    "suffix-tree",
+    "rest",
+    "combine-merged",
+    "draft-model-dynamic-tree",
+    "opt-tree",
+    "lookahead",
+}
 OTHERS = {
     **dict.fromkeys(TREES, ("greedy", "sample-match")),
-    "small-lm-iid": ("greedy", "specinfer", "spectr"),
-    "small-lm-tree": ("greedy", "traversal"),
+    "draft-model-iid": ("greedy", "specinfer", "spectr"),
+    "draft-model-tree": ("greedy", "traversal"),
     "sequoia": ("greedy", "traversal", "sample-match"),
 }
 PAIRS = [(d, v) for d in DRAFTERS for v in OTHERS.get(d, ("greedy", "token", "block"))]
@@ -217,7 +225,9 @@ def test_batch_size_and_slot_order_change_nothing(target, prompts, reference, dr
     report(f"{drafter}, B = {batch_size}, reversed", differences(target, prompts, ours, reference))
 
 
-@pytest.mark.parametrize(("drafter", "verifier"), [("none", "token"), ("small-lm", "token"), ("small-lm", "block")])
+@pytest.mark.parametrize(
+    ("drafter", "verifier"), [("none", "token"), ("draft-model", "token"), ("draft-model", "block")]
+)
 def test_same_seed_gives_the_same_samples_at_any_batch_size(target, prompts, drafter, verifier):
     one = decode(target, prompts, drafter, verifier, 1, temperature=1.0)
     eight = decode(target, prompts, drafter, verifier, 8, temperature=1.0, order=list(range(len(prompts)))[::-1])

@@ -3,7 +3,7 @@
 J. Mamou, O. Pereg, D. Korat, M. Berchansky, N. Timor, M. Wasserblat, R. Schwartz, "Dynamic Speculation Lookahead
 Accelerates Speculative Decoding of Large Language Models", 2024, section 3. From the drafter's law of the token, its
 entropy, the token itself and its place in the draft the classifier says how probably the target accepts it; below a
-threshold the row stops. ``crossdraft train disco`` makes one for a target and a small LM.
+threshold the row stops. ``crossdraft train disco`` makes one for a target and a draft model.
 
 The token after which a row stops stays in the draft, as with ``confidence``, so losslessness stands.
 """

@@ -1,4 +1,4 @@
-"""Train the classifier of ``policy: disco`` for a target and a small LM.
+"""Train the classifier of ``policy: disco`` for a target and a draft model.
 
 J. Mamou et al., "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models", 2024,
 section 3. An example is a drafted token: what `disco.features` says of it, and whether the target accepted it. Drafts
@@ -36,7 +36,7 @@ class DiscoTraining(TrainingConfig):
 
     name = KIND
 
-    model: str = option("", "the small LM that drafts: name, directory or Hub id (required)")
+    model: str = option("", "the draft model that drafts: name, directory or Hub id (required)")
     gamma: int = option(10, "longest draft", at_least=1, at_most=1024)
     top: int = option(10, "largest probabilities of the drafter's law that are read", at_least=1, at_most=4096)
     width: int = option(32, "hidden units", at_least=1, at_most=4096)
@@ -47,7 +47,7 @@ class DiscoTraining(TrainingConfig):
 
     def trainee(self, target: LoadedModel) -> Trainee:
         if not self.model:
-            raise UsageError("--model: must name the small LM whose drafts the classifier is to judge")
+            raise UsageError("--model: must name the draft model whose drafts the classifier is to judge")
         if self.divergence != "forward-kl":
             raise UsageError(
                 f"--divergence {self.divergence}: must be left out, because a classifier learns a yes or no"
@@ -69,7 +69,7 @@ class DiscoTrainee(Trainee):
         if difference := same_tokenizer(target.tokenizer, drafting.tokenizer):
             raise UsageError(f"{recipe.model} cannot draft for {target.name}: {difference}")
         self.drafting: Any = drafting.model.requires_grad_(False)
-        self.drafter = {"name": "small-lm", "model": recipe.model, "gamma": recipe.gamma}
+        self.drafter = {"name": "draft-model", "model": recipe.model, "gamma": recipe.gamma}
         # At temperature 0 a drafter believes in the softmax of its logits.
         self._target, self._draft = (Sampling(temperature=t) for t in (recipe.temperature, recipe.temperature or 1.0))
         self._first = nn.Linear(recipe.top + 3, recipe.width)

@@ -1,4 +1,4 @@
-"""A small language model drafts a chain, token by token.
+"""A draft model drafts a chain, token by token.
 
 Y. Leviathan, M. Kalman, Y. Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023;
 C. Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023. Any model that
@@ -18,14 +18,14 @@ from ..autoregressive.policies import Static
 
 
 class ModelConfig(StrategyConfig):
-    """The options of every drafter with a small LM."""
+    """The options of every drafter with a draft model."""
 
     model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
     temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
 
 
 class ChainConfig(ModelConfig):
-    """The options of every drafter that draws chains from a small LM. A subclass says which length policy."""
+    """The options of every drafter that draws chains from a draft model. A subclass says which length policy."""
 
     gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="draft length")
 
@@ -34,13 +34,13 @@ class ChainConfig(ModelConfig):
         return Static().make(self.gamma, batch_size)
 
 
-class SmallLM(ChainDrafter):
+class DraftModelChain(ChainDrafter):
     """Autoregressive drafting with a forward pass of a cheaper model for each token."""
 
-    name = "small-lm"
+    name = "draft-model"
 
     class Config(PolicyConfig, ModelConfig):
-        """A small LM under any policy."""
+        """A draft model under any policy."""
 
     def slots(self) -> LM:
         return self.context.load_lm(self.config.model)

@@ -1,4 +1,4 @@
-"""``dynamic-threshold``: the short form of ``small-lm`` with ``policy: {name: confidence}``.
+"""``dynamic-threshold``: the short form of ``draft-model`` with ``policy: {name: confidence}``.
 
 J. Mamou et al., "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models", 2024; the
 rule stands in `autoregressive.policies`.
@@ -12,11 +12,11 @@ from pydantic import Field
 
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.policies import Confidence, LengthPolicy
-from .draft_model import ChainConfig, SmallLM
+from .draft_model import ChainConfig, DraftModelChain
 
 
-class DynamicThreshold(SmallLM):
-    """The small LM under a confidence policy; gamma is the most it drafts."""
+class DynamicThreshold(DraftModelChain):
+    """The draft model under a confidence policy; gamma is the most it drafts."""
 
     name = "dynamic-threshold"
 

@@ -1,4 +1,4 @@
-"""A small language model drafts the dynamic tree of EAGLE-2.
+"""A draft model drafts the dynamic tree of EAGLE-2.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP
 2024, section 4. The shape follows the drafter's confidence; nodes are point masses, because they are chosen by
@@ -22,10 +22,10 @@ from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.trees import check_candidates, dynamic_room, grow_dynamic
 
 
-class SmallLMDynamicTree(Drafter):
+class DraftModelDynamicTree(Drafter):
     """Expands the ``top_k`` most probable nodes of each level, keeps the ``nodes`` most probable of all."""
 
-    name = "small-lm-dynamic-tree"
+    name = "draft-model-dynamic-tree"
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")

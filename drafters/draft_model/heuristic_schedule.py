@@ -1,4 +1,4 @@
-"""``heuristic-schedule``: the short form of ``small-lm`` with ``policy: {name: heuristic}``.
+"""``heuristic-schedule``: the short form of ``draft-model`` with ``policy: {name: heuristic}``.
 
 J. Gante, "Assisted Generation: a new direction toward low-latency text generation", 2023; the rule stands in
 `autoregressive.policies`.
@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.policies import START, Heuristic, LengthPolicy
-from .draft_model import ChainConfig, SmallLM
+from .draft_model import ChainConfig, DraftModelChain
 
 
-class HeuristicSchedule(SmallLM):
-    """The small LM with a length that follows the last step's fate; every sequence has its own."""
+class HeuristicSchedule(DraftModelChain):
+    """The draft model with a length that follows the last step's fate; every sequence has its own."""
 
     name = "heuristic-schedule"
 

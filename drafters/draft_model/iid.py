@@ -1,4 +1,4 @@
-"""A small language model draws K sequences, independently.
+"""A draft model draws K sequences, independently.
 
 Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023; X. Miao et al.,
 "SpecInfer", ASPLOS 2024. Prefixes on which sequences agree are one node each, so the target evaluates them once.
@@ -21,13 +21,13 @@ from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_SIBLINGS
 from ...framework.util.tensors import Gathered, counting
 from ..autoregressive.trees import check_size
-from .draft_model import ChainConfig, SmallLM
+from .draft_model import ChainConfig, DraftModelChain
 
 
-class SmallLMIid(Drafter):
+class DraftModelIid(Drafter):
     """K sequences of gamma tokens from gamma passes over K rows each. At temperature 0, or K = 1: one chain."""
 
-    name = "small-lm-iid"
+    name = "draft-model-iid"
 
     class Config(ChainConfig):
         K: int = Field(default=2, ge=1, le=MOST_SIBLINGS, description="number of draft sequences")
@@ -41,7 +41,7 @@ class SmallLMIid(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self.chain = SmallLM(config, context)  # what is left of it for one sequence
+        self.chain = DraftModelChain(config, context)  # what is left of it for one sequence
         self.model, self.sampling = self.chain.model, self.chain.sampling
         #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels; None for a chain.
         self._place: Tensor | None = None
@@ -49,7 +49,7 @@ class SmallLMIid(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        chain = SmallLM.traits(config, sampling)
+        chain = DraftModelChain.traits(config, sampling)
         if config.K == 1 or chain.point_mass:
             return chain
         return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)

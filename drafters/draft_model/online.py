@@ -1,4 +1,4 @@
-"""A small language model that learns from the verified tokens while requests run.
+"""A draft model that learns from the verified tokens while requests run.
 
 X. Liu, L. Hu, P. Bailis, A. Cheung, Z. Deng, I. Stoica, H. Zhang, "Online Speculative Decoding", ICML 2024
 (arXiv:2310.07177), algorithm 1. Where a draft was rejected, the text up to there and the target's law of the next token
@@ -46,7 +46,7 @@ class Rejected(NamedTuple):
 
 
 class Online(ChainDrafter):
-    """`small-lm` with weights that follow what is rejected; what it learnt is kept across sequences until `reset`."""
+    """`draft-model` whose weights learn from rejected tokens; what it learnt is kept across sequences until `reset`."""
 
     name = "online"
 

@@ -1,4 +1,4 @@
-"""Distil a small LM drafter from the target.
+"""Distil a draft model drafter from the target.
 
 The student starts as a few of the target's own layers with the target's embedding, final norm and head; the
 embedding (tied to the head) stays the target's and is not stored. It learns to match the target's whole law on
@@ -35,10 +35,10 @@ from .on_policy_texts import own_answers
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallLMTraining(TrainingConfig):
-    """How to distil a small LM. The head is most of the cost, which ``sampled_vocab`` lowers."""
+class DraftModelTraining(TrainingConfig):
+    """How to distil a draft model. The head is most of the cost, which ``sampled_vocab`` lowers."""
 
-    name = "small-lm"
+    name = "draft-model"
 
     divergence: str = option(
         "forward-kl",
@@ -91,15 +91,15 @@ class SmallLMTraining(TrainingConfig):
         return self if self.layers else replace(self, layers=tuple(sorted({0, min(1, last), last})))
 
     def trainee(self, target: LoadedModel) -> Trainee:
-        return SmallLMTrainee(target, self)
+        return DraftModelTrainee(target, self)
 
 
-class SmallLMTrainee(Trainee):
+class DraftModelTrainee(Trainee):
     """The student of :func:`student_of`."""
 
-    def __init__(self, target: LoadedModel, recipe: SmallLMTraining):
+    def __init__(self, target: LoadedModel, recipe: DraftModelTraining):
         super().__init__(target, recipe)
-        self.drafter = {"name": "small-lm"}
+        self.drafter = {"name": "draft-model"}
         self.student: Any = student_of(target.model, recipe.layers)
         self._others = {name: self._load(name) for name in recipe.others}
         # By text and length of its answer: it follows from them, and need not be found again in each epoch.
@@ -112,8 +112,8 @@ class SmallLMTrainee(Trainee):
         """Another student of this target."""
         if not shares_embedding(name, self.target):
             raise UsageError(
-                f"{name} has an embedding of its own; a student shares the target's, as what crossdraft train small-lm "
-                "writes does"
+                f"{name} has an embedding of its own; a student shares the target's, as models written by "
+                "crossdraft train draft-model do"
             )
         return load_model(name, dtype=torch.float32, share_with=self.target)
 
@@ -202,10 +202,10 @@ class SmallLMTrainee(Trainee):
 
     def describe(self) -> tuple[str, str, str]:
         r, size = self.recipe, sum(weight.numel() for weight in self.trained.values())
-        start = r.start_from and f"another small LM (`{self.start_name}`)"
+        start = r.start_from and f"another draft model (`{self.start_name}`)"
         start = start or f"the target's layers {', '.join(map(str, r.layers))}"
         return (
-            f"A small LM drafter for {self.target_name}",
+            f"A draft model drafter for {self.target_name}",
             f"A causal LM of {len(r.layers)} layers ({size / 1e6:.1f} M trained parameters) that drafts for "
             f"`{self.target_name}`. It starts from {start} and shares the target's embedding and "
             "head, which are not stored here.",
@@ -214,14 +214,14 @@ class SmallLMTrainee(Trainee):
         )
 
 
-def _objective(recipe: SmallLMTraining) -> str:
+def _objective(recipe: DraftModelTraining) -> str:
     """What is minimised, for people."""
     if recipe.divergence == "nll":
         return "sequence-level -log q"
     return f"jsd with beta {recipe.beta:g}" if recipe.divergence == "jsd" else recipe.divergence
 
 
-def _sources(recipe: SmallLMTraining) -> str:
+def _sources(recipe: DraftModelTraining) -> str:
     """Which of them, and of whose texts, where these are not simply all."""
     if recipe.on_policy:
         return f", {recipe.on_policy:.0%} of the answers written by the student itself at each step"

@@ -1,4 +1,4 @@
-"""A small language model draws a tree of a fixed shape, or one with a budget of nodes.
+"""A draft model draws a tree of a fixed shape, or one with a budget of nodes.
 
 Without replacement: W. Jeon et al., "Recursive Speculative Decoding", 2024; Z. Chen et al., "Sequoia: Scalable,
 Robust, and Hardware-aware Speculative Decoding", 2024. Top-k trees: T. Cai et al., "Medusa", ICML 2024 (choice
@@ -44,7 +44,7 @@ NODES, DEPTH, THRESHOLD = 16, 8, 0.1
 ACCEPTANCE = (0.26, 0.08, 0.057, 0.046, 0.034, 0.027, 0.027)
 
 
-class SmallLMTree(Drafter):
+class DraftModelTree(Drafter):
     """A tree given by its branching, by choice lists or by a budget, one pass of the small model a level.
 
     ``siblings`` says how the children of a node are chosen: ``without-replacement`` (drawn one after the other),
@@ -55,7 +55,7 @@ class SmallLMTree(Drafter):
     ``opt-tree`` in every step anew, the most probable one, whose nodes are point masses.
     """
 
-    name = "small-lm-tree"
+    name = "draft-model-tree"
 
     class Config(ModelConfig):
         branching: tuple[int, ...] | None = Field(

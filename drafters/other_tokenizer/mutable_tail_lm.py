@@ -1,4 +1,4 @@
-"""Slots of a drafting model whose newest tokens may still change, because text that goes on is encoded anew."""
+"""Slots of a draft model whose newest tokens may still change, because text that goes on is encoded anew."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Follower:
     once the step is over, nodes that turned out to be tokens of the text are kept.
 
     Args:
-        lm: slots of the drafting model, in its own ids.
+        lm: slots of the draft model, in its own ids.
     """
 
     def __init__(self, lm: LM):

@@ -14,15 +14,15 @@ _END = re.compile(rb"(?<=[^ \t\r\n]) ")
 
 
 class Retelling:
-    """One sequence of the target in the drafting model's tokens.
+    """One sequence of the target in the draft model's tokens.
 
     The text is cut into pieces before spaces, and after `LONGEST` bytes at most; each is encoded by itself, once it is
-    over for good. So the drafting model's tokens follow from the target's alone, however these came (in one prompt,
+    over for good. So the draft model's tokens follow from the target's alone, however these came (in one prompt,
     or step after step), and all but those of the last piece never change.
 
     Args:
-        theirs, mine: spellings of the target's tokens and of the drafting model's.
-        twins: the drafting model's id of target tokens that both have.
+        theirs, mine: spellings of the target's tokens and of the draft model's.
+        twins: the draft model's id of target tokens that both have.
     """
 
     def __init__(self, theirs: Spelling, mine: Spelling, twins: Mapping[int, int]):
@@ -48,7 +48,7 @@ class Retelling:
             self._start = True
 
     def ids(self) -> tuple[list[int], int]:
-        """The drafting model's tokens, and how many of them will never change."""
+        """The draft model's tokens, and how many of them will never change."""
         return self._ids + self._mine.encode(self._open, self._start), len(self._ids)
 
     def respelt(self, text: bytes) -> list[int]:

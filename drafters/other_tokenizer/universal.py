@@ -3,10 +3,10 @@
 N. Timor, J. Mamou, D. Korat et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
 Heterogeneous Vocabularies", ICML 2025, arXiv:2502.05202.
 
-``tli``, token-level intersection: the drafting model draws from its law restricted to the tokens that both vocabularies
+``tli``, token-level intersection: the draft model draws from its law restricted to the tokens that both vocabularies
 have, renormalised. That restricted law is q, in the target's ids, so any rule for chains verifies it.
 
-``slem``, string-level exact match: the drafting model's most probable tokens become text, and the text becomes tokens
+``slem``, string-level exact match: the draft model's most probable tokens become text, and the text becomes tokens
 of the target, which are point masses. What the drafter was fed to draft them does not matter for losslessness.
 """
 
@@ -39,7 +39,7 @@ FED = LONGEST + 8
 class Universal(ChainDrafter):
     """A model with another tokenizer drafts a chain.
 
-    The drafting model reads the text in its own tokens (`Retelling`), so that it may hold more of them than the target
+    The draft model reads the text in its own tokens (`Retelling`), so that it may hold more of them than the target
     does; where they do not fit its slots or its context, it reads the end of the text alone.
     """
 
@@ -66,12 +66,12 @@ class Universal(ChainDrafter):
         b = context.batch_size
         self._rows: list[Retelling | None] = [None] * b
         self._from = [0] * b  # where what is read of each text begins
-        self._said: list[list[int]] = [[] for _ in range(b)]  # of slem: the drafting model's tokens
+        self._said: list[list[int]] = [[] for _ in range(b)]  # of slem: the draft model's tokens
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         text, policy = config.mode == "slem", config.lengths(1)
-        # Not replayable: once a draft is committed, the drafting model may read its text in other tokens.
+        # Not replayable: once a draft is committed, the draft model may read its text in other tokens.
         return DraftTraits(
             drawn="chain",
             point_mass=text or sampling.at(config.temperature).temperature == 0,
@@ -85,7 +85,7 @@ class Universal(ChainDrafter):
         found = context.load_model(name)
         who = f"'{name}' cannot draft for '{context.target_name}'"
         if context.tokenizer is None or found.tokenizer is None:
-            whose = "target's" if context.tokenizer is None else "drafting model's"
+            whose = "target's" if context.tokenizer is None else "draft model's"
             raise ModelError(f"{who}: the {whose} tokenizer is not known, and tokens are compared by what they spell")
         self._theirs, self._mine = Spelling(context.tokenizer), Spelling(found.tokenizer)
         roles = [(getattr(context.tokenizer, r), getattr(found.tokenizer, r)) for r in ("eos_token_id", "bos_token_id")]
@@ -94,7 +94,7 @@ class Universal(ChainDrafter):
         common = sum(id in self._theirs.pieces for id in self._twins)
         if self.config.mode == "tli" and not common:
             raise ModelError(f"{who} in mode tli: their vocabularies have no token in common; take mode: slem")
-        for spelling, whose in ((self._theirs, "target"), (self._mine, "drafting model")):
+        for spelling, whose in ((self._theirs, "target"), (self._mine, "draft model")):
             if self.config.mode == "slem" and not spelling.faithful:
                 raise ModelError(
                     f"{who} in mode slem: the tokens of the {whose} do not say where spaces are, so no text can be "
@@ -111,7 +111,7 @@ class Universal(ChainDrafter):
         if self._most < FED:
             raise ModelError(
                 f"{who}: its context of {found.context_length} tokens leaves no room beside drafts of "
-                f"{self.config.gamma}; take another drafting model, or a smaller gamma"
+                f"{self.config.gamma}; take another draft model, or a smaller gamma"
             )
         return context.load_lm(name, room=slot - context.max_length, ids=torch.arange(self._mine.size))
 
@@ -129,7 +129,7 @@ class Universal(ChainDrafter):
         self.model.free(row)
 
     def _read(self, row: int) -> tuple[list[int], int]:
-        """What the drafting model reads in slot ``row``, and how much of that will never change."""
+        """What the draft model reads in slot ``row``, and how much of that will never change."""
         told = self._rows[row]
         if told is None:
             return [], 0
@@ -184,14 +184,14 @@ class Universal(ChainDrafter):
         self.policy.observe(accepted, self._wanted)
 
     def _shared(self, logits: Tensor) -> Tensor:
-        """Of the drafting model's ``logits [..., V]`` those of tokens that both have, at the target's ids."""
+        """Of the draft model's ``logits [..., V]`` those of tokens that both have, at the target's ids."""
         return logits[..., self._own.clamp(min=0)].masked_fill(self._own < 0, -math.inf)
 
     def _grow(self, tokens: Tensor) -> Tensor:
         return self._shared(self._follower.forward(self._own[tokens]))
 
     def _respelt(self, row: int, said: list[int]) -> list[int]:
-        """The target's tokens for what the drafting model said in slot ``row``."""
+        """The target's tokens for what the draft model said in slot ``row``."""
         told, text, ends = self._rows[row], b"", []
         if told is None:
             return []

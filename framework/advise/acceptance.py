@@ -37,7 +37,7 @@ class Acceptance:
         pieces: what a row is: "prompts", "windows of the log".
         length: mean tokens of a step, bonus included, where that is all there is.
         drafter, verifier: names, as recipes have them; empty where the source does not say.
-        model: the drafting model; empty where there is none or the source does not say.
+        model: the draft model; empty where there is none or the source does not say.
         temperature: of the target; None where the source does not say.
         point_mass: the drafts were not sampled but greedy or looked up; None where the source does not say.
         chain: a draft is one sequence, no tree.

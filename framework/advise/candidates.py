@@ -1,7 +1,7 @@
 """What may be chosen: a drafter with a rule, how its drafts are accepted, and what its steps cost.
 
 Acceptance comes from anywhere, as a list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`),
-which know more: how wide each step was, how often the drafting model ran, what verification and bookkeeping took.
+which know more: how wide each step was, how often the draft model ran, what verification and bookkeeping took.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatis
 def imported(
     acceptances: Iterable[Acceptance], target: Curve, drafter: Curve | None, context: float
 ) -> list[Candidate]:
-    """Candidates from acceptance that was replayed or imported: chains, one pass of the drafting model a token.
+    """Candidates from acceptance that was replayed or imported: chains, one pass of the draft model a token.
 
     Verification and bookkeeping count as free, and so does drafting without a curve.
     """
@@ -130,7 +130,7 @@ class Machine:
 
     Attributes:
         target: curve of the target there.
-        drafter: the curve of a drafting model by name; None where drafting counts as free.
+        drafter: the curve of a draft model by name; None where drafting counts as free.
     """
 
     target: Curve

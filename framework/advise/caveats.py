@@ -49,9 +49,7 @@ class Remarks:
         """Nobody says what these take."""
         self.assume("verification and bookkeeping count as free")
         if drafting:
-            self.assume(
-                "drafting counts as free; give the drafting model as --draft-model, or its passes as --draft-cost"
-            )
+            self.assume("drafting counts as free; give the draft model as --draft-model, or its passes as --draft-cost")
 
     def overlapped(self) -> None:
         self.assume(

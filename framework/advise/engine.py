@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def sampled(self) -> bool:
-        """Do drafts have to be sampled from the drafting model's law, for the acceptance to be what it is?"""
+        """Do drafts have to be sampled from the draft model's law, for the acceptance to be what it is?"""
         return self.acceptance.point_mass is False and not self.greedy
 
 

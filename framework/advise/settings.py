@@ -21,12 +21,12 @@ def needs_method(engine: Engine, acceptance: Acceptance) -> str:
 
 
 def needs_model(engine: Engine, acceptance: Acceptance) -> str:
-    """The drafting model's name. Raises UsageError where nobody knows it."""
+    """The draft model's name. Raises UsageError where nobody knows it."""
     if not acceptance.model:
         raise UsageError(
-            f"the settings of {engine.name} name the drafting model of {acceptance.drafter}; give it as --draft-model"
+            f"the settings of {engine.name} name the draft model of {acceptance.drafter}; give it as --draft-model"
         )
-    refuse_quantized(acceptance.model, f"{engine.name} does not quantise drafting models so; it needs weights on disk")
+    refuse_quantized(acceptance.model, f"{engine.name} does not quantise draft models so; it needs weights on disk")
     return acceptance.model
 
 

@@ -212,8 +212,8 @@ class TargetContext(ModuleContext):
 
     Attributes:
         loaded: the target.
-        sequence: longest sequence of prompt and output, in tokens; a drafting model must reach as far.
-        load: how drafting models are loaded, `load_drafting_model` by default; the bench keeps them. ``heads``: how
+        sequence: longest sequence of prompt and output, in tokens; a draft model must reach as far.
+        load: how draft models are loaded, `load_drafting_model` by default; the bench keeps them. ``heads``: how
             heads are.
         used: every model that the drafter asked for: digest, source, and whether it is heads, by name.
     """
@@ -255,19 +255,19 @@ class TargetContext(ModuleContext):
         return learner_of(self._reaching(name), self.batch_size, self.max_length, self.vocab_size)
 
     def _reaching(self, name: str, same_tokenizer: bool = True) -> LoadedModel:
-        """A drafting model that speaks the target's tokens, if it has to, and reaches as far as the sequences."""
+        """A draft model that speaks the target's tokens, if it has to, and reaches as far as the sequences."""
         found = self.load_model(name)
         if same_tokenizer and (difference := self._other_tokenizer(found.tokenizer)):
             raise ModelError(f"'{name}' cannot draft for '{self.target_name}': {difference}")
         if found.context_length is not None and found.context_length < self.sequence:
             raise ModelError(
                 f"'{name}' has a context of {found.context_length} tokens, but sequences reach {self.sequence} here; "
-                "shorten the prompts or max_new_tokens, or take another drafting model"
+                "shorten the prompts or max_new_tokens, or take another draft model"
             )
         return found
 
     def _other_tokenizer(self, tokenizer: Any) -> str | None:
-        """Why a drafting model's tokenizer will not do, or None."""
+        """Why a draft model's tokenizer will not do, or None."""
         if self.tokenizer is None:
             return "the target's tokenizer is not known"
         return same_tokenizer(self.tokenizer, tokenizer)

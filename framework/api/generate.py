@@ -71,7 +71,7 @@ def pair_decoder(
 
     Args:
         verifier: if it is None, the one that ``docs/verifiers.md`` advises for the drafter, see `default_rule`.
-        load: how drafting models are loaded.
+        load: how draft models are loaded.
         options: further ones of `build_decoder`.
 
     Raises:
@@ -130,7 +130,7 @@ def generate(
         model: a target from :func:`load_model`, or its name.
         inputs: texts, or lists of token ids; one text may stand alone, one list of ids is wrapped: ``[[1, 2, 3]]``.
         drafter, verifier: a name, a mapping with ``name`` and its options, e.g.
-            ``{"name": "small-lm", "model": "smollm2-small-lm", "gamma": 4}``, or a class. The default verifier is
+            ``{"name": "draft-model", "model": "smollm2-draft-model", "gamma": 4}``, or a class. The default verifier is
             ``greedy`` at temperature 0; otherwise the rule that ``docs/verifiers.md`` advises for such drafts:
             ``block`` for chains, ``spectr`` for K sequences, ``traversal`` for trees without replacement,
             ``greedy-draft-optimal`` for greedy siblings, ``sample-match`` for deterministic trees.

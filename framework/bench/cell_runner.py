@@ -43,7 +43,7 @@ TEMPLATE_SLACK = 16
 
 
 class Models:
-    """Loaded models; those of the last target are kept, with the drafting models that went with it.
+    """Loaded models; those of the last target are kept, with the draft models that went with it.
 
     ``trusted``: names of models that may run Python code of their own.
     """
@@ -70,7 +70,7 @@ class Models:
         return self._loaded[config.target]
 
     def drafter(self, name: str, target: LoadedModel) -> LoadedModel:
-        """A drafting model for the target that was loaded last."""
+        """A draft model for the target that was loaded last."""
         if name not in self._loaded:
             self._loaded[name] = load_drafting_model(name, target, trust_remote_code=name in self.trusted)
         return self._loaded[name]
@@ -227,7 +227,7 @@ class Cell:
     Args:
         config: what to run.
         target: the loaded target; ``lm`` are its slots, shared with the group's other cells.
-        models: where drafting models come from.
+        models: where draft models come from.
         sequence, slot: see `lengths`.
         on_step: called after every step, and before the first one: a time limit, say.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.

@@ -77,9 +77,7 @@ def explain(
         rest = "other programs, or the other pairs of the group, hold the rest: run fewer of them at once"
         return f"{needs} are less than the {_gb(available)} there are; {rest}"
     if fits == 0:
-        return (
-            f"{needs}, of {_gb(available)} in all; not even batch size 1 fits: take a smaller model or dtype bfloat16"
-        )
+        return f"{needs}, of {_gb(available)} in all; not even batch size 1 fits: take a draft model or dtype bfloat16"
     return f"{needs}, of {_gb(available)} in all; batch size {fits} would fit, other programs' memory not counted"
 
 

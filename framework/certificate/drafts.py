@@ -43,12 +43,12 @@ class DraftKind:
 #: ``--draft``. The model's name is free: whatever a drafter loads is the toy's drafter model.
 DRAFTS: dict[str, DraftKind] = {
     "chain": DraftKind(
-        "small-lm",
+        "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1},
         "a chain that is sampled",
     ),
     "point-mass": DraftKind(
-        "small-lm",
+        "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0},
         "the drafter's argmax chain",
     ),
@@ -58,31 +58,31 @@ DRAFTS: dict[str, DraftKind] = {
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1, "threshold": 2 / 5 - 1e-9},
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
-    "iid-2": DraftKind("small-lm-iid", lambda gamma: _iid(gamma, 2), "two sequences, drawn independently"),
-    "iid-3": DraftKind("small-lm-iid", lambda gamma: _iid(gamma, 3), "three of them"),
+    "iid-2": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 2), "two sequences, drawn independently"),
+    "iid-3": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 3), "three of them"),
     "tree-wor-2-1": DraftKind(
-        "small-lm-tree",
+        "draft-model-tree",
         lambda gamma: _tree(gamma, "without-replacement"),
         "two children of the root drawn without replacement, a chain below each",
     ),
     "tree-greedy-2-1": DraftKind(
-        "small-lm-tree",
+        "draft-model-tree",
         lambda gamma: _tree(gamma, "greedy"),
         "the most probable child of the root and one drawn from the rest, a sampled chain below each",
     ),
     "tree-top-2-1": DraftKind(
-        "small-lm-tree",
+        "draft-model-tree",
         lambda gamma: _tree(gamma, "top-k"),
         "the two most probable children, an argmax chain below each",
     ),
     "tree-sequoia": DraftKind(
-        "small-lm-tree",
+        "draft-model-tree",
         lambda gamma: _grown(gamma, "sequoia", {"acceptance": [0.8, 0.1], "temperature": 1}),
         "Sequoia's tree of one node more than a chain, drawn without replacement: a chain, and a leaf beside its first "
         "node",
     ),
     "tree-opt": DraftKind(
-        "small-lm-tree",
+        "draft-model-tree",
         lambda gamma: _grown(gamma, "opt-tree", {"threshold": 0}),
         "OPT-Tree's of as many nodes: those that the drafter finds most probable, so that its shape varies",
     ),

@@ -31,7 +31,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="only cells with one of these values, e.g. batch_size=1,8 or drafter=small-lm; repeatable",
+        help="only cells with one of these values, e.g. batch_size=1,8 or drafter=draft-model; repeatable",
     )
 
 

@@ -368,5 +368,5 @@ class Drafter(ABC):
 
     @property
     def passes(self) -> int:
-        """Forward passes of a drafting model made so far (0 for drafters without one)."""
+        """Forward passes of a draft model made so far (0 for drafters without one)."""
         return 0

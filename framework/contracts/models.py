@@ -79,7 +79,7 @@ class Backend(ABC):
     """How models of one kind are told, loaded and run. Registered through ``crossdraft_register_backends``.
 
     The built-in one, ``transformers``, takes directories with a ``config.json``. Another one (llama.cpp, an engine)
-    answers for other files; targets and drafting models are then given by the path of such a file.
+    answers for other files; targets and draft models are then given by the path of such a file.
     """
 
     name: ClassVar[str]
@@ -103,7 +103,7 @@ class Backend(ABC):
 
         Args:
             dtype, device: as the user wrote them, ``"auto"`` by default.
-            share_with: the loaded target that a drafting model may share tensors with.
+            share_with: the loaded target that a draft model may share tensors with.
 
         Raises:
             UsageError: an option that this backend cannot honour.

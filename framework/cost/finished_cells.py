@@ -97,7 +97,7 @@ def statistics(result: CellResult) -> CellStatistics | None:
 
 
 def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurve | None, CostCurve | None]:
-    """The curves of a cell's target and of its drafting model, None where there is none.
+    """The curves of a cell's target and of its draft model, None where there is none.
 
     A drafter without a model, or with several, has no curve: its time is the one that was measured.
     """

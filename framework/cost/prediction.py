@@ -28,7 +28,7 @@ class CellStatistics:
         tokens_per_step: tokens a row emits in a step: the block efficiency.
         widths: share of the steps by nodes of the widest row; the target evaluates one position more.
         context: mean length of the longest row, in tokens.
-        passes: forward passes of the drafting model in a step; draft_width: tokens of a row in each of them.
+        passes: forward passes of the draft model in a step; draft_width: tokens of a row in each of them.
         draft_seconds: of a step's drafting, for drafters whose passes have no curve.
         other_seconds: of a step's verification and bookkeeping.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
@@ -49,7 +49,7 @@ class CellStatistics:
     def chain(cls, batch_size: int, gamma: int, acceptance: float, context: float) -> CellStatistics:
         """Token verification of chains of ``gamma`` tokens, each accepted with the same probability if all before
         it were: E[tau] + 1 = (1 - a^(gamma+1)) / (1 - a) (Leviathan, Kalman and Matias, "Fast inference from
-        transformers via speculative decoding", 2023, eq. 1). A pass of the drafting model for each token."""
+        transformers via speculative decoding", 2023, eq. 1). A pass of the draft model for each token."""
         survival = tuple(acceptance**i for i in range(1, gamma + 1))
         return cls(batch_size, batch_size, 1 + sum(survival), {gamma: 1.0}, context, gamma, acceptance=survival)
 

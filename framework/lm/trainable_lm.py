@@ -1,4 +1,4 @@
-"""A copy of a drafting model whose weights its drafter may change while it drafts, see `Learner`."""
+"""A copy of a draft model whose weights its drafter may change while it drafts, see `Learner`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting models in the target's token ids."""
+"""Draft models in the target's token ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import ModelError
 
 
 class FittedLM:
-    """A drafting model whose logits are brought to the width of the target's.
+    """A draft model whose logits are brought to the width of the target's.
 
     Tables are padded to step sizes, so that models with one tokenizer may differ in width. Ids that only the
-    target has get logit -inf; ids that only the drafting model has are cut: the tokenizer knows none of them.
+    target has get logit -inf; ids that only the draft model has are cut: the tokenizer knows none of them.
     """
 
     def __init__(self, lm: LM, vocab_size: int):
@@ -44,7 +44,7 @@ class FittedLM:
 
 
 class MappedLM(FittedLM):
-    """A drafting model with another vocabulary that speaks the target's ids, where it has tokens for them.
+    """A draft model with another vocabulary that speaks the target's ids, where it has tokens for them.
 
     Args:
         ids: ``[V]`` int64, the model's id of each of the target's, -1 = none: its logit is -inf.

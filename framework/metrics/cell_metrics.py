@@ -80,7 +80,7 @@ class Metrics:
         acceptance: Pr(tau >= i) for i = 1, 2, ...
         nodes_per_step: drafted tokens of a row in a step.
         target_rows_per_token: positions the target evaluated per token emitted.
-        drafter_passes: forward passes of the drafting model, prefill not counted.
+        drafter_passes: forward passes of the draft model, prefill not counted.
         shares: of the decoding time: draft (the drafter's prefill included), target, verify, rest.
         decode_seconds, prefill_seconds: the time it took, without the tail (see `Piece`).
         tail_seconds: the tail's, which no share and no rate but the next-named counts.

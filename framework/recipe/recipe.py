@@ -2,7 +2,7 @@
 
     target: smollm2-135m-instruct
     prompts: builtin
-    drafters: [prompt-lookup, {name: small-lm, model: smollm2-small-lm}]
+    drafters: [prompt-lookup, {name: draft-model, model: smollm2-draft-model}]
     verifiers: [token, block]
     matrix: {temperature: [0.6, 1.0], batch_size: [1, 8], gamma: [4]}
 
@@ -111,7 +111,7 @@ class PromptSpec(Options):
 class Strategy(Options):
     """A drafter or verifier by name, with its config. A plain name stands for ``{name: ...}``.
 
-    In YAML and JSON the config stands beside the name: ``{name: small-lm, model: ..., gamma: 4}``.
+    In YAML and JSON the config stands beside the name: ``{name: draft-model, model: ..., gamma: 4}``.
     """
 
     name: Name = Field(min_length=1)
@@ -130,7 +130,7 @@ class Strategy(Options):
 
     @classmethod
     def parse(cls, text: str, where: str, options: Mapping[str, Any] | None = None) -> Strategy:
-        """From a command line: a name, or a mapping as in recipes, ``{name: small-lm, gamma: 4}``; more ``options``.
+        """From a command line: a name, or a mapping as in recipes, ``{name: draft-model, gamma: 4}``; more ``options``.
 
         Raises UsageError, which begins with ``where``, for what is none.
         """
@@ -138,7 +138,7 @@ class Strategy(Options):
         if text.lstrip().startswith("{"):
             given = yaml_value(text, lambda line: where)
             if "name" not in given:
-                raise UsageError(f"{where} {text}: a mapping needs a name, as in {{name: small-lm, gamma: 4}}")
+                raise UsageError(f"{where} {text}: a mapping needs a name, as in {{name: draft-model, gamma: 4}}")
         try:
             return cls.model_validate({**given, **(options or {})})
         except ValidationError as error:
@@ -220,7 +220,7 @@ class Recipe(Options):
     max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
     batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="rows that are decoded at once")
     seed: int = Field(default=0, ge=0, le=MOST_SEED, description="of all random numbers")
-    dtype: Name = Field(default="auto", description="of target and drafting models")
+    dtype: Name = Field(default="auto", description="of target and draft models")
     device: Device = Field(
         default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for targets larger than one"
     )

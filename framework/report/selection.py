@@ -112,7 +112,7 @@ def shown(value: Any) -> str:
 
 
 def _without(title: str, options: dict[str, Any], told: Sequence[str]) -> str:
-    """A title without options that are told elsewhere: ``small-lm gamma=4`` beside a column ``gamma`` is small-lm."""
+    """A title without options shown elsewhere: beside a column ``gamma``, ``draft-model gamma=4`` is draft-model."""
     for key in told:
         if key in options:
             title = title.replace(f" {key}={options[key]}", "")

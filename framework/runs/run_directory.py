@@ -79,7 +79,7 @@ class PieceResult:
     """What one cell did with one piece of the prompts.
 
     Attributes:
-        passes: forward passes of the drafting model.
+        passes: forward passes of the draft model.
         peak_memory: bytes, see `Metrics.peak_memory`.
     """
 

@@ -16,7 +16,7 @@ from crossdraft import Sampling, UsageError
 from crossdraft.testing import DrafterContract
 
 LOOKUP = {"name": "prompt-lookup", "gamma": 3}
-MODEL = {"name": "small-lm", "model": "toy", "gamma": 2}
+MODEL = {"name": "draft-model", "model": "toy", "gamma": 2}
 
 
 class TestLookupElseModel(DrafterContract):
@@ -55,7 +55,7 @@ class TestMergedTrees(DrafterContract):
         "nodes": 5,
         "drafters": [
             {"name": "token-recycling", "nodes": 4},
-            {"name": "small-lm-tree", "model": "toy", "branching": [2, 1], "siblings": "top-k"},
+            {"name": "draft-model-tree", "model": "toy", "branching": [2, 1], "siblings": "top-k"},
         ],
     }
     asks_device = True
@@ -127,10 +127,10 @@ def test_traits_follow_from_the_parts() -> None:
 @pytest.mark.parametrize(
     ("drafters", "options", "sentence"),
     [
-        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot take 'small-lm': it draws its tokens here"),
+        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot take 'draft-model': it draws its tokens here"),
         ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot take 'medusa': it follows the target's hidden states"),
         ([LOOKUP, "none"], {}, "cannot take 'none': it never drafts"),
-        ([LOOKUP, {"name": "small-lm-iid", "model": "m"}], {}, "cannot take 'small-lm-iid': it drafts 'iid'"),
+        ([LOOKUP, {"name": "draft-model-iid", "model": "m"}], {}, "cannot take 'draft-model-iid': it drafts 'iid'"),
         (["token-recycling", MODEL], {}, "cannot take a tree beside a chain that is drawn"),
     ],
 )
@@ -142,7 +142,7 @@ def test_what_cannot_be_combined_is_refused(drafters: Any, options: Any, sentenc
 def test_results_depend_on_the_code_of_all_parts() -> None:
     inner = {"name": "combine", "drafters": [LOOKUP, "token-recycling"]}
     found = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))
-    assert [cls.name for cls in found] == ["small-lm", "combine", "prompt-lookup", "token-recycling"]
+    assert [cls.name for cls in found] == ["draft-model", "combine", "prompt-lookup", "token-recycling"]
 
 
 def test_options_are_checked_at_once() -> None:

@@ -20,7 +20,7 @@ MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts
 TABLE = "batch_size,width,context,seconds\n" + "".join(
     f"{b},{w},100,{(10 + max(b * w - 8, 0)) / 1000}\n" for b in (1, 8, 64) for w in (1, 2, 3, 5, 9)
 )
-SAID = ("--drafter", "small-lm", "--verifier", "token", "--temperature", "1")
+SAID = ("--drafter", "draft-model", "--verifier", "token", "--temperature", "1")
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_what_an_engine_cannot_do_is_priced(place: Path, capsys: Any) -> None:
     run = write_run(place, cells)
     code, out, err = advise(capsys, run, "--batch-size", "1", "--export", "llama.cpp")
     assert code == 0 and LlamaCpp(out).given.spec_type in ("ngram-simple", "none")
-    assert "small-lm × block at gamma 3: at temperature 1.0 llama.cpp drafts greedily" in err
+    assert "draft-model × block at gamma 3: at temperature 1.0 llama.cpp drafts greedily" in err
     code, _, err = advise(capsys, write_run(place, cells[:2], "other"), "--export", "llama.cpp")
     assert code == 2 and "llama.cpp can do none of these" in err
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--draft-path", "org/draft")
@@ -225,7 +225,7 @@ def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
         (["vllm.log", "--draft-cost", "draft.csv"], "--draft-cost needs --cost"),
         (["vllm.log", "--draft-model", "d"], "--draft-model needs --target"),
         (["vllm.log", "--draft-model", "d", "--draft-cost", "x"], "--draft-model and --draft-cost both"),
-        (["vllm.log", "--drafter", "smal-lm"], "did you mean 'small-lm'"),
+        (["vllm.log", "--drafter", "draft-modl"], "did you mean 'draft-model'"),
         (["vllm.log", "--export", "vlm"], "did you mean 'vllm'"),
         (["vllm.log", "--batch-size", "0"], "--batch-size takes positive numbers"),
         (["vllm.log", "--temperature", "-1"], "--temperature must be 0 or greater"),
@@ -235,7 +235,7 @@ def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
         (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "does not say what drafts"),
         (["vllm.log", "--cost", "passes.csv", "--export", "transformers", "--batch-size", "4"], "--batch-size 1"),
         ([".", "--cost", "passes.csv"], "has no recipe.json"),
-        ([".", "--drafter", "small-lm"], "a finished run knows it"),
+        ([".", "--drafter", "draft-model"], "a finished run knows it"),
         (["vllm.log", "--cost", "passes.csv", "--devices", "2"], "--devices describes the machine of --on"),
         (["vllm.log", "--cost", "passes.csv", "--draft-vocab", "9"], "--draft-vocab is of the --draft-model"),
         (["vllm.log", "--cost", "passes.csv", "--draft-path", "x"], "--draft-path is for the settings of --export"),
@@ -250,7 +250,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
     class Theirs(Engine):
         name = "theirs"
         read_from = "1.0"
-        methods: ClassVar[dict[str, str]] = {"small-lm": "s"}
+        methods: ClassVar[dict[str, str]] = {"draft-model": "s"}
         reading: ClassVar[Any] = []
 
         def read(self, given: Any, before: Any = None) -> Any:

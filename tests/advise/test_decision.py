@@ -22,7 +22,7 @@ TARGET, DRAFT, _ = curves()
 class Fixed(Engine):
     name = "fixed"
     read_from = "nowhere"
-    methods: ClassVar[dict[str, str]] = {"small-lm": "s", "prompt-lookup": "p"}
+    methods: ClassVar[dict[str, str]] = {"draft-model": "s", "prompt-lookup": "p"}
 
     def export(self, schedule: Schedule) -> Settings:
         return Settings("")
@@ -41,7 +41,7 @@ class Single(Fixed):
 
 
 def chain(rates: tuple[float, ...], **about: Any) -> Candidate:
-    known = {"drafter": "small-lm", "model": "d", "verifier": "token", "temperature": 1.0}
+    known = {"drafter": "draft-model", "model": "d", "verifier": "token", "temperature": 1.0}
     (found,) = imported([Acceptance(rates, "here", **(known | about))], TARGET, DRAFT, 200)
     return found
 
@@ -55,7 +55,7 @@ def test_the_acceptance_of_a_cell() -> None:
     assert notes == [] and acceptance.rows == ((4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 3, 3))
     assert acceptance.marginal == (11 / 12, 10 / 12, 9 / 12) and acceptance.cuttable and acceptance.chain
     assert (acceptance.drafter, acceptance.model, acceptance.verifier, acceptance.temperature) == (
-        *("small-lm", "d", "token"),
+        *("draft-model", "d", "token"),
         1.0,
     )
     assert acceptance.point_mass is False and dict(acceptance.options) == {"gamma": 3}
@@ -95,9 +95,9 @@ def test_what_is_left_out_of_a_run_is_said() -> None:
     results = [cell(None), short, cell(GOOD, verifier="lenient"), failed]
     found, notes = of_run(results, "run", curves())
     assert found == [] and sorted(note.split(": ")[1] for note in notes) == [
+        "draft-model had no room for a draft in any step and is left out",
+        "draft-model × block failed and is left out",
         "lenient is left out",
-        "small-lm had no room for a draft in any step and is left out",
-        "small-lm × block failed and is left out",
     ]
     found, notes = of_run([cell(None), cell(GOOD)], "run", [])
     assert found == [] and "measure it there: crossdraft cost --target m" in notes[0]
@@ -112,9 +112,9 @@ def test_trees_and_rules_that_look_ahead_are_not_cut() -> None:
 
 
 def test_several_sequences_are_called_by_their_number() -> None:
-    results = [cell(None), cell(GOOD, drafter="small-lm-iid", verifier="specinfer", K=2)]
+    results = [cell(None), cell(GOOD, drafter="draft-model-iid", verifier="specinfer", K=2)]
     (found,), _ = of_run(results, "run", curves())
-    assert found.title == "small-lm-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
+    assert found.title == "draft-model-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
     step = decide([found], 1)
     assert step.best.gamma == 3 and step.runner_up is None
 

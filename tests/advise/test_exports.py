@@ -118,12 +118,12 @@ def test_not_drafting(name: str) -> None:
     "name, about, says",
     [
         ("sglang", {"verifier": "block"}, "no block verification"),
-        ("sglang", {"drafter": "small-lm"}, "STANDALONE drafts greedily"),
+        ("sglang", {"drafter": "draft-model"}, "STANDALONE drafts greedily"),
         ("sglang", {"drafter": "medusa"}, "no drafter medusa"),
         ("tensorrt-llm", {"verifier": "block"}, "no block verification"),
-        ("tensorrt-llm", {"drafter": "small-lm"}, "DraftTarget drafts greedily"),
+        ("tensorrt-llm", {"drafter": "draft-model"}, "DraftTarget drafts greedily"),
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
-        ("transformers", {"drafter": "small-lm", "verifier": "block"}, "no block verification"),
+        ("transformers", {"drafter": "draft-model", "verifier": "block"}, "no block verification"),
         ("transformers", {}, "no drafter eagle3"),
         ("vllm", {"verifier": "specinfer"}, "not by specinfer"),
         ("vllm", {"chain": False}, "these are trees"),
@@ -143,7 +143,7 @@ def test_what_an_engine_cannot_do(name: str, about: dict[str, Any], says: str) -
 )
 @pytest.mark.parametrize("name", [*PARSERS, "transformers"])
 def test_what_nobody_said(name: str, about: dict[str, Any], says: str) -> None:
-    drafter = {"drafter": "small-lm"} if name == "transformers" else {}
+    drafter = {"drafter": "draft-model"} if name == "transformers" else {}
     with pytest.raises(UsageError, match=says):
         engine(name).export(schedule(**(drafter | about)))
 
@@ -179,7 +179,7 @@ def test_transformers_drafts_as_it_is_told(tmp_path: Path, monkeypatch: Any) -> 
     model = AutoModelForCausalLM.from_pretrained(name)
     inputs = {"input_ids": torch.tensor([[5, 6, 5, 6, 5, 6, 5]]), "max_new_tokens": 24}
     names = {"model": model, "inputs": inputs, "AutoModelForCausalLM": AutoModelForCausalLM}
-    exec(engine("transformers").export(schedule(drafter="small-lm", model=name, temperature=0.0)).text, dict(names))
+    exec(engine("transformers").export(schedule(drafter="draft-model", model=name, temperature=0.0)).text, dict(names))
     assert lengths[:4] == [3, 3, 3, 3]
     lengths.clear()
     lookup = schedule(drafter="prompt-lookup", model="", temperature=0.0)

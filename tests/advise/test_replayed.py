@@ -31,7 +31,7 @@ def test_from_prompts_to_a_decision(
     models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, cache: Path, monkeypatch: Any
 ) -> None:
     prompts = write_prompts(tmp_path / "mine.jsonl", n=4)
-    same = json.dumps({"name": "small-lm", "model": models["same"]})
+    same = json.dumps({"name": "draft-model", "model": models["same"]})
     options = ["--target", models["target"], "--prompts", prompts, "--drafter", "prompt-lookup", "--drafter", same]
     options += ["--on", "h100", "--batch-size", "1,4", "--responses", 4, "--max-new-tokens", 24]
     found, said = advised(capsys, *options)

@@ -213,7 +213,7 @@ def test_a_direct_call_is_refused(model: Any) -> None:
 
 
 def test_a_drafter_with_a_model_of_its_own_is_refused_there(model: Any) -> None:
-    assert "crossdraft.generate" in refused(model, drafter={"name": "small-lm", "model": "x"})
+    assert "crossdraft.generate" in refused(model, drafter={"name": "draft-model", "model": "x"})
 
 
 # -- the law ----------------------------------------------------------------------------------------------

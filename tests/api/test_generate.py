@@ -186,7 +186,7 @@ def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, draw
     assert len(generate(target, [[5]], drafter=drafter, temperature=temperature, max_new_tokens=2)[0].tokens) == 2
 
 
-@pytest.mark.parametrize("name", ["small-lm-iid", "small-lm-tree", "small-lm-dynamic-tree"])
+@pytest.mark.parametrize("name", ["draft-model-iid", "draft-model-tree", "draft-model-dynamic-tree"])
 def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name: str) -> None:
     small = save_model(tmp_path / "small", seed=1)
     said = generate(target, [[5, 6, 7]], drafter={"name": name, "model": small}, max_new_tokens=6)

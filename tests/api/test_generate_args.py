@@ -14,7 +14,7 @@ from crossdraft.framework.errors import UsageError
     "given, sentence",
     [
         ({"gamma": 3}, 'it is an option of the drafter: drafter={"name": "prompt-lookup", "gamma": 3}'),
-        ({"drafter": {"name": "small-lm", "model": "x"}, "gamma": 3}, 'drafter={"name": "small-lm", "gamma": 3}'),
+        ({"drafter": {"name": "draft-model", "model": "x"}, "gamma": 3}, 'drafter={"name": "draft-model", "gamma": 3}'),
         ({"drafter": "none", "gamma": 3}, "has no argument 'gamma'; its arguments are model, inputs"),
         ({"max_new_token": 3}, "did you mean 'max_new_tokens'?"),
         ({"drafter": "nothing", "gamma": 3}, "has no argument 'gamma'; its arguments are"),

@@ -21,9 +21,9 @@ PROMPTS = [[5, 6, 7], [9, 8], [3], [1, 2, 1, 2]]
 @pytest.mark.parametrize(
     "drafter, options, verifier, sampling",
     [
-        ("small-lm", {"gamma": 3}, "block", Sampling(temperature=0.8, top_p=0.9)),
-        ("small-lm-tree", {"branching": [2, 2]}, "traversal", Sampling()),
-        ("small-lm-iid", {"gamma": 2, "K": 3}, "specinfer", Sampling(top_k=5)),
+        ("draft-model", {"gamma": 3}, "block", Sampling(temperature=0.8, top_p=0.9)),
+        ("draft-model-tree", {"branching": [2, 2]}, "traversal", Sampling()),
+        ("draft-model-iid", {"gamma": 2, "K": 3}, "specinfer", Sampling(top_k=5)),
         ("none", {}, "token", Sampling()),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch:
 
 def test_a_stop_string_cuts_text_tokens_and_the_last_step(target: LoadedModel) -> None:
     """Greedy text is known: whatever is in it can be what stops it."""
-    itself: Any = {"name": "small-lm", "model": target.name, "gamma": 4}  # every draft is accepted whole
+    itself: Any = {"name": "draft-model", "model": target.name, "gamma": 4}  # every draft is accepted whole
     options: dict[str, Any] = {"drafter": itself, "temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     (plain,) = generate(target, PROMPTS[:1], **options)
     words = (plain.text or "").split()

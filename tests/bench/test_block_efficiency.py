@@ -19,7 +19,7 @@ def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] 
     """A prompt of one token for each of ``starts``; ``roots`` collects the tokens that steps began with."""
     slots = 32
     context = ToyContext(toy.target, toy.drafter, Sampling(), slots, max_length=max_new_tokens + 2 * GAMMA)
-    drafter = configured("drafters", {"name": "small-lm", "model": "toy", "gamma": GAMMA})
+    drafter = configured("drafters", {"name": "draft-model", "model": "toy", "gamma": GAMMA})
     decoder = build_decoder(
         context, drafter, configured("verifiers", "block"), max_new_tokens=max_new_tokens, rng=CounterRng(1)
     )

@@ -50,7 +50,7 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     install("verifiers", ("broken", Broken))
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
     assert code == 1
-    assert "failed: prompt-lookup × broken (temperature 1, batch size 1), small-lm × broken (temperature 1" in out
+    assert "failed: prompt-lookup × broken (temperature 1, batch size 1), draft-model × broken (temperature 1" in out
     assert "RuntimeError: it broke\n" in out and "in many lines" not in out
     assert "2 of 7 cells failed" in err
     assert "failed: prompt-lookup × broken (not certified): RuntimeError: it broke\n" in err  # at once
@@ -131,7 +131,7 @@ def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
 
 def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['nan']}")
-    assert code == 1 and "drafter 'small-lm' produced NaN or infinite logits for the warm-up at" in out
+    assert code == 1 and "drafter 'draft-model' produced NaN or infinite logits for the warm-up at" in out
     assert "prompt-lookup  block" in out  # the others finished
 
 

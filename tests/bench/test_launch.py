@@ -87,22 +87,22 @@ def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tm
 
 
 def test_what_failed_is_told(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
-    bad = f"drafters=[{{name: small-lm, model: {models['nan']}, gamma: 3}}]"
+    bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, err = bench(bad, *SETTINGS[1:], flags=LAUNCHED)
     assert code == 1 and "2 of 4 cells failed" in err
-    assert err.count("failed: small-lm × ") == 2 and "failed: small-lm × token" in out
+    assert err.count("failed: draft-model × ") == 2 and "failed: draft-model × token" in out
     assert "not measured" not in out
 
 
 def test_fail_fast_starts_nothing_more(bench: Any, here: Any, models: dict[str, str]) -> None:
-    bad = f"drafters=[{{name: small-lm, model: {models['nan']}, gamma: 3}}]"
+    bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, _ = bench(bad, *SETTINGS[1:], flags=[*LAUNCHED, "--fail-fast"])
     assert code == 1 and "stopped: a cell failed, and nothing was run after it (--fail-fast)" in out
     assert len(here.started) == 1 and "--fail-fast" in here.started[0]
 
 
 def test_a_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
-    other = f"drafters=[{{name: small-lm, model: {models['other']}}}]"
+    other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     code, out, err = bench(other, *SETTINGS[1:], flags=LAUNCHED)
     assert (code, out) == (1, "") and "tokenizer" in err.splitlines()[-1] and "Traceback" not in err
 

@@ -10,7 +10,7 @@ import pytest
 from certificate_verifiers import AcceptAll
 from tiny_runs import ONE_GROUP, cells
 
-from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.framework.advise.candidates import of_run
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
@@ -52,7 +52,7 @@ class Sometimes(Token):
         return (AcceptAll.verify if self.config.lie else Token.verify)(self, draft, p, rng)  # type: ignore[arg-type]
 
 
-class WrongQ(SmallLM):
+class WrongQ(DraftModelChain):
     """Drafts right tokens, and reports another distribution than they were drawn from."""
 
     name = "wrong-q"

@@ -14,7 +14,7 @@ from crossdraft.framework.bench.cell_runner import Cell
 from crossdraft.framework.lm import layer_subset, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs
 
-DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: small-lm, model: {same}, gamma: 3}}]"
+DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}]"
 
 
 @pytest.fixture

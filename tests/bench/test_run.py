@@ -79,11 +79,11 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
-        if row["drafter"] == "small-lm":
+        if row["drafter"] == "draft-model":
             assert int(row["drafter_passes"]) > 0 and float(row["block_efficiency_all_steps"]) > 2
         if row["drafter"] == "none":
             assert float(row["speed_up"]) == 1.0
-    assert "| small-lm" in (directory / "summary.md").read_text(encoding="utf-8")
+    assert "| draft-model" in (directory / "summary.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
 
 def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")
-    settings = [*ONE_GROUP, f"drafters=[{{name: small-lm, model: {tmp_path / 'draft'}}}]"]
+    settings = [*ONE_GROUP, f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"]
     bench(*settings)
     assert "reusing 3 cells" in bench(*settings)[2]
     shutil.copytree(models["narrow"], tmp_path / "draft", dirs_exist_ok=True)
@@ -166,7 +166,7 @@ def test_changed_settings_of_a_model_are_measured_again(
     bench: Any, tmp_path: Path, models: dict[str, str], file: str
 ) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")
-    settings = [*ONE_GROUP[:-1], "verifiers=[token]", f"drafters=[{{name: small-lm, model: {tmp_path / 'draft'}}}]"]
+    settings = [*ONE_GROUP[:-1], "verifiers=[token]", f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"]
     bench(*settings)
     path = tmp_path / "draft" / file
     path.write_text((path.read_text(encoding="utf-8") if path.is_file() else "{}") + "\n", encoding="utf-8")

@@ -26,8 +26,8 @@ max_new_tokens: 12
 batch_size: 2
 drafters:
   - prompt-lookup
-  - {{name: small-lm, model: {drafter}, gamma: 3}}
-  - {{name: small-lm-tree, model: {drafter}, branching: [2, 1]}}
+  - {{name: draft-model, model: {drafter}, gamma: 3}}
+  - {{name: draft-model-tree, model: {drafter}, branching: [2, 1]}}
   - {{name: medusa, model: {medusa}, gamma: 2}}
   - {{name: eagle, model: {eagle}, gamma: 2}}
 verifiers: [token, traversal]
@@ -84,7 +84,7 @@ def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path
     assert one.returncode == 0, one.stderr
     two = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
     assert two.returncode == 0, two.stderr
-    assert two.stdout.count("small-lm-tree") == one.stdout.count("small-lm-tree")  # one table
+    assert two.stdout.count("draft-model-tree") == one.stdout.count("draft-model-tree")  # one table
     assert two.stderr.count("recipe: 10 cells in 1 group") == 1
     there = [{path.name.rpartition("_")[0]: path for path in cells(tmp_path / name)} for name in ("one", "two")]
     assert there[0].keys() == there[1].keys() and len(there[0]) == 10

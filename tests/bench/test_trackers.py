@@ -49,7 +49,7 @@ def test_a_tracker_is_told_only_if_asked_for(bench: Any, tmp_path: Path) -> None
 
 
 def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str]) -> None:
-    other = f"drafters=[{{name: small-lm, model: {models['other']}}}]"
+    other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 1
     assert [name for name, _ in TOLD] == ["started", "finished"]
     assert TOLD[-1][1][1] == {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "ended by an error"}

@@ -28,7 +28,7 @@ def test_every_part_runs_on_tiny_models(script: dict[str, Any], capsys: Any) -> 
         if not what.startswith("waits"):  # counted on CUDA alone
             assert f"{what}  " in table
     assert table.count("reached") + table.count("MISSED") == len(script["WANTED"]) - 1
-    assert "batch 2, small-lm, tok/s" in table and "peak memory" in table
+    assert "batch 2, draft-model, tok/s" in table and "peak memory" in table
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.drafters.none import NoDrafter
 from crossdraft.verifiers.token import Token
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loop_overhead.py"
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("drafter, options", [(NoDrafter, {}), (SmallLM, {"model": "m", "gamma": 2})])
+@pytest.mark.parametrize("drafter, options", [(NoDrafter, {}), (DraftModelChain, {"model": "m", "gamma": 2})])
 def test_the_parts_are_the_whole(tiny_model: Any, decoder: Any, drafter: Any, options: Any) -> None:
     script = runpy.run_path(str(SCRIPT))
     target, small = tiny_model("llama", copy="overhead"), tiny_model("llama", seed=1, copy="overhead")

@@ -196,7 +196,7 @@ def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
             "--gamma 9 --draft iid-2 --verifier specinfer",
             "T0, iid-2: there may be 268,435,456 decision paths",
         ),
-        ("--drafter small-lm --draft chain", "leave one of them out"),
+        ("--drafter draft-model --draft chain", "leave one of them out"),
         ("--drafter-option gamma=2", "is for the drafter that --drafter names"),
         ("--prompt x", "--prompt is for the law on a real model"),
         ("--draws 5", "--draws is for the law on a real model"),

@@ -36,7 +36,7 @@ MODEL = dict(
 CONTROL, FEW, MANY = 5_000, 5_000, 200_000
 
 DRAFTERS = {
-    "small-lm": {"model": "noisy", "gamma": GAMMA},
+    "draft-model": {"model": "noisy", "gamma": GAMMA},
     "dynamic-threshold": {"model": "noisy", "gamma": GAMMA, "threshold": 0.4},
     "heuristic-schedule": {"model": "noisy", "gamma": GAMMA, "start": 1},
     "prompt-lookup": {"gamma": GAMMA},
@@ -127,7 +127,7 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     [
         ("heuristic-schedule", "token", FEW),
         ("prompt-lookup", "token", FEW),
-        ("small-lm", "block", FEW),
+        ("draft-model", "block", FEW),
         *[
             pytest.param(drafter, verifier, MANY, marks=pytest.mark.slow)
             for drafter in DRAFTERS
@@ -172,7 +172,7 @@ class WithoutResidual:
 @pytest.mark.parametrize(
     "drafter, verifier",
     [
-        ("small-lm", "token"),
+        ("draft-model", "token"),
         pytest.param("dynamic-threshold", "block", marks=pytest.mark.slow),
         pytest.param("prompt-lookup", "token", marks=pytest.mark.slow),
     ],
@@ -200,4 +200,4 @@ class AbsoluteStepRng(CounterStepRng):
 def test_numbers_reused_by_the_next_step_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
     """The trap that no enumeration can see: block verification looks at coins beyond the accepted prefix."""
     block = plugins.get("verifiers", "block")
-    assert p_value(sample("small-lm", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6
+    assert p_value(sample("draft-model", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6

@@ -257,28 +257,28 @@ def test_plain_decoding_says_so_but_is_what_was_asked_for(capsys: Any, small: li
 @pytest.mark.parametrize(
     "options",
     [
-        ("--drafter", "{name: small-lm-tree, branching: [2, 1], siblings: greedy}"),
-        ("--drafter", "small-lm-tree", "--drafter-option", "branching=[2,1]", "--drafter-option", "siblings=greedy"),
-        ("--drafter", "{name: small-lm-tree, branching: [2, 1]}", "--drafter-option", "siblings=greedy"),
+        ("--drafter", "{name: draft-model-tree, branching: [2, 1], siblings: greedy}"),
+        ("--drafter", "draft-model-tree", "--drafter-option", "branching=[2,1]", "--drafter-option", "siblings=greedy"),
+        ("--drafter", "{name: draft-model-tree, branching: [2, 1]}", "--drafter-option", "siblings=greedy"),
     ],
 )
 def test_options_are_spelt_as_in_recipes(capsys: Any, small: list[str], options: tuple, golden: dict) -> None:
     code, out, _ = run(capsys, *options, "--json", "--verifier", "greedy-draft-optimal", *small)
     (row,) = json.loads(out)
     want = golden["expected_tau"]["greedy-draft-optimal"]["tree-greedy-2-1"]["T0"][0]
-    assert code == 0 and row["draft"] == "small-lm-tree" and row["gamma"] == 2
+    assert code == 0 and row["draft"] == "draft-model-tree" and row["gamma"] == 2
     numerator, _, denominator = want.partition("/")
     assert row["expected_tau"][0] == pytest.approx(float(numerator) / float(denominator or 1), abs=1e-9)
 
 
 def test_a_label_is_what_tables_call_it(capsys: Any, small: list[str]) -> None:
-    mapping = "{name: small-lm, label: two, gamma: 2, temperature: 0}"
+    mapping = "{name: draft-model, label: two, gamma: 2, temperature: 0}"
     code, out, _ = run(capsys, "-v", "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
     assert code == 0 and out.splitlines()[-3].split()[:5] == ["T0", "two", "token", "1", "2"]
 
 
 def test_bounds_of_a_named_drafter(capsys: Any, small: list[str]) -> None:
-    mapping = "{name: small-lm, gamma: 2}"
+    mapping = "{name: draft-model, gamma: 2}"
     code, out, err = run(capsys, "--drafter", mapping, "--verifier", "block", "--bounds", *small)
     assert code == 0 and "bounds left out" not in err
     assert out.splitlines()[-3].split()[-5:-1] == ["1.222222", "1.222222", "1.333333", "0.666667"]
@@ -304,19 +304,22 @@ class NeedsHeads(Counts):
     "options, sentence",
     [
         (["nobody"], "there is no drafter named 'nobody'"),
-        (["small-ml"], "did you mean 'small-lm'?"),
+        (["draft-modle"], "did you mean 'draft-model'?"),
         (["eagle3"], "'eagle3' cannot be enumerated, because .* it reads the target's hidden states"),
         (["medusa"], "'medusa' cannot be enumerated"),
         (["needs-layers"], "'needs-layers' cannot be enumerated, .* AttributeError: 'NoneType'"),
         (["needs-heads"], "'needs-heads' cannot be enumerated, .* wants to load heads, which target 'toy' does not"),
-        (["{name: small-lm, gama: 2}"], "drafter 'small-lm', key 'gama'"),
-        (["small-lm", "--drafter-option", "gamma=[1"], "this is not YAML"),
-        (["small-lm", "--drafter-option", "gamma"], "write key=value"),
-        (["small-lm", "--drafter-option", "gamma=-1"], "key 'gamma'"),
-        (["small-lm", "--drafter-option", "name=[1]"], "--drafter: key 'name'"),
+        (["{name: draft-model, gama: 2}"], "drafter 'draft-model', key 'gama'"),
+        (["draft-model", "--drafter-option", "gamma=[1"], "this is not YAML"),
+        (["draft-model", "--drafter-option", "gamma"], "write key=value"),
+        (["draft-model", "--drafter-option", "gamma=-1"], "key 'gamma'"),
+        (["draft-model", "--drafter-option", "name=[1]"], "--drafter: key 'name'"),
         (["{gamma: 2}"], "a mapping needs a name"),
-        (["{name: small-lm"], "this is not YAML"),
-        (["{name: small-lm-iid, K: 200, gamma: 20}"], "T0, small-lm-iid: there may be about 10.122 decision paths"),
+        (["{name: draft-model"], "this is not YAML"),
+        (
+            ["{name: draft-model-iid, K: 200, gamma: 20}"],
+            "T0, draft-model-iid: there may be about 10.122 decision paths",
+        ),
     ],
 )
 def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list[str], sentence: str) -> None:
@@ -328,7 +331,7 @@ def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list
 
 
 def test_models_that_were_not_named_are_the_toys() -> None:
-    assert named_drafter("small-lm").options.model == "toy"
-    assert named_drafter("{name: small-lm, model: mine}").options.model == "mine"
+    assert named_drafter("draft-model").options.model == "toy"
+    assert named_drafter("{name: draft-model, model: mine}").options.model == "mine"
     with pytest.raises(UsageError, match="cannot be enumerated"):
         named_drafter("mtp")

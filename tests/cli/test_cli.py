@@ -43,7 +43,7 @@ def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
 
 
 def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
-    assert cli.main(["list", "drafters", "small-lm-iid"]) == 0
+    assert cli.main(["list", "drafters", "draft-model-iid"]) == 0
     out = capsys.readouterr().out
     assert "with its default options: iid drafts, at most 10 nodes\n" in out
     assert "\nlossless verifiers that fit: spectr, specinfer, sample-match, traversal, multipath-block" in out

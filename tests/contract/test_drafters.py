@@ -31,34 +31,34 @@ class TestTokenRecyclingChain(DrafterContract):
     remembers = True
 
 
-class TestSmallLM(DrafterContract):
-    drafter = "small-lm"
+class TestDraftModel(DrafterContract):
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3}
 
 
 @pytest.mark.slow
-class TestSmallLMAtItsOwnTemperature(DrafterContract):
-    drafter = "small-lm"
+class TestDraftModelAtItsOwnTemperature(DrafterContract):
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "temperature": 0.6}
 
 
 @pytest.mark.slow
 class TestConfidencePolicy(DrafterContract):
-    drafter = "small-lm"
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
     asks_device = True
 
 
 @pytest.mark.slow
 class TestConfidencePolicyBefore(DrafterContract):
-    drafter = "small-lm"
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "stop": "before", "threshold": 0.5}}
     asks_device = True
 
 
 @pytest.mark.slow
 class TestHeuristicPolicy(DrafterContract):
-    drafter = "small-lm"
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": "heuristic"}
 
 
@@ -84,41 +84,41 @@ class TestHeuristicSchedule(DrafterContract):
 
 
 class TestIid(DrafterContract):
-    drafter = "small-lm-iid"
+    drafter = "draft-model-iid"
     options = {"model": "toy", "gamma": 2, "K": 2}
     asks_device = True  # once a draft: how many nodes differ
 
 
 class TestTreeWithoutReplacement(DrafterContract):
-    drafter = "small-lm-tree"
+    drafter = "draft-model-tree"
     options = {"model": "toy", "branching": [2, 2]}
 
 
 @pytest.mark.slow
 class TestTreeOfGreedySiblings(DrafterContract):
-    drafter = "small-lm-tree"
+    drafter = "draft-model-tree"
     options = {"model": "toy", "branching": [2, 1], "siblings": "greedy"}
 
 
 @pytest.mark.slow
 class TestTopKTree(DrafterContract):
-    drafter = "small-lm-tree"
+    drafter = "draft-model-tree"
     options = {"model": "toy", "choices": [[0], [1], [0, 0], [0, 2]], "siblings": "top-k"}
 
 
 class TestSequoia(DrafterContract):
-    drafter = "small-lm-tree"
+    drafter = "draft-model-tree"
     options = {"model": "toy", "growth": "sequoia", "nodes": 5, "depth": 3, "acceptance": [0.5, 0.3]}
 
 
 class TestOptTree(DrafterContract):
-    drafter = "small-lm-tree"
+    drafter = "draft-model-tree"
     options = {"model": "toy", "growth": "opt-tree", "nodes": 5, "depth": 3, "threshold": 0.05}
     asks_device = True  # once a level: how wide the next one is
 
 
 class TestDynamicTree(DrafterContract):
-    drafter = "small-lm-dynamic-tree"
+    drafter = "draft-model-dynamic-tree"
     options = {"model": "toy", "depth": 3, "top_k": 2, "nodes": 5}
 
 
@@ -143,7 +143,7 @@ class TestLayerSkip(DrafterContract):
 
 @pytest.mark.slow
 class TestLearntThresholdPolicy(DrafterContract):
-    drafter = "small-lm"
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "learnt-threshold", "threshold": 0.35}}
     asks_device = True
     remembers = True
@@ -151,7 +151,7 @@ class TestLearntThresholdPolicy(DrafterContract):
 
 @pytest.mark.slow
 class TestBatchSizePolicy(DrafterContract):
-    drafter = "small-lm"
+    drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "batch-size", "lengths": [[1, 3], [2, 2], [3, 1]]}}
     remembers = True  # a sequence's drafts depend on how many there are beside it
 

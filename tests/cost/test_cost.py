@@ -116,7 +116,7 @@ def test_from_measuring_to_a_run_and_back(
         recipe_file(
             f"target: {models['target']}\nprompts: {{path: {prompts}}}\nmax_new_tokens: 6\nbatch_size: 2\n"
             f"sampling: {{temperature: 1.0}}\nverifiers: [token]\n"
-            f"drafters: [{{name: small-lm, model: {models['narrow']}, gamma: 2}}]\n"
+            f"drafters: [{{name: draft-model, model: {models['narrow']}, gamma: 2}}]\n"
         )
     )
     outcome = write_summary(run(recipe, tmp_path / "runs", say=None))

@@ -60,7 +60,9 @@ def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> No
 
 
 def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int = 8, sha: str = "abc") -> CellResult:
-    drafter = Strategy(name="none" if baseline else "small-lm", config={} if baseline else {"model": "d", "gamma": 2})
+    drafter = Strategy(
+        name="none" if baseline else "draft-model", config={} if baseline else {"model": "d", "gamma": 2}
+    )
     config = CellConfig(target="m", batch_size=b, drafter=drafter, verifier=Strategy(name="token"))
     if error:
         return CellResult(config, error="no")

@@ -8,7 +8,7 @@ from crossdraft.framework.errors import UsageError
 
 
 def test_predicted_step_by_hand() -> None:
-    # Half of the steps draft 4 nodes, half none; two passes of the drafting model a step.
+    # Half of the steps draft 4 nodes, half none; two passes of the draft model a step.
     cell = CellStatistics(8, 6.0, 2.5, {0: 0.5, 4: 0.5}, 200, passes=2, draft_seconds=99, other_seconds=3)
     drafter = curve(cost=lambda b, w, c: seconds(b, w, c) / 10)
     found = predict(cell, curve(), drafter)
@@ -24,7 +24,7 @@ def test_predicted_step_by_hand() -> None:
 def test_drafts_made_while_the_target_verifies() -> None:
     cell = CellStatistics(8, 8.0, 2.5, {4: 1.0}, 200, passes=4, other_seconds=3)
     target = seconds(8, 5, 200)
-    for share in (0.1, 0.8):  # four passes of the drafting model: less than the target's one, and more
+    for share in (0.1, 0.8):  # four passes of the draft model: less than the target's one, and more
         drafter = curve(cost=lambda b, w, c, share=share: seconds(b, w, c) * share)
         draft = 4 * seconds(8, 1, 200) * share
         found = predict(cell, curve(), drafter, overlap=True)

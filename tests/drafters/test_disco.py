@@ -16,7 +16,7 @@ from training_target import save_chat_model
 from crossdraft import generate
 from crossdraft.drafters.autoregressive.disco import Classifier, DiscoLength, features
 from crossdraft.drafters.autoregressive.disco_training import DiscoTraining, best_f1
-from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
 from crossdraft.framework.certificate.table_lm import Toy
@@ -50,7 +50,9 @@ def test_what_is_read() -> None:
 
 def build(checkpoint: str, **options: Any) -> Callable:
     policy = {"name": "disco", "checkpoint": checkpoint, **options}
-    return lambda context, gamma: SmallLM(SmallLM.Config(model="toy", gamma=gamma, policy=policy), context)
+    return lambda context, gamma: DraftModelChain(
+        DraftModelChain.Config(model="toy", gamma=gamma, policy=policy), context
+    )
 
 
 @pytest.mark.parametrize("toy", ["T0", "G2"])
@@ -68,8 +70,9 @@ def test_a_classifier_that_reads_the_tokens_probability_is_a_threshold(toys: dic
             certify(toys[name], made, plugins.get("verifiers", "token"), steps=1, gamma=3).expected_tau
             for made in (
                 build(checkpoint),
-                lambda context, gamma: SmallLM(
-                    SmallLM.Config(model="toy", gamma=gamma, policy={"name": "confidence", "threshold": 0.45}), context
+                lambda context, gamma: DraftModelChain(
+                    DraftModelChain.Config(model="toy", gamma=gamma, policy={"name": "confidence", "threshold": 0.45}),
+                    context,
                 ),
             )
         ]
@@ -98,7 +101,7 @@ def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, dec
     seen: list[Draft] = []
     loop = decoder(
         tiny_model("llama"),
-        SmallLM,
+        DraftModelChain,
         {"model": "noisy", "gamma": 6, "policy": {"name": "disco", "checkpoint": checkpoint}},
         plugins.get("verifiers", "token"),
         batch_size=2,
@@ -217,7 +220,7 @@ def test_the_command(pair: tuple[Path, Path], tmp_path: Path, capsys: Any) -> No
     policy = {"name": "disco", "checkpoint": str(tmp_path / "out")}
     ask = {"temperature": 0, "max_new_tokens": 8}
     alone = generate(target, ["w9 w12"], drafter="none", **ask)[0].tokens
-    drafter = {"name": "small-lm", "model": small, "gamma": 4, "policy": policy}
+    drafter = {"name": "draft-model", "model": small, "gamma": 4, "policy": policy}
     assert generate(target, ["w9 w12"], drafter=drafter, **ask)[0].tokens == alone
     capsys.readouterr()
     for options, sentence in (

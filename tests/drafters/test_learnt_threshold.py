@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from crossdraft.drafters.autoregressive.learnt_threshold import LearntThresholdLength, best_threshold
-from crossdraft.drafters.draft_model.draft_model import SmallLM
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
 from crossdraft.framework.certificate.table_lm import Toy
@@ -93,7 +93,7 @@ def test_only_the_last_tokens_count() -> None:
 
 
 def build(**options: Any) -> Callable[[DraftContext, int], Any]:
-    return lambda context, gamma: SmallLM(SmallLM.Config(model="toy", gamma=gamma, **options), context)
+    return lambda context, gamma: DraftModelChain(DraftModelChain.Config(model="toy", gamma=gamma, **options), context)
 
 
 @pytest.mark.parametrize("toy", ["T0", "G2"])
@@ -124,7 +124,7 @@ def test_dropping_the_token_that_was_looked_at_is_caught(toys: dict[str, Toy], m
 
 def test_what_was_learnt_is_kept_across_prompts(tiny_model: Callable, decoder: Callable) -> None:
     loop = decoder(
-        tiny_model("llama"), SmallLM, {"model": "noisy", "gamma": 5, "policy": "learnt-threshold"},
+        tiny_model("llama"), DraftModelChain, {"model": "noisy", "gamma": 5, "policy": "learnt-threshold"},
         plugins.get("verifiers", "token"), batch_size=2, drafting=tiny_model("llama", noise=0.05), temperature=1.0,
         max_new_tokens=20,
     )  # fmt: skip
@@ -146,9 +146,9 @@ def test_who_remembers_follows_from_the_policy() -> None:
         ("learnt-threshold", True, True),
         ({"name": "batch-size", "lengths": [[1, 2]]}, True, True),
     ):
-        config = SmallLM.Config(model="m", policy=name)
-        assert SmallLM.remembers(config) is remembers
-        assert SmallLM.traits(config, Sampling()).adapts is adapts
+        config = DraftModelChain.Config(model="m", policy=name)
+        assert DraftModelChain.remembers(config) is remembers
+        assert DraftModelChain.traits(config, Sampling()).adapts is adapts
 
 
 # -- batch-size ----------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
     seen: list[tuple[int, int]] = []
     loop = decoder(
         tiny_model("llama"),
-        SmallLM,
+        DraftModelChain,
         {"model": "same", "gamma": 4, "policy": {"name": "batch-size", "lengths": [[1, 4], [2, 1], [3, 0]]}},
         plugins.get("verifiers", "greedy"),
         batch_size=3,
@@ -177,7 +177,7 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
 
 
 def test_before_the_schedule_gamma_holds() -> None:
-    made = SmallLM.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
+    made = DraftModelChain.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
     assert [made.wanted([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
     assert made.wanted([1], 1) == [1]
 
@@ -196,7 +196,7 @@ def test_before_the_schedule_gamma_holds() -> None:
 )
 def test_a_schedule_that_is_none(lengths: Any, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
-        SmallLM.Config(model="m", policy={"name": "batch-size", "lengths": lengths})
+        DraftModelChain.Config(model="m", policy={"name": "batch-size", "lengths": lengths})
 
 
 def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:

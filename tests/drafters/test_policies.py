@@ -25,14 +25,14 @@ PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15])
             {"name": "confidence", "stop": "before", "threshold": 0.1},
         ),
         ("heuristic-schedule", {"start": 2}, {"name": "heuristic", "start_length": 2}),
-        ("small-lm", {}, "static"),
+        ("draft-model", {}, "static"),
     ],
 )
 def test_registered_names_are_short_forms(
     tiny_model: Callable, decoder: Callable, short: str, options: Any, policy: Any, temperature: float
 ) -> None:
     found = []
-    for name, more in ((short, options), ("small-lm", {"policy": policy})):
+    for name, more in ((short, options), ("draft-model", {"policy": policy})):
         loop = decoder(
             tiny_model("llama"),
             plugins.get("drafters", name),
@@ -50,7 +50,7 @@ def test_registered_names_are_short_forms(
 
 
 def test_only_a_static_length_is_replayable() -> None:
-    drafter = plugins.get("drafters", "small-lm")
+    drafter = plugins.get("drafters", "draft-model")
     for policy, replayable in (("static", True), ("heuristic", False), ("confidence", False)):
         config = drafter.Config(model="m", policy=policy)
         assert drafter.traits(config, Sampling()).replayable is replayable
@@ -59,22 +59,26 @@ def test_only_a_static_length_is_replayable() -> None:
 @pytest.mark.parametrize(
     "name, options, sentence",
     [
-        ("small-lm", {"policy": "heuristc"}, "heuristc"),
-        ("small-lm", {"policy": {"name": "confidence", "treshold": 0.3}}, "treshold"),
-        ("small-lm", {"policy": {"name": "static", "threshold": 0.3}}, "threshold"),
-        ("small-lm", {"policy": {"name": "confidence", "threshold": 2}}, "less than or equal to 1"),
-        ("small-lm", {"gamma": 3, "policy": {"name": "heuristic", "start_length": 4}}, "more than gamma"),
+        ("draft-model", {"policy": "heuristc"}, "heuristc"),
+        ("draft-model", {"policy": {"name": "confidence", "treshold": 0.3}}, "treshold"),
+        ("draft-model", {"policy": {"name": "static", "threshold": 0.3}}, "threshold"),
+        ("draft-model", {"policy": {"name": "confidence", "threshold": 2}}, "less than or equal to 1"),
+        ("draft-model", {"gamma": 3, "policy": {"name": "heuristic", "start_length": 4}}, "more than gamma"),
         ("eagle", {"tree": "dynamic", "policy": "heuristic"}, "policy belongs to a chain"),
         ("eagle3", {"gamma": 5000}, "less than or equal to 1024"),
-        ("small-lm-tree", {"branching": [200, 200, 200]}, "8040200 nodes; the most is 4096"),
-        ("small-lm-tree", {"branching": [1000, 1000, 1000]}, "1000 children of a node; the most is 256"),
-        ("small-lm-tree", {"branching": [256] * 1024}, "more than 10.12 nodes; the most is 4096"),
-        ("small-lm-tree", {"branching": [1] * 1025}, "1025 levels; the most is 1024"),
-        ("small-lm-tree", {"choices": [[10**9]], "siblings": "top-k"}, "1000000001 ranks of siblings; the most is 256"),
-        ("small-lm-iid", {"K": 4000}, "less than or equal to 256"),
-        ("small-lm-iid", {"K": 200, "gamma": 200}, "40000 nodes; the most is 4096"),
-        ("small-lm", {"gamma": True}, "should be a valid integer"),
-        ("small-lm", {"temperature": float("inf")}, "should be a finite number"),
+        ("draft-model-tree", {"branching": [200, 200, 200]}, "8040200 nodes; the most is 4096"),
+        ("draft-model-tree", {"branching": [1000, 1000, 1000]}, "1000 children of a node; the most is 256"),
+        ("draft-model-tree", {"branching": [256] * 1024}, "more than 10.12 nodes; the most is 4096"),
+        ("draft-model-tree", {"branching": [1] * 1025}, "1025 levels; the most is 1024"),
+        (
+            "draft-model-tree",
+            {"choices": [[10**9]], "siblings": "top-k"},
+            "1000000001 ranks of siblings; the most is 256",
+        ),
+        ("draft-model-iid", {"K": 4000}, "less than or equal to 256"),
+        ("draft-model-iid", {"K": 200, "gamma": 200}, "40000 nodes; the most is 4096"),
+        ("draft-model", {"gamma": True}, "should be a valid integer"),
+        ("draft-model", {"temperature": float("inf")}, "should be a finite number"),
     ],
 )
 def test_a_policy_that_does_not_fit_is_refused(name: str, options: Any, sentence: str) -> None:
@@ -86,14 +90,14 @@ def test_generate_checks_the_context_of_a_drafting_model(models: dict[str, str])
     """As recipes do: a drafter whose positions end earlier would draft nonsense without a word."""
     from crossdraft import ModelError
 
-    drafter = {"name": "small-lm", "model": models["short"]}
+    drafter = {"name": "draft-model", "model": models["short"]}
     with pytest.raises(ModelError, match=r"has a context of 16 tokens, but sequences reach \d+ here"):
         generate(models["target"], ["w5 w6 w7"], drafter=drafter, max_new_tokens=32)
 
 
 def test_a_dynamic_tree_has_room_for_what_it_feeds(models: dict[str, str]) -> None:
     """Five levels of eight nodes are fed, twelve are kept."""
-    drafter = {"name": "small-lm-dynamic-tree", "model": models["same"], "depth": 5, "top_k": 8, "nodes": 12}
+    drafter = {"name": "draft-model-dynamic-tree", "model": models["same"], "depth": 5, "top_k": 8, "nodes": 12}
     alone = generate(models["target"], ["w5 w6 w7"], drafter="none", temperature=0, max_new_tokens=24)
     found = generate(models["target"], ["w5 w6 w7"], drafter=drafter, temperature=0, max_new_tokens=24)
     assert found[0].tokens == alone[0].tokens and max(r.tau for r in found[0].steps) > 1

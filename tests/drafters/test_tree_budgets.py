@@ -125,7 +125,7 @@ def test_what_a_certain_drafter_gets_is_a_chain() -> None:
 
 
 def test_its_traits_are_those_of_the_tree() -> None:
-    tree = plugins.get("drafters", "small-lm-tree")
+    tree = plugins.get("drafters", "draft-model-tree")
     config = tree.Config(model="m", growth="sequoia", nodes=4, depth=2, acceptance=[0.5, 0.3])
     same = tree.Config(model="m", choices=[[0], [1], [0, 0], [0, 1]])
     for temperature in (0.0, 1.0):
@@ -279,4 +279,4 @@ def test_a_row_does_not_see_its_neighbours() -> None:
 )
 def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
-        plugins.get("drafters", "small-lm-tree").Config(model="m", **options)
+        plugins.get("drafters", "draft-model-tree").Config(model="m", **options)

@@ -1,4 +1,4 @@
-"""The small LM that drafts several sequences, fixed trees and dynamic trees, on tiny transformers models.
+"""The draft model that drafts several sequences, fixed trees and dynamic trees, on tiny transformers models.
 
 At temperature 0 the output is that of plain decoding, whatever the tree; the drafter's cache stays right from
 step to step; a node's law is what a fresh model says; and the dynamic tree is that of a naive search.
@@ -25,27 +25,27 @@ NEW = 10
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
 #: Drafter, its options besides the model, and rules of different kinds that judge its drafts.
 DRAFTS = {
-    "iid": ("small-lm-iid", {"gamma": 3, "K": 3, "temperature": 1}, ("greedy", "spectr", "multipath-block")),
-    "iid-argmax": ("small-lm-iid", {"gamma": 3, "K": 3, "temperature": 0}, ("greedy",)),
-    "branching": ("small-lm-tree", {"branching": [2, 2, 1], "temperature": 1}, ("traversal", "specinfer")),
+    "iid": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 1}, ("greedy", "spectr", "multipath-block")),
+    "iid-argmax": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 0}, ("greedy",)),
+    "branching": ("draft-model-tree", {"branching": [2, 2, 1], "temperature": 1}, ("traversal", "specinfer")),
     "choices": (
-        "small-lm-tree",
+        "draft-model-tree",
         {"choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], "siblings": "top-k"},
         ("greedy", "sample-match"),
     ),
-    "gaps": ("small-lm-tree", {"choices": [[0], [2], [2, 1]], "siblings": "top-k", "temperature": 1}, ("greedy",)),
+    "gaps": ("draft-model-tree", {"choices": [[0], [2], [2, 1]], "siblings": "top-k", "temperature": 1}, ("greedy",)),
     "greedy-siblings": (
-        "small-lm-tree",
+        "draft-model-tree",
         {"branching": [3, 1, 2], "siblings": "greedy", "temperature": 1},
         ("greedy-draft-optimal",),
     ),
     "sequoia": (
-        "small-lm-tree",
+        "draft-model-tree",
         {"growth": "sequoia", "nodes": 7, "depth": 3, "acceptance": [0.5, 0.3, 0.1], "temperature": 1},
         ("specinfer", "traversal"),
     ),
-    "opt-tree": ("small-lm-tree", {"growth": "opt-tree", "nodes": 6, "depth": 3, "threshold": 0}, ("greedy",)),
-    "dynamic": ("small-lm-dynamic-tree", {"depth": 3, "top_k": 3, "nodes": 8}, ("greedy", "traversal")),
+    "opt-tree": ("draft-model-tree", {"growth": "opt-tree", "nodes": 6, "depth": 3, "threshold": 0}, ("greedy",)),
+    "dynamic": ("draft-model-dynamic-tree", {"depth": 3, "top_k": 3, "nodes": 8}, ("greedy", "traversal")),
 }
 
 
@@ -253,23 +253,27 @@ def test_samples_do_not_depend_on_the_batch_size(
 @pytest.mark.parametrize(
     "drafter, options, sentence",
     [
-        ("small-lm-iid", {"K": 0}, "greater than or equal to 1"),
-        ("small-lm-iid", {"gamma": -1}, "greater than or equal to 0"),
-        ("small-lm-tree", {"branching": [2, 0, 1]}, r"branching must hold positive numbers, got \[2, 0, 1\]"),
-        ("small-lm-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
-        ("small-lm-tree", {"choices": [[0], [1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
-        ("small-lm-tree", {"choices": [[0], [0]]}, "choices must be distinct lists of ranks"),
-        ("small-lm-tree", {"choices": [[]]}, "choices must be distinct lists of ranks, each of at least one rank"),
-        ("small-lm-tree", {"choices": [[-1]]}, "choices must be distinct lists of ranks"),
+        ("draft-model-iid", {"K": 0}, "greater than or equal to 1"),
+        ("draft-model-iid", {"gamma": -1}, "greater than or equal to 0"),
+        ("draft-model-tree", {"branching": [2, 0, 1]}, r"branching must hold positive numbers, got \[2, 0, 1\]"),
+        ("draft-model-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
+        ("draft-model-tree", {"choices": [[0], [1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
+        ("draft-model-tree", {"choices": [[0], [0]]}, "choices must be distinct lists of ranks"),
+        ("draft-model-tree", {"choices": [[]]}, "choices must be distinct lists of ranks, each of at least one rank"),
+        ("draft-model-tree", {"choices": [[-1]]}, "choices must be distinct lists of ranks"),
         (
-            "small-lm-tree",
+            "draft-model-tree",
             {"choices": [[1]]},
             r"choices hold \[1\] but no elder sibling of rank 0; only siblings 'top-k'",
         ),
-        ("small-lm-tree", {"siblings": "beam"}, "'without-replacement', 'top-k' or 'greedy'"),
-        ("small-lm-tree", {"gamma": 3}, "Extra inputs are not permitted"),
-        ("small-lm-dynamic-tree", {"depth": 2, "top_k": 3, "nodes": 13}, "depth 2 and top_k 3 give 12 nodes, not 13"),
-        ("small-lm-dynamic-tree", {"temperature": 1}, "Input should be None"),
+        ("draft-model-tree", {"siblings": "beam"}, "'without-replacement', 'top-k' or 'greedy'"),
+        ("draft-model-tree", {"gamma": 3}, "Extra inputs are not permitted"),
+        (
+            "draft-model-dynamic-tree",
+            {"depth": 2, "top_k": 3, "nodes": 13},
+            "depth 2 and top_k 3 give 12 nodes, not 13",
+        ),
+        ("draft-model-dynamic-tree", {"temperature": 1}, "Input should be None"),
     ],
 )
 def test_config_errors_are_sentences(drafter: str, options: dict[str, Any], sentence: str) -> None:
@@ -283,7 +287,7 @@ def test_a_tree_without_nodes_drafts_nothing(
 ) -> None:
     loop = decoder(
         tiny_model("llama"),
-        plugins.get("drafters", "small-lm-tree"),
+        plugins.get("drafters", "draft-model-tree"),
         {"model": "noisy", **options},
         plugins.get("verifiers", "greedy"),
         batch_size=3,

@@ -169,7 +169,7 @@ def test_a_law_that_forgets_what_is_not_shared_is_caught() -> None:
 
 
 def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -> None:
-    assert named_drafter("universal").translated and not named_drafter("small-lm").translated
+    assert named_drafter("universal").translated and not named_drafter("draft-model").translated
     assert cli.main(["certify", "-v", "--drafter", "universal", "--verifier", "token", "--gamma", "1"]) == 0
     out = capsys.readouterr().out
     assert "W1" in out and "W2" in out and "T0" not in out

@@ -21,7 +21,7 @@ PAIRS = [
         batch_size,
         marks=[pytest.mark.slow] if verifier != "greedy" and (batch_size == 1 or drafter == "none") else [],
     )
-    for drafter in ("none", "prompt-lookup", "small-lm")
+    for drafter in ("none", "prompt-lookup", "draft-model")
     for verifier in ("greedy", "token", "block")
     for batch_size in (1, 3)
 ]
@@ -44,7 +44,7 @@ def test_temperature_zero_equals_generate(
     verifier: str,
     batch_size: int,
 ) -> None:
-    options = {"none": {}, "prompt-lookup": {"gamma": 4}, "small-lm": {"model": "noisy", "gamma": 3}}[drafter]
+    options = {"none": {}, "prompt-lookup": {"gamma": 4}, "draft-model": {"model": "noisy", "gamma": 3}}[drafter]
     loop = decoder(
         tiny_model(family),
         drafter_class(drafter),
@@ -64,7 +64,7 @@ def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: 
     """Otherwise the test above would exercise only acceptance, or only rejection."""
     loop = decoder(
         tiny_model(family),
-        drafter_class("small-lm"),
+        drafter_class("draft-model"),
         {"model": "noisy", "gamma": 3},
         verifier_class("greedy"),
         batch_size=3,
@@ -112,7 +112,7 @@ def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: A
     """Tokens by stream, sampled at temperature 1."""
     made = decoder(
         tiny_model("llama"),
-        drafter_class("small-lm"),
+        drafter_class("draft-model"),
         {"model": "noisy", "gamma": 3},
         verifier_class("block"),
         batch_size=batch_size,
@@ -143,7 +143,7 @@ def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Ca
     """Ten prompts on three slots: rows end at different steps, and the newcomers are not disturbed."""
     loop = decoder(
         tiny_model("llama"),
-        drafter_class("small-lm"),
+        drafter_class("draft-model"),
         {"model": "noisy", "gamma": 3},
         verifier_class("greedy"),
         batch_size=3,
@@ -160,14 +160,14 @@ def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Ca
     assert loop.occupied == 0
 
 
-@pytest.mark.parametrize("drafter", ["small-lm", "oracle-trees"])
+@pytest.mark.parametrize("drafter", ["draft-model", "oracle-trees"])
 def test_eos_inside_a_draft_ends_the_sequence(
     decoder: Callable, tiny_model: Callable, expected: Callable, answers: Callable, drafter: str
 ) -> None:
     """Tokens drafted behind an accepted end-of-sequence token are dropped; any of several ids ends it."""
     want = {i: expected("llama", prompt) for i, prompt in enumerate(PROMPTS)}
     eos = {want[1][9], want[2][14]}
-    options = {"small-lm": {"model": "same", "gamma": 5}, "oracle-trees": {"answers": answers("llama")}}[drafter]
+    options = {"draft-model": {"model": "same", "gamma": 5}, "oracle-trees": {"answers": answers("llama")}}[drafter]
     loop = decoder(
         tiny_model("llama"),
         OracleTrees if drafter == "oracle-trees" else drafter_class(drafter),
@@ -208,7 +208,7 @@ def test_exactly_max_new_tokens(decoder: Callable, tiny_model: Callable, expecte
     """Even from a drafter that is always right and drafts beyond the end."""
     loop = decoder(
         tiny_model("llama"),
-        drafter_class("small-lm"),
+        drafter_class("draft-model"),
         {"model": "same", "gamma": 5},
         verifier_class("greedy"),
         batch_size=3,
@@ -222,12 +222,12 @@ def test_exactly_max_new_tokens(decoder: Callable, tiny_model: Callable, expecte
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("drafter", ["none", "small-lm"])
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
 def test_a_sequence_ends_where_the_context_does(
     decoder: Callable, tiny_model: Callable, expected: Callable, family: str, drafter: str
 ) -> None:
     small = tiny_model(family, context=20)
-    options = {"none": {}, "small-lm": {"model": "same", "gamma": 4}}[drafter]
+    options = {"none": {}, "draft-model": {"model": "same", "gamma": 4}}[drafter]
     loop = decoder(
         small,
         drafter_class(drafter),

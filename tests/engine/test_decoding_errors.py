@@ -38,9 +38,9 @@ def test_nan_logits_are_reported(toys: dict[str, Toy], who: str) -> None:
     nan = torch.full_like(toys["G1"].target, torch.nan)
     g1 = toys["G1"]
     toy = Toy("nan", 2, nan if who == "target" else g1.target, nan if who == "drafter" else g1.drafter)
-    small = drafter_class("small-lm")
+    small = drafter_class("draft-model")
     loop = table_decoder(toy, small(small.Config(model="toy", gamma=2), table_context(toy)))
-    produced = "the target produced NaN" if who == "target" else "drafter 'small-lm' produced NaN"
+    produced = "the target produced NaN" if who == "target" else "drafter 'draft-model' produced NaN"
     with pytest.raises(NumericalError, match=f"^{produced} or infinite logits for prompt 0 at position 1; try dtype"):
         list(loop.run([[3], [3]]))
     assert loop.occupied == 0

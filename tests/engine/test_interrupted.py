@@ -17,11 +17,11 @@ from crossdraft.testing import DrafterContract, TinyModel
 
 #: Drafters with a model of their own, whose slots hold what an interrupted step left. Heads: see the contract tests.
 OWN_MODEL = {
-    "chain": ("small-lm", {"gamma": 3}),
-    "heuristic": ("small-lm", {"gamma": 3, "policy": "heuristic"}),
-    "iid": ("small-lm-iid", {"gamma": 2, "K": 2}),
-    "tree": ("small-lm-tree", {"branching": [2, 1]}),
-    "dynamic": ("small-lm-dynamic-tree", {"depth": 3, "top_k": 2, "nodes": 4}),
+    "chain": ("draft-model", {"gamma": 3}),
+    "heuristic": ("draft-model", {"gamma": 3, "policy": "heuristic"}),
+    "iid": ("draft-model-iid", {"gamma": 2, "K": 2}),
+    "tree": ("draft-model-tree", {"branching": [2, 1]}),
+    "dynamic": ("draft-model-dynamic-tree", {"depth": 3, "top_k": 2, "nodes": 4}),
 }
 #: After this token the target, or the drafter, says NaN.
 BAD = 4
@@ -45,7 +45,7 @@ def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, said: f
     broken[BAD] = torch.nan
     toy = Toy("toy", 2, broken if who == "target" else table, broken if who == "drafter" else table)
     context = ToyContext(toy.target, toy.drafter, Sampling(), batch_size)
-    small = drafter_class("small-lm")
+    small = drafter_class("draft-model")
     drafter = small(small.Config(model="toy", gamma=2), context)
     rule = verifier_class(rule)()
     return Decoder(context.target, drafter, rule, sampling=Sampling(), **{"max_new_tokens": 12, **loop})  # type: ignore
@@ -58,7 +58,7 @@ def test_a_row_of_nan_ends_alone(who: str, rule: str) -> None:
     prompts = [[BAD], [0, 1], [0, 2]]
     got = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
     healthy = {r.index: r for r in toy_decoder("", rule).run(prompts)}
-    produced = "the target produced NaN" if who == "target" else "drafter 'small-lm' produced NaN"
+    produced = "the target produced NaN" if who == "target" else "drafter 'draft-model' produced NaN"
     assert got[0].finish_reason == "error" and got[0].tokens == [] and got[0].steps == []
     assert str(got[0].error).startswith(f"{produced} or infinite logits for prompt 0 at position 1; try dtype")
     for index in (1, 2):
@@ -134,7 +134,7 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decode
         "max_new_tokens": 6,
         "drafting": tiny_model("llama", noise=0.2, copy="nan"),
     }
-    small = drafter_class("small-lm")
+    small = drafter_class("draft-model")
 
     def decode(**run: Any) -> dict[int, Response]:
         loop = decoder(target, small, {"model": "m", "gamma": 2}, verifier_class("greedy"), **made)

@@ -16,9 +16,9 @@ B, VOCAB = 32, 1300  # a vocabulary of several blocks, the last one cut: the lon
 #: Most operations a step, and most of those that are not recorded with a pass.
 LIMITS = [
     ("none", {}, "token", 39, 37),
-    ("small-lm", {"gamma": 5}, "block", 186, 172),
-    ("small-lm-iid", {"gamma": 5, "K": 2}, "multipath-block", 475, 368),
-    ("small-lm-tree", {"branching": [4, 2, 2]}, "traversal", 467, 389),
+    ("draft-model", {"gamma": 5}, "block", 186, 172),
+    ("draft-model-iid", {"gamma": 5, "K": 2}, "multipath-block", 475, 368),
+    ("draft-model-tree", {"branching": [4, 2, 2]}, "traversal", 467, 389),
 ]
 
 

@@ -16,11 +16,11 @@ B, VOCABS = 32, (1536, 3072)
 TREE = {"branching": [4, 2, 2, 2]}
 #: Of 60 nodes. What stays is 6: logits in bfloat16, and q in float32.
 LIMITS = [
-    ("small-lm-tree", TREE, "specinfer", 1.0, 6.7),
-    ("small-lm-tree", TREE, "specinfer", 0.7, 6.7),
-    ("small-lm-tree", TREE, "traversal", 1.0, 6.7),
-    ("small-lm", {"gamma": 60}, "block", 1.0, 6.6),
-    ("small-lm-iid", {"gamma": 5, "K": 12}, "multipath-block", 1.0, 6.0),
+    ("draft-model-tree", TREE, "specinfer", 1.0, 6.7),
+    ("draft-model-tree", TREE, "specinfer", 0.7, 6.7),
+    ("draft-model-tree", TREE, "traversal", 1.0, 6.7),
+    ("draft-model", {"gamma": 60}, "block", 1.0, 6.6),
+    ("draft-model-iid", {"gamma": 5, "K": 12}, "multipath-block", 1.0, 6.0),
 ]
 
 
@@ -99,7 +99,7 @@ def test_laws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "drafter, options, verifier, least",
-    [("small-lm-iid", {"gamma": 2, "K": 2}, "multipath-block", 1), ("small-lm", {"gamma": 2}, "greedy-block", 3)],
+    [("draft-model-iid", {"gamma": 2, "K": 2}, "multipath-block", 1), ("draft-model", {"gamma": 2}, "greedy-block", 3)],
 )
 def test_rows_judged_some_after_others_say_the_same(
     tiny_model: Callable,

@@ -22,11 +22,11 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 #: Ragged; two have nothing to prefill but the root, some outgrow a window of 8, one what a pass may feed below.
 LENGTHS = [2, 23, 1, 9, 40, 5, 9, 1, 14, 3]
 PROMPTS = [[(5 + 7 * i + 3 * j * j) % 90 for j in range(length)] for i, length in enumerate(LENGTHS)]
-CHAIN = "small-lm", {"model": "noisy", "gamma": 3}
+CHAIN = "draft-model", {"model": "noisy", "gamma": 3}
 PAIRS = {
     "chain": (*CHAIN, "block"),
-    "iid": ("small-lm-iid", {"model": "noisy", "gamma": 2, "K": 2}, "spectr"),
-    "tree": ("small-lm-tree", {"model": "noisy", "branching": [2, 2]}, "traversal"),
+    "iid": ("draft-model-iid", {"model": "noisy", "gamma": 2, "K": 2}, "spectr"),
+    "tree": ("draft-model-tree", {"model": "noisy", "branching": [2, 2]}, "traversal"),
     "fork": ("early-exit", {"exit_layer": 1, "gamma": 3}, "token"),
 }
 
@@ -194,7 +194,7 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
-    chain = drafter_class("small-lm")
+    chain = drafter_class("draft-model")
     reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})
     likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}

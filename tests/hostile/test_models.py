@@ -331,7 +331,7 @@ def test_a_model_that_does_not_load_is_refused_before_the_run(
     prompts = write_prompts(tmp_path / "p.jsonl", n=2)
     recipe = recipe_file(
         f"target: {models['target']}\nprompts: {{path: {prompts}}}\nmax_new_tokens: 2\nverifiers: [token]\n"
-        f"drafters: [prompt-lookup, {{name: small-lm, model: {directory}}}]\n"
+        f"drafters: [prompt-lookup, {{name: draft-model, model: {directory}}}]\n"
     )
     assert cli.main(["run", recipe, "--out", str(tmp_path / "runs"), "--quiet"]) == 1
     out, err = capsys.readouterr()

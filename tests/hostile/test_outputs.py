@@ -171,7 +171,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
 
 
 def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refused: Any) -> None:
-    command = ["train", "small-lm", "--target", models["target"], "--out"]
+    command = ["train", "draft-model", "--target", models["target"], "--out"]
     before = (Path(models["target"]) / "model.safetensors").read_bytes()
     for force in ([], ["--force"]):
         refused([*command, models["target"], *force], "has the files of", "which would be replaced")

@@ -10,7 +10,7 @@ import pytest
 RECIPE = """\
 target: TARGET
 max_new_tokens: 8
-drafters: [prompt-lookup, {name: small-lm, model: TARGET}]
+drafters: [prompt-lookup, {name: draft-model, model: TARGET}]
 verifiers: [token]
 """
 
@@ -86,7 +86,7 @@ SETTINGS: dict[str, list[str]] = {
     "matrix=3": ["matrix", "mapping"],
     "matrix.dtype=[int8]": ["there is no dtype 'int8'"],
     "matrix.target=[nowhere]": ["there is no model named 'nowhere'"],
-    "exclude=[{drafter: {name: small-lm}}]": ["exclude[0].drafter", "should be a name or a list"],
+    "exclude=[{drafter: {name: draft-model}}]": ["exclude[0].drafter", "should be a name or a list"],
     "exclude=[{gamma: 99}]": ["matches no cell"],
     "target=": ["target", "valid string"],
     "target=''": ["target", "at least 1 character"],

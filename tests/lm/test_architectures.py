@@ -159,7 +159,7 @@ def test_dynamic_frequencies_never_change_within_the_context(decoder: Callable) 
     answers = {prompt: [*tokens, 1, 1, 1, 1] for prompt, tokens in want.items()}
     for drafter, options in (
         (OracleTrees, {"answers": answers}),
-        (drafter_class("small-lm"), {"model": "same", "gamma": 4}),
+        (drafter_class("draft-model"), {"model": "same", "gamma": 4}),
     ):
         loop = decoder(
             models[0], drafter, options, verifier_class("greedy"), batch_size=2, drafting=models[0], max_new_tokens=64

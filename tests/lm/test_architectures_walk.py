@@ -39,7 +39,7 @@ def test_greedy_text(decoder: Callable, model_type: str, drafter: str) -> None:
     want = {tuple(prompt): greedy(reference, prompt) for prompt in PROMPTS}
     chosen: tuple[Any, dict[str, Any]] = (OracleTrees, {"answers": want})
     if drafter == "chains":
-        chosen = drafter_class("small-lm"), {"model": "noisy", "gamma": 3}
+        chosen = drafter_class("draft-model"), {"model": "noisy", "gamma": 3}
     drafting = noisy(target)
     loop = decoder(target, *chosen, verifier_class("greedy"), batch_size=3, drafting=drafting, max_new_tokens=NEW)
     for response in loop.run(PROMPTS):

@@ -43,9 +43,9 @@ DYNAMIC = {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6}
     "family, drafter, options",
     [
         ("llama", "none", {}),
-        *[(family, "small-lm", CHAIN) for family in ("llama", "gemma3", "gpt2")],
-        *[(family, "small-lm-tree", TREE) for family in ("llama", "mistral-sliding", "opt")],
-        ("gemma3", "small-lm-dynamic-tree", DYNAMIC),
+        *[(family, "draft-model", CHAIN) for family in ("llama", "gemma3", "gpt2")],
+        *[(family, "draft-model-tree", TREE) for family in ("llama", "mistral-sliding", "opt")],
+        ("gemma3", "draft-model-dynamic-tree", DYNAMIC),
     ],
 )
 def test_replayed_passes_give_the_same_tokens(
@@ -235,7 +235,7 @@ def test_a_pass_never_looks_at_what_a_tensor_holds(tiny_model: Callable, family:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "gpt2", "opt"])
-@pytest.mark.parametrize("drafter", ["none", "small-lm", "small-lm-tree", "small-lm-dynamic-tree"])
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "draft-model-tree", "draft-model-dynamic-tree"])
 def test_graphs_on_cuda(
     tiny_model: Callable,
     decoder: Callable,

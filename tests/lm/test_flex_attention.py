@@ -79,7 +79,9 @@ def test_chains_and_trees_equal_explicit_masks(
     assert (said(asked) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("drafter, options", [("small-lm", {"gamma": 3}), ("small-lm-tree", {"branching": (2, 2, 1)})])
+@pytest.mark.parametrize(
+    "drafter, options", [("draft-model", {"gamma": 3}), ("draft-model-tree", {"branching": (2, 2, 1)})]
+)
 def test_the_same_tokens_as_with_masks(
     tiny_model: Callable, decoder: Callable, traced: list[int], drafter: str, options: dict
 ) -> None:
@@ -198,7 +200,7 @@ def test_a_compiled_kernel_equals_explicit_masks(monkeypatch: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
-@pytest.mark.parametrize("drafter", ["none", "small-lm", "small-lm-tree", "small-lm-dynamic-tree"])
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "draft-model-tree", "draft-model-dynamic-tree"])
 def test_on_cuda(
     tiny_model: Callable,
     decoder: Callable,

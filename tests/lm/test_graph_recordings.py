@@ -76,7 +76,7 @@ def test_where_recording_fails_there_is_one_warning(
             self._run = Graphs(Refusing(), "LlamaForCausalLM")
 
     def run(lm: type[TransformersLM]) -> list:
-        small, greedy = plugins.get("drafters", "small-lm"), plugins.get("verifiers", "greedy")
+        small, greedy = plugins.get("drafters", "draft-model"), plugins.get("verifiers", "greedy")
         options = {"model": "noisy", "gamma": 3}
         models: Any = dict(drafting=tiny_model("llama", noise=0.05), lm=lm)
         loop = decoder(tiny_model("llama"), small, options, greedy, batch_size=3, max_new_tokens=NEW, **models)

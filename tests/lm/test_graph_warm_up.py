@@ -126,10 +126,10 @@ def recorded(monkeypatch: Any) -> list[Graphs]:
 CASES = [
     ("llama", "none", {}, (0, 0)),
     ("llama", "prompt-lookup", {}, (10, 10)),
-    ("llama", "small-lm", {"model": "noisy", "gamma": 5}, (5, 5)),
-    ("mistral-sliding", "small-lm-tree", {"model": "noisy", "branching": (2, 2, 1)}, (3, 10)),
-    ("gpt2", "small-lm-dynamic-tree", {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6}, (3, 6)),
-    ("llama", "small-lm-iid", {"model": "noisy", "gamma": 3, "K": 2}, (3, 6)),
+    ("llama", "draft-model", {"model": "noisy", "gamma": 5}, (5, 5)),
+    ("mistral-sliding", "draft-model-tree", {"model": "noisy", "branching": (2, 2, 1)}, (3, 10)),
+    ("gpt2", "draft-model-dynamic-tree", {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6}, (3, 6)),
+    ("llama", "draft-model-iid", {"model": "noisy", "gamma": 3, "K": 2}, (3, 6)),
     ("llama", "early-exit", {"exit_layer": 1, "gamma": 3}, (3, 3)),
 ]
 
@@ -147,7 +147,11 @@ def test_nothing_is_recorded_after_the_warm_up(
     most: tuple[int, int],
 ) -> None:
     """Three steps of prompts that are none of those measured; then ragged rows, refilled slots, short last drafts."""
-    rules = {"small-lm-iid": "multipath-block", "small-lm-tree": "traversal", "small-lm-dynamic-tree": "sample-match"}
+    rules = {
+        "draft-model-iid": "multipath-block",
+        "draft-model-tree": "traversal",
+        "draft-model-dynamic-tree": "sample-match",
+    }
 
     def make() -> Any:
         return decoder(

@@ -27,13 +27,13 @@ def assert_cache_is_fresh(model: Any, lm: Any, history: list[list[int]]) -> None
                 torch.testing.assert_close(mine[row, :, :committed], plain[0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "small-lm", "oracle-trees"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model", "oracle-trees"])
 def test_the_cache_is_what_a_fresh_forward_computes(
     tiny_model: Callable, decoder: Callable, answers: Callable, family: str, drafter: str
 ) -> None:
     options: dict[str, Any] = {
         "prompt-lookup": {"gamma": 4},
-        "small-lm": {"model": "noisy", "gamma": 3},
+        "draft-model": {"model": "noisy", "gamma": 3},
         "oracle-trees": {"answers": answers(family), "seed": 5},
     }[drafter]
     found = OracleTrees if drafter == "oracle-trees" else drafter_class(drafter)
@@ -51,7 +51,7 @@ def test_the_cache_is_what_a_fresh_forward_computes(
     for _ in range(4):
         loop.step()
         assert_cache_is_fresh(tiny_model(family, copy="reference"), loop.target, loop.sequences.history)
-        if drafter == "small-lm":  # the drafter may lag behind by the tokens it feeds next step
+        if drafter == "draft-model":  # the drafter may lag behind by the tokens it feeds next step
             lm = loop.drafter.model.lm
             known = [h[: held + 1] for h, held in zip(loop.sequences.history, lm.lengths, strict=True)]
             assert_cache_is_fresh(tiny_model(family, noise=0.05, copy="reference"), lm, known)

@@ -80,7 +80,7 @@ def test_an_owner_without_an_embedding(tmp_path: Path) -> None:
         load_model(str(tmp_path / "student"))
 
 
-@pytest.mark.parametrize("drafter", ["small-lm", "small-lm-tree"])
+@pytest.mark.parametrize("drafter", ["draft-model", "draft-model-tree"])
 def test_a_drafting_model_needs_its_own(tmp_path: Path, drafter: str) -> None:
     marked(tmp_path / "target")
     marker = marked(tmp_path / "small")
@@ -98,7 +98,7 @@ def test_a_tokenizer_of_another_model_needs_its_own(tmp_path: Path) -> None:
     code = {"AutoTokenizer": [None, "marked.MarkedTokenizer"]}
     edit(tmp_path / "small" / "tokenizer_config.json", tokenizer_class="MarkedTokenizer", auto_map=code)
     target = load_model(str(tmp_path / "target"), trust_remote_code=True, dtype="float32")
-    small = {"name": "small-lm", "model": str(tmp_path / "small")}
+    small = {"name": "draft-model", "model": str(tmp_path / "small")}
     with pytest.raises(ModelError, match="small could not be loaded: it brings Python code of its own"):
         generate(target, [[5, 6]], drafter=small, max_new_tokens=2)
     assert not marker.exists()
@@ -156,13 +156,13 @@ def test_every_command_asks_for_consent_model_by_model(
     prompts.write_text('{"question_id": 1, "category": "a", "turns": ["w5 w6"]}\n')
     recipe.write_text(
         f"target: {target}\nprompts: {prompts}\nmax_new_tokens: 2\n"
-        f"drafters: [{{name: small-lm, model: {small}, gamma: 1}}]\nverifiers: [token]\n"
+        f"drafters: [{{name: draft-model, model: {small}, gamma: 1}}]\nverifiers: [token]\n"
     )
     responses, costs = tmp_path / "responses.jsonl", tmp_path / "costs.csv"
     responses.write_text('{"prompt": "w5 w6", "response": "w7 w8", "ended": true}\n')
     costs.write_text("batch_size,width,context,seconds\n1,1,8,0.1\n1,8,8,0.2\n1,17,8,0.3\n")
     names = {"target": target, "small": small, "recipe": recipe, "out": tmp_path / "runs", "prompts": prompts}
-    names |= {"responses": responses, "costs": costs, "drafter": f"{{name: small-lm, model: {small}}}"}
+    names |= {"responses": responses, "costs": costs, "drafter": f"{{name: draft-model, model: {small}}}"}
     argv = [part.format(**names) for part in COMMANDS[command].split()]
     for allowed, ran in [([], [False, False]), ([target], [True, False]), ([target, small], [True, True])]:
         main([*argv, *(word for name in allowed for word in ("--trust-remote-code", str(name)))])

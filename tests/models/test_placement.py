@@ -27,7 +27,7 @@ def target(tmp_path_factory: Any) -> str:
 @pytest.mark.parametrize("device", [HALF, "spread"], ids=["disk", "spread"])
 def test_a_spread_target_says_what_a_whole_one_says(target: str, device: Any) -> None:
     whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
-    for drafter in ("prompt-lookup", {"name": "small-lm", "model": target, "gamma": 2}):
+    for drafter in ("prompt-lookup", {"name": "draft-model", "model": target, "gamma": 2}):
         said = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
         assert [r.tokens for r in said[0]] == [r.tokens for r in said[1]]
     assert whole.sha256 == spread.sha256

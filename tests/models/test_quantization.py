@@ -52,7 +52,7 @@ def test_it_is_decoded_as_it_decodes_itself(directory: Path, temperature: float)
     target = load_model(f"{directory}@int8", dtype="float32")
     prompts, options = [[7, 8, 9], [5]], {"temperature": temperature, "max_new_tokens": 12, "seed": 3}
     alone = generate(target, prompts, drafter="none", **options)
-    drafted = generate(target, prompts, drafter={"name": "small-lm", "model": target.name}, **options)
+    drafted = generate(target, prompts, drafter={"name": "draft-model", "model": target.name}, **options)
     assert all(len(b.steps) < len(a.steps) for a, b in zip(alone, drafted, strict=True))
     if not temperature:
         assert [one.tokens for one in alone] == [one.tokens for one in drafted]

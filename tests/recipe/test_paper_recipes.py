@@ -42,7 +42,7 @@ def smollm2() -> Any:
     drafters of two packages of this repository."""
     packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix}
     missing = [package for name, package in packages.items() if name not in plugins.entries("drafters")]
-    pack = {"smollm2-135m-instruct", "smollm2-small-lm", "smollm2-medusa", "smollm2-eagle3"}
+    pack = {"smollm2-135m-instruct", "smollm2-draft-model", "smollm2-medusa", "smollm2-eagle3"}
     names = pack - plugins.entries("models").keys()
 
     def register_models(register: Any) -> None:
@@ -121,11 +121,11 @@ def test_two_drafts_meet_only_the_rules_for_two() -> None:
         cells = plan(load_recipe(name)).cells
         pairs = [(c.drafter.name, c.drafter.config.get("K"), c.verifier.name) for c in cells if c.batch_size == 8][1:]
         assert pairs == [
-            ("small-lm", None, "token"),
-            ("small-lm", None, "block"),
-            ("small-lm-iid", 2, "spectr"),
-            ("small-lm-iid", 2, "specinfer"),
-            ("small-lm-iid", 2, "traversal"),
+            ("draft-model", None, "token"),
+            ("draft-model", None, "block"),
+            ("draft-model-iid", 2, "spectr"),
+            ("draft-model-iid", 2, "specinfer"),
+            ("draft-model-iid", 2, "traversal"),
         ]
 
 

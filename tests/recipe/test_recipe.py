@@ -25,7 +25,7 @@ target: {models}/target
 max_new_tokens: 8
 drafters:
   - prompt-lookup
-  - name: small-lm
+  - name: draft-model
     model: {models}/small
     gamma: 4
 verifiers:
@@ -69,8 +69,8 @@ def error(name: str, *settings: str) -> str:
 def test_the_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None:
     recipe = load_recipe(base)
     found = plan(recipe)
-    zero = [("none", "greedy"), ("prompt-lookup", "greedy"), ("small-lm", "greedy")]
-    one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "small-lm") for v in ("token", "block")]
+    zero = [("none", "greedy"), ("prompt-lookup", "greedy"), ("draft-model", "greedy")]
+    one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "draft-model") for v in ("token", "block")]
     expected = [(t, b, *pair) for t, group in ((0.0, zero), (1.0, one)) for b in (1, 3) for pair in group]
     assert sorted(pairs(found.cells)) == sorted(expected)
     assert [len(group) for group in found.groups()] == [3, 5, 3, 5]
@@ -89,19 +89,19 @@ def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
     cells = plan(load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1})).cells
     labels = sorted({c.drafter.label for c in cells})
     assert labels == [
+        "draft-model gamma=2",
+        "draft-model gamma=4",
         "none",
         "prompt-lookup gamma=2",
         "prompt-lookup gamma=4",
-        "small-lm gamma=2",
-        "small-lm gamma=4",
     ]
     assert len(cells) == 2 + 2 * 2 + 2 * 2 * 2
 
 
 def test_a_sampling_key_in_the_matrix_is_the_runs(base: str) -> None:
-    """The small LM has a temperature too; only its own entry sets it."""
+    """The draft model has a temperature too; only its own entry sets it."""
     cells = plan(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
-    assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "small-lm"} == {0.5}
+    assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "draft-model"} == {0.5}
     assert {c.sampling.temperature for c in cells} == {0, 1}
 
 
@@ -118,10 +118,10 @@ def test_labels(base: str) -> None:
     labels = {c.drafter.label for c in plan(load_recipe(base, [drafters])).cells}
     assert labels == {"none", "copy", "prompt-lookup gamma=3", "prompt-lookup gamma=5"}
     # What a variant leaves open is not in its label.
-    tree = f"name: small-lm-tree, model: {Path(base).parent / 'small'}"
+    tree = f"name: draft-model-tree, model: {Path(base).parent / 'small'}"
     trees = f"drafters=[{{{tree}, growth: opt-tree, nodes: 15}}, {{{tree}, branching: [3, 2]}}]"
     labels = {c.drafter.label for c in plan(load_recipe(base, [trees, "verifiers=[traversal]", "exclude=[]"])).cells}
-    assert labels == {"none", "small-lm-tree growth=opt-tree nodes=15", "small-lm-tree branching=[3, 2]"}
+    assert labels == {"none", "draft-model-tree growth=opt-tree nodes=15", "draft-model-tree branching=[3, 2]"}
 
 
 def test_exclude(base: str) -> None:
@@ -129,7 +129,7 @@ def test_exclude(base: str) -> None:
         return len(plan(load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"])).cells)
 
     assert left("{batch_size: 3}") == 8
-    assert left("{drafter: small-lm, batch_size: [1, 3], temperature: 1}") == 12
+    assert left("{drafter: draft-model, batch_size: [1, 3], temperature: 1}") == 12
     assert left("{gamma: 4}") == 10
     assert left("{drafter: prompt-lookup}") == 10
 
@@ -203,9 +203,9 @@ def test_a_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
 
 EDITS = {
     "temprature: [0]": ("temperature: [0, 1.0]", 13, "unknown key 'temprature' in matrix: no drafter or verifier of this recipe has it; did you mean 'temperature'?"),
-    "gama: 4": ("gamma: 4", 7, "unknown key 'gama' in drafter 'small-lm'; did you mean 'gamma'?"),
+    "gama: 4": ("gamma: 4", 7, "unknown key 'gama' in drafter 'draft-model'; did you mean 'gamma'?"),
     "gamma: four": ("gamma: 4", 7, "drafters[1].gamma: should be a valid integer, not 'four'"),
-    "name: smal-lm": ("name: small-lm", 5, "there is no drafter named 'smal-lm'; did you mean 'small-lm'? Installed: DRAFTERS."),
+    "name: draft-modl": ("name: draft-model", 5, "there is no drafter named 'draft-modl'; did you mean 'draft-model'? Installed: DRAFTERS."),
     "- tokn": ("- token", 10, "there is no verifier named 'tokn'; did you mean 'token'? Installed: VERIFIERS."),
     "max_new_tokens: many": ("max_new_tokens: 8", 2, "max_new_tokens: should be a valid integer, not 'many'"),
     "max_token: 8": ("max_new_tokens: 8", 2, "unknown key 'max_token'; did you mean 'max_new_tokens'?"),
@@ -220,7 +220,7 @@ EDITS = {
     "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "there is no dtype 'int8'; write auto, float32, bfloat16 or float16"),
     "  - 7": ("  - prompt-lookup", 4, "drafters[0]: should be a name, or a mapping of keys to values, not 7"),
     "  - {label: x}": ("  - prompt-lookup", 4, "drafters[0] needs the key 'name'"),
-    "  - small-lm": ("  - prompt-lookup", 4, "drafter 'small-lm' needs the key 'model'"),
+    "  - draft-model": ("  - prompt-lookup", 4, "drafter 'draft-model' needs the key 'model'"),
 }  # fmt: skip
 
 

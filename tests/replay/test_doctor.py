@@ -256,7 +256,7 @@ def test_nothing_is_said_of_a_sound_head(
 
 
 def test_greedy_drafts_are_suspected_where_the_target_samples() -> None:
-    greedy, sampled = (configured("small-lm", model="any", **options) for options in ({"temperature": 0}, {}))
+    greedy, sampled = (configured("draft-model", model="any", **options) for options in ({"temperature": 0}, {}))
     (found,) = greedy_drafts(greedy, Sampling(temperature=0.7))
     assert found.options == {"temperature": None} and "samples at 0.7" in found.mistake
     assert not list(greedy_drafts(greedy, Sampling(temperature=0)))
@@ -264,7 +264,7 @@ def test_greedy_drafts_are_suspected_where_the_target_samples() -> None:
 
 
 def test_a_change_that_adds_little_explains_nothing(target: Target, responses: list[Response]) -> None:
-    drafter = configured("small-lm", model=target.name)
+    drafter = configured("draft-model", model=target.name)
     found = list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
     assert found[1].gain is not None and found[1].gain.value == 0
     assert named(found) == [] and found[0].row is not None and found[0].row.marginal == [1.0, 1.0, 1.0]
@@ -272,7 +272,7 @@ def test_a_change_that_adds_little_explains_nothing(target: Target, responses: l
 
 
 def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
-    drafter = configured("small-lm-tree", model=target.name, branching=(2, 1))
+    drafter = configured("draft-model-tree", model=target.name, branching=(2, 1))
     with pytest.raises(UsageError, match="drafts no single chains here"):
         list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
 

@@ -112,7 +112,7 @@ def test_a_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path:
     model.save_pretrained(tmp_path / "large")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "large" / name).write_bytes((Path(target) / name).read_bytes())
-    found = doctor(str(tmp_path / "large"), f"{{name: small-lm, model: {target}}}", "--dtype", "bfloat16")
+    found = doctor(str(tmp_path / "large"), f"{{name: draft-model, model: {target}}}", "--dtype", "bfloat16")
     first = found["likely"][0]
     assert first["mistake"].startswith("bfloat16 is too coarse")
     assert first["marginal"][0] > 0.95 > 0.7 > found["tried"][0]["marginal"][0]
@@ -122,7 +122,7 @@ def test_tokenizers_that_differ(
     models: dict[str, str], capsys: Any, write_prompts: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
-    given = ["--target", models["target"], "--drafter", f"{{name: small-lm, model: {models['other']}}}"]
+    given = ["--target", models["target"], "--drafter", f"{{name: draft-model, model: {models['other']}}}"]
     given += ["--prompts", write_prompts(tmp_path / "prompts.jsonl"), "--responses", "2", "--max-new-tokens", "4"]
     assert cli.main(["doctor", *given]) == 1
     assert "the tokenizers differ: 'w5' has id 5 in one and id 6 in the other" in capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
     options += ["--dtype", "float32"]  # elsewhere lower precision is one mistake more to try
-    greedy = f"{{name: small-lm, model: {models['same']}, temperature: 0}}"
+    greedy = f"{{name: draft-model, model: {models['same']}, temperature: 0}}"
     assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -143,14 +143,14 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     assert found["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
     assert found["tried"][0]["mistake"] == ""
     assert any("without the chat template" in one["mistake"] for one in found["tried"])
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}"]) == 0
+    assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}"]) == 0
     out, err = capsys.readouterr()
     assert "None of the 1 usual mistakes explains it" in out and "as it is" in out and "were decoded before" in err
     assert "excludes that one does" in out
     assert "Share of drafts whose first token is accepted, by category: a 1.00, b 1.00, c 1.00" in out
     # Responses are decoded in the precision that is asked for, and both are tried along them.
     options[-1] = "bfloat16"
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: small-lm, model: {models['same']}}}", "--json"]) == 0
+    assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}", "--json"]) == 0
     out, err = capsys.readouterr()
     as_it_is, *_, exact = json.loads(out)["tried"]
     assert "decoding 5 responses" in err and exact["mistake"].startswith("bfloat16 is too coarse")

@@ -94,10 +94,10 @@ def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
         ),
     ],
 )
-def test_a_small_lm_from_the_text_is_one_that_drafts(
+def test_a_draft_model_from_the_text_is_one_that_drafts(
     target: Any, small: Any, said: list[Said], sampling: Sampling, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, make = configured("small-lm", model="small", **options), making(target, sampling, small)
+    drafter, make = configured("draft-model", model="small", **options), making(target, sampling, small)
     quick = list(forced(drafter, said, make, depth=6, rows=3))
     monkeypatch.setattr(drafter[0], "text_distribution", Drafter.text_distribution)
     slow = list(forced(drafter, said, make, depth=6, rows=3))
@@ -115,7 +115,9 @@ def test_a_small_lm_from_the_text_is_one_that_drafts(
 
 def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[Said]) -> None:
     sampling = Sampling(temperature=0.8)
-    found = list(forced(configured("small-lm", model="small", gamma=2), said, making(target, sampling, small), depth=5))
+    found = list(
+        forced(configured("draft-model", model="small", gamma=2), said, making(target, sampling, small), depth=5)
+    )
     for text, one in zip(said, found, strict=True):
         n = len(text.tokens)
         if not n:
@@ -136,7 +138,7 @@ def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any
             raise AssertionError("the target was asked")
 
     texts = [Said(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
-    make, drafter = making(target, WARM, small, lm=Silent), configured("small-lm", model="small")
+    make, drafter = making(target, WARM, small, lm=Silent), configured("draft-model", model="small")
     assert all((one.log_p == -0.5).all() for one in forced(drafter, texts, make, depth=3))
     with pytest.raises(AssertionError, match="was asked"):
         list(forced(drafter, said, make, depth=3))
@@ -163,11 +165,11 @@ def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     return checked
 
 
-QUICK = [("small-lm", 0.0), ("eagle3", 1.0), ("medusa", 1.0), ("early-exit", 1.0), ("pass", 1.0)]
+QUICK = [("draft-model", 0.0), ("eagle3", 1.0), ("medusa", 1.0), ("early-exit", 1.0), ("pass", 1.0)]
 SLOW = [
     *((name, 0.0) for name in ("eagle", "eagle3", "mtp", "medusa", "early-exit", "pass")),
     *((name, 0.0) for name in ("linear-head", "prompt-lookup")),
-    *((name, 1.0) for name in ("small-lm", "eagle", "mtp", "linear-head", "prompt-lookup")),
+    *((name, 1.0) for name in ("draft-model", "eagle", "mtp", "linear-head", "prompt-lookup")),
 ]
 
 
@@ -177,8 +179,8 @@ def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling
         drafter = strategies.LinearHead, strategies.LinearHead.Config(gamma=3)
     elif name == "early-exit":
         drafter = configured(name, gamma=3, exit_layer=1)
-    elif name in ("small-lm", "prompt-lookup"):
-        drafter = configured(name, gamma=3, **({"model": "small"} if name == "small-lm" else {}))
+    elif name in ("draft-model", "prompt-lookup"):
+        drafter = configured(name, gamma=3, **({"model": "small"} if name == "draft-model" else {}))
     else:
         drafter = heads(name, **({} if name == "medusa" else {"gamma": 3}))
     return drafter, making(target, sampling, small, **more)
@@ -243,11 +245,11 @@ def test_a_wrong_place_of_the_hidden_states_is_seen(
 @pytest.mark.parametrize(
     "name, rule, sequences",
     [
-        ("small-lm", "block", 1),
-        pytest.param("small-lm", "token", 1, marks=pytest.mark.slow),
+        ("draft-model", "block", 1),
+        pytest.param("draft-model", "token", 1, marks=pytest.mark.slow),
         pytest.param("eagle3", "block", 1, marks=pytest.mark.slow),
-        pytest.param("small-lm-iid", "specinfer", 3, marks=pytest.mark.slow),
-        pytest.param("small-lm-iid", "spectr", 3, marks=pytest.mark.slow),
+        pytest.param("draft-model-iid", "specinfer", 3, marks=pytest.mark.slow),
+        pytest.param("draft-model-iid", "spectr", 3, marks=pytest.mark.slow),
     ],
 )
 def test_replay_of_a_runs_own_responses_agrees_with_the_run(
@@ -273,7 +275,7 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
 
 
 def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, small: Any, said: list[Said]) -> None:
-    """Heads that read other layers, and a small LM, whose log P comes from the same passes."""
+    """Heads that read other layers, and a draft model, whose log P comes from the same passes."""
     passes = 0
 
     class Counted(TransformersLM):
@@ -282,7 +284,7 @@ def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, smal
             passes += 1
             return super().forward(*args, **inputs)
 
-    drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "small-lm")]
+    drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "draft-model")]
     alone = [list(forced(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]
     make = making(target, WARM, small, lm=Counted)
     side_by_side = list(together([Asked(drafter, 3) for drafter in drafters], said, make, rows=5))

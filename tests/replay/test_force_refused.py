@@ -97,12 +97,12 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (plain(Coins), "it tosses coins while it drafts"),
         (plain(OtherPurpose), "it draws for the purpose 'other' while it drafts"),
         (plain(strategies.Window), "its drafts are wider than a chain, or have probes"),
-        (configured("small-lm-tree", model="x"), "it drafts trees ('without_replacement')"),
-        (configured("small-lm", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
+        (configured("draft-model-tree", model="x"), "it drafts trees ('without_replacement')"),
+        (configured("draft-model", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
         (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier steps went"),
         (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
         (
-            configured("small-lm", model="x", policy="learnt-threshold"),
+            configured("draft-model", model="x", policy="learnt-threshold"),
             "how it drafts depends on how earlier steps went",
         ),
         (configured("early-exit", policy="heuristic"), "how it drafts depends on how earlier steps went"),
@@ -122,7 +122,7 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
         list(forced(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
     with pytest.raises(UsageError, match="at temperature 0; there are no 3 sequences"):
-        list(forced(configured("small-lm-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
+        list(forced(configured("draft-model-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
 )
 def test_a_text_that_the_target_cannot_have_said(text: Said, says: str, target: Any) -> None:
     with pytest.raises(UsageError, match=says) as caught:
-        replay(configured("small-lm", model="x"), target, [TEXTS[0], text])
+        replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")
 
 
@@ -147,7 +147,7 @@ def test_numbers_that_are_none(target: Any, tiny_model: Callable) -> None:
     broken = tiny_model("llama", vocab_size=V, context=24, copy="broken")
     broken.get_output_embeddings().weight.data[3] = torch.nan
     with pytest.raises(CrossdraftError, match="NaN at token 0 of answers"):
-        list(forced(configured("small-lm", model="x"), TEXTS, making(target, WARM, broken), depth=2))
+        list(forced(configured("draft-model", model="x"), TEXTS, making(target, WARM, broken), depth=2))
     with pytest.raises(CrossdraftError, match="the target produced NaN"):
         replay(plain(Uniform), broken)
 
@@ -173,7 +173,7 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
 
 def test_a_draft_ends_with_the_context(target: Any) -> None:
     text = Said([1] * 18, [2, 3, 4, 5, 6, 7])
-    for drafter in (plain(Uniform), configured("small-lm", model="x")):
+    for drafter in (plain(Uniform), configured("draft-model", model="x")):
         (found,) = replay(drafter, target, [text])
         most = 2 if drafter[0] is Uniform else 4
         assert found.lengths.tolist() == [min(most, 24 - (18 + t) - 1) for t in range(6)]
@@ -189,8 +189,8 @@ def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> No
 
 def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
     """Lengths under a policy, drawn freely: the law of the length, not that of the text."""
-    never = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 0})
-    always = configured("small-lm", model="x", policy={"name": "confidence", "threshold": 1})
+    never = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 0})
+    always = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)
     assert [one.lengths.tolist() for one in drafted(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
     assert [one.lengths.tolist() for one in drafted(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]

@@ -28,8 +28,8 @@ def models(tiny_model: Callable) -> tuple[Any, Any]:
     return tuple(tiny_model("llama", vocab_size=V, noise=noise, copy="lengths") for noise in (0.0, 0.3))  # type: ignore[return-value]
 
 
-def small_lm(**options: Any) -> tuple[Any, Any]:
-    return configured("small-lm", model="small", gamma=G, **options)
+def draft_model(**options: Any) -> tuple[Any, Any]:
+    return configured("draft-model", model="small", gamma=G, **options)
 
 
 def unlike(measured: np.ndarray, expected: np.ndarray) -> float:
@@ -52,14 +52,14 @@ def test_a_grid_of_thresholds_from_one_replay(
     sampling = Sampling(temperature=temperature)
     make = making(models[0], sampling, models[1])
     texts = run(make, configured("none"), "token", PROMPTS, new=6).responses
-    static = list(forced(small_lm(), texts, make, depth=G, tops=True))
+    static = list(forced(draft_model(), texts, make, depth=G, tops=True))
     sizes = set()
     for threshold in (0.3, 0.8):
         policy = {"name": "confidence", "stop": stop, "threshold": threshold}
-        found = [list(forced(small_lm(policy=policy), texts, make, depth=G))]
+        found = [list(forced(draft_model(policy=policy), texts, make, depth=G))]
         with monkeypatch.context() as patched:
-            patched.setattr(small_lm()[0], "text_distribution", Drafter.text_distribution)
-            found.append(list(forced(small_lm(policy=policy), texts, make, depth=G)))
+            patched.setattr(draft_model()[0], "text_distribution", Drafter.text_distribution)
+            found.append(list(forced(draft_model(policy=policy), texts, make, depth=G)))
         for longest, *others in zip(static, *found, strict=True):
             assert longest.log_top is not None
             own = confident(longest.log_q if temperature else longest.log_top, longest.log_top, threshold, stop)
@@ -76,10 +76,10 @@ def test_a_grid_of_thresholds_from_one_replay(
 def test_thresholds_against_a_run(models: tuple[Any, Any]) -> None:
     """Rounds, and drafted tokens: the latter from drafts of the drafter's own, at another seed."""
     policy = {"name": "confidence", "threshold": 0.2}
-    make, drafter = making(models[0], WARM, models[1]), small_lm(policy=policy)
+    make, drafter = making(models[0], WARM, models[1]), draft_model(policy=policy)
     made = run(make, drafter, "block", PROMPTS * 14, new=8, rows=70, validate="never")
-    static = list(forced(small_lm(), made.responses, make, depth=G, rows=70, tops=True))
-    drawn = list(drafted(small_lm(), made.responses, make, depth=G, rows=70, seed=5))
+    static = list(forced(draft_model(), made.responses, make, depth=G, rows=70, tops=True))
+    drawn = list(drafted(draft_model(), made.responses, make, depth=G, rows=70, seed=5))
     accepted, on_path = [], []
     for longest, own in zip(static, drawn, strict=True):
         assert longest.log_top is not None and own.log_top is not None
@@ -95,11 +95,11 @@ def test_thresholds_against_a_run(models: tuple[Any, Any]) -> None:
 
 
 def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
-    make, drafter = making(models[0], WARM, models[1]), small_lm(policy={"name": "heuristic", "start_length": 2})
+    make, drafter = making(models[0], WARM, models[1]), draft_model(policy={"name": "heuristic", "start_length": 2})
     made: Run = run(make, drafter, "token", PROMPTS * 14, new=12, rows=70, validate="never")
     accepted = [
         Acceptance(survival("token", one)[1], one.lengths, 12)
-        for one in forced(small_lm(), made.responses, make, depth=G, rows=70)
+        for one in forced(draft_model(), made.responses, make, depth=G, rows=70)
     ]
     found = heuristic(accepted, G, 2)
     assert unlike(made.counts(), found.steps[:, 0]) < 3 and unlike(made.nodes(), found.drafted[:, 0]) < 3

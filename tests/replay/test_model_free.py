@@ -156,7 +156,7 @@ def test_the_same_by_propose_and_by_the_fast_path() -> None:
 def test_who_needs_no_model() -> None:
     assert needs_no_model(PromptLookup, PromptLookup.Config(), SAMPLING)
     assert needs_no_model(Echo, Echo.Config(), SAMPLING)
-    small = plugins.get("drafters", "small-lm")
+    small = plugins.get("drafters", "draft-model")
     assert not needs_no_model(small, small.Config(model="x"), SAMPLING)
     assert not needs_no_model(small, small.Config(model="x", temperature=0), SAMPLING)  # a point mass, of a model
     none = plugins.get("drafters", "none")

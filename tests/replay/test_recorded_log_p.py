@@ -50,7 +50,7 @@ def target(models: dict[str, str]) -> Any:
 def test_a_target_that_is_run_is_compared_with_the_record(
     models: dict[str, str], target: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    drafter = json.dumps({"name": "small-lm-iid", "model": models["wide"], "K": 2})
+    drafter = json.dumps({"name": "draft-model-iid", "model": models["wide"], "K": 2})
     options = ["--target", models["target"], "--drafter", drafter, "--gamma", "1-2"]
     found, err = warnings(capsys, write(tmp_path / "right.jsonl", target, lambda p: p), *options)
     assert found == [] and "warning" not in err
@@ -62,7 +62,7 @@ def test_a_target_that_is_run_is_compared_with_the_record(
 def test_without_the_target_a_floor_decides(models: dict[str, str], target: Any, tmp_path: Path, capsys: Any) -> None:
     for options in (
         ["--drafter", "prompt-lookup"],
-        ["--target", models["target"], "--drafter", json.dumps({"name": "small-lm", "model": models["wide"]})],
+        ["--target", models["target"], "--drafter", json.dumps({"name": "draft-model", "model": models["wide"]})],
     ):
         options = [*options, "--gamma", "1-2"]
         assert warnings(capsys, write(tmp_path / "a.jsonl", target, lambda p: p), *options)[0] == []

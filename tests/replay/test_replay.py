@@ -131,8 +131,8 @@ def test_a_drafter_that_gives_too_little_is_named() -> None:
 def test_which_rules_fit() -> None:
     from crossdraft.framework.api.build import configured
 
-    chain = configured("drafters", {"name": "small-lm", "model": "x"})
-    several = configured("drafters", {"name": "small-lm-iid", "model": "x", "K": 3})
+    chain = configured("drafters", {"name": "draft-model", "model": "x"})
+    several = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
     lookup = configured("drafters", "prompt-lookup")
     warm, cold = Sampling(), Sampling(temperature=0)
     assert rules_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}

@@ -58,7 +58,7 @@ def replayed(capsys: Any, *arguments: Any) -> dict[str, Any]:
 
 
 def small(models: dict[str, str], name: str = "narrow", **options: Any) -> list[str]:
-    return ["--drafter", json.dumps({"name": "small-lm", "model": models[name], **options})]
+    return ["--drafter", json.dumps({"name": "draft-model", "model": models[name], **options})]
 
 
 COMMON = ["--dtype", "float32", "--device", "cpu", "--gamma", "1-4"]
@@ -85,7 +85,7 @@ def test_one_pass_of_the_target_serves_all(
 ) -> None:
     """Each drafter's numbers are those that it has alone."""
     path = said(logprobs=False)
-    iid = ["--drafter", json.dumps({"name": "small-lm-iid", "model": models["wide"], "K": 2})]
+    iid = ["--drafter", json.dumps({"name": "draft-model-iid", "model": models["wide"], "K": 2})]
     options = [*COMMON, "--target", models["target"]]
     both = replayed(capsys, path, *options, *small(models), *iid)
     assert passes["target"] == 1
@@ -103,12 +103,12 @@ def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes
         capsys, path, *options, *small(models), *(word for policy in policies for word in ("--policy", policy))
     )
     of = {row["drafter"]: row for row in found["rows"] if row["gamma"] == 4}
-    static, oracle = of["small-lm"], of["small-lm, oracle"]
+    static, oracle = of["draft-model"], of["draft-model, oracle"]
     assert oracle["block_efficiency_all_steps"] == pytest.approx(static["block_efficiency_all_steps"])
     assert oracle["drafted_per_step"] <= oracle["block_efficiency_all_steps"] - 1 + 1e-9
     # A text that was cut ends no step with its own last token, so all but the accepted are target's.
     assert oracle["drafted_per_step"] < min(row["drafted_per_step"] for row in of.values() if row is not oracle)
-    careful, bold = of["small-lm, confidence 0.5"], of["small-lm, confidence 0.05"]
+    careful, bold = of["draft-model, confidence 0.5"], of["draft-model, confidence 0.05"]
     assert careful["drafted_per_token"] < bold["drafted_per_token"] <= static["drafted_per_token"] + 1e-9
     assert careful["block_efficiency_all_steps"] <= static["block_efficiency_all_steps"] + 1e-9
     assert "target" not in passes

@@ -63,7 +63,7 @@ def lines(panel: Any, colour: str) -> list[tuple[list[float], list[float]]]:
 def test_block_efficiency_by_pair(results: Sequence[CellResult]) -> None:
     (panel,) = figure("block_efficiency", results).axes
     assert panel.get_title() == "temperature 1, batch size 1"
-    assert [text.get_text() for text in panel.get_yticklabels()] == ["prompt-lookup", "small-lm", "small-lm-iid"]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["prompt-lookup", "draft-model", "draft-model-iid"]
     pairs = [r for r in results if not r.config.is_baseline and r.config.batch_size == 1]
     assert len(panel.containers) == len(pairs) == 5
     shown = {}
@@ -97,13 +97,13 @@ def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> 
         assert [tuple(map(pytest.approx, one)) for one in sorted(expected)] == estimates(panel)
     # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
     found = {r.config.drafter.name: rows_in_a_step(r) for r in results if r.config.batch_size == 16}
-    assert found["none"] == 16 and 48 < found["small-lm"] <= 64 and 80 < found["small-lm-iid"] <= 112
+    assert found["none"] == 16 and 48 < found["draft-model"] <= 64 and 80 < found["draft-model-iid"] <= 112
 
 
 def test_series_over_batch_sizes(tmp_path: Path) -> None:
     made = outcome(tmp_path, SERIES).results
     chain, iid = figure("throughput", made).axes
-    assert (chain.get_title(), iid.get_title()) == ("small-lm", "small-lm-iid")
+    assert (chain.get_title(), iid.get_title()) == ("draft-model", "draft-model-iid")
     assert lines(chain, PLAIN["color"]) == [([1, 4, 16], [pytest.approx(10 * b) for b in SERIES])]
     token, block = (lines(chain, COLOURS[i]) for i in (0, 1))
     assert token == [([1, 4, 16], [pytest.approx(rate) for rate in (15, 48, 160)])]
@@ -124,7 +124,7 @@ def test_speed_up_at_one_batch_size_is_a_list(results: Sequence[CellResult]) -> 
 
 def test_acceptance_by_position(results: Sequence[CellResult]) -> None:
     panels = {panel.get_title(): panel for panel in figure("acceptance", results).axes}
-    assert list(panels) == ["prompt-lookup", "small-lm", "small-lm-iid"]
+    assert list(panels) == ["prompt-lookup", "draft-model", "draft-model-iid"]
     for drafter, panel in panels.items():
         cells = [r for r in results if r.config.drafter.name == drafter and r.config.batch_size == 1]
         for container, result in zip(panel.containers, cells, strict=True):
@@ -256,7 +256,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     run = on_disk(finished_run(tmp_path / "some-abc", SOME, tokens=12))
     out = tmp_path / "figures"
     command = ["plot", str(run), "--kind", "target_rows,acceptance", "--format", "png"]
-    assert cli.main([*command, "--out", str(out), "--where", "batch_size=1,4", "--where", "drafter=small-lm"]) == 0
+    assert cli.main([*command, "--out", str(out), "--where", "batch_size=1,4", "--where", "drafter=draft-model"]) == 0
     files = [out / f"some-{kind}.png" for kind in ("target_rows", "acceptance")]
     assert capsys.readouterr().out == "".join(f"wrote {file}\n" for file in files)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)

@@ -50,13 +50,13 @@ def test_every_number_is_where_its_keys_say(run: FinishedRun) -> None:
 
 
 def test_intervals_and_several_values(run: FinishedRun) -> None:
-    cells = pairs(run, "batch_size=1", "gamma=2", "drafter=small-lm")
+    cells = pairs(run, "batch_size=1", "gamma=2", "drafter=draft-model")
     table = pivot(cells, ["drafter"], ["verifier"], ["block_efficiency", "acceptance_1"])
     header, (name, *numbers) = rows(rendered(table, "csv"))
     ends = ["", " low", " high"]
     expected = [f"{rule}, block efficiency{end}" for rule in ("token", "block") for end in ends]
     expected.insert(3, "token, acceptance 1")
-    assert header == ["drafter", *expected, "block, acceptance 1"] and name == "small-lm gamma=2"
+    assert header == ["drafter", *expected, "block, acceptance 1"] and name == "draft-model gamma=2"
     row = row_of(cells[0].result, None)
     keys = ["block_efficiency", "block_efficiency_low", "block_efficiency_high", "acceptance_1"]
     assert [float(number) for number in numbers[:4]] == [row[key] for key in keys]

@@ -32,7 +32,7 @@ def test_predicted_beside_measured(tmp_path: Path) -> None:
     rates = {token: 18.0, block: 52.0}  # 10 % less than measured, 30 % more
     made.__dict__["predicted"] = {name: Prediction(1.0, 0.0, 0.0, 1.0, rate, 1.5) for name, rate in rates.items()}
     text = terminal(made)
-    assert words(text, "small-lm", "token")[-3:] == ["20.0", "18.0", "2.00"]
+    assert words(text, "draft-model", "token")[-3:] == ["20.0", "18.0", "2.00"]
     assert words(text, "none")[-2:] == ["10.0", "1"]  # no prediction, no number
     assert "predicted: tok/s from the cost curve; median |error| 20 % over 2 cells" in text
     rows = {row["cell"]: row for row in csv.DictReader(io.StringIO(summary_csv(made)))}
@@ -44,7 +44,7 @@ def test_predictions_come_from_the_curves_of_the_outcome(tmp_path: Path) -> None
     made = outcome(tmp_path, {1: {"token": 2.0}})
     points = tuple(Point(b, w, 9, 0.1 * w, 0.0, 1.0) for b in (1, 2) for w in (1, 3))
     made.curves = [CostCurve("toy", "abc", "float32", {"device": "cuda (toy)"}, points)]
-    # A row at a time: 2 tokens in 0.3 s; no curve for the drafting model, whose measured time is 0.
+    # A row at a time: 2 tokens in 0.3 s; no curve for the draft model, whose measured time is 0.
     assert made.predicted[made.results[1].config.hash].tokens_per_second == pytest.approx(2 / 0.3)
 
 
@@ -62,10 +62,10 @@ def test_by_category(tmp_path: Path) -> None:
     text = summary_markdown(made)
     table = text.partition("## by category, temperature 1, batch size 1\n")[2]
     assert [cell.strip() for cell in table.splitlines()[3].split("|")[1:-1]] == [
-        *("small-lm", "token", "math", "3", "2.00 [1.90, 2.10]", "1.25 [1.20, 1.30]")
+        *("draft-model", "token", "math", "3", "2.00 [1.90, 2.10]", "1.25 [1.20, 1.30]")
     ]
     assert [cell.strip() for cell in table.splitlines()[6].split("|")[1:-1]] == [
-        *("small-lm", "block", "chat", "4", "1.50 [1.40, 1.60]", "")
+        *("draft-model", "block", "chat", "4", "1.50 [1.40, 1.60]", "")
     ]
     (row,) = [r for r in csv.DictReader(io.StringIO(summary_csv(made))) if r["verifier"] == "block"]
     assert [row[f"speed_up_math{part}"] for part in ("", "_low", "_high")] == ["1.25", "1.2", "1.3"]
@@ -81,9 +81,9 @@ def test_by_category(tmp_path: Path) -> None:
 def test_speed_up_by_batch_size(tmp_path: Path) -> None:
     text = terminal(outcome(tmp_path, SERIES))
     table = text.partition("speed-up by batch size, temperature 1\n")[2]
-    assert words(table, "small-lm", "token")[2:] == ["2.00", "1.50", "1.50", "1.20", "1.00", "B", "≥", "16"]
-    assert words(table, "small-lm", "block")[-6:] == ["1.60", "1.30", "0.80", "B", "=", "4"]
-    assert words(table, "small-lm-iid", "specinfer")[-4:] == ["0.90", "0.80", "0.70", "none"]
+    assert words(table, "draft-model", "token")[2:] == ["2.00", "1.50", "1.50", "1.20", "1.00", "B", "≥", "16"]
+    assert words(table, "draft-model", "block")[-6:] == ["1.60", "1.30", "0.80", "B", "=", "4"]
+    assert words(table, "draft-model-iid", "specinfer")[-4:] == ["0.90", "0.80", "0.70", "none"]
     # 2.0 / 1.6, 1.1 / 1.3, 0.7 / 1.0: the second sequence pays at batch size 1 alone.
     assert words(table, "best", "multi-draft")[-6:] == ["1.25", "0.85", "0.70", "B", "=", "1"]
     markdown = summary_markdown(outcome(tmp_path, SERIES))
@@ -96,7 +96,7 @@ def test_between_measured_batch_sizes_the_curve_decides(tmp_path: Path) -> None:
     points = tuple(Point(b, w, 9, float(max(b * w, 16)), 0.0, 1.0) for b in range(1, 17) for w in (1, 2, 3))
     made.curves = [CostCurve("toy", "abc", "float32", {"device": "cuda (toy)"}, points)]
     table = terminal(made).partition("speed-up by batch size")[2]
-    assert words(table, "small-lm", "token")[-3:] == ["B", "~", "10"]
+    assert words(table, "draft-model", "token")[-3:] == ["B", "~", "10"]
 
 
 def test_one_batch_size_is_no_axis(tmp_path: Path) -> None:
@@ -124,7 +124,9 @@ def test_differences_are_said_once(tmp_path: Path) -> None:
             last = result.records[-1]
             result.records[-1] = StepRecord(**{**vars(last), "tau": last.tau + 1, "emitted": last.emitted + 1})
     (line,) = differences(made)
-    assert line.startswith("temperature 1, batch sizes 1, 4, small-lm: BE of block − token, on the same prompts: +0.17")
+    assert line.startswith(
+        "temperature 1, batch sizes 1, 4, draft-model: BE of block − token, on the same prompts: +0.17"
+    )
     made.results[-1].records[0] = made.results[-1].records[-1]  # at batch size 4, in another one, too
     assert [line.partition(",")[2][:14] for line in differences(made)] == [" batch size 1,", " batch size 4,"]
 

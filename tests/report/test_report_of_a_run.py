@@ -15,7 +15,7 @@ device: cpu
 max_new_tokens: 8
 drafters:
   - prompt-lookup
-  - {{name: small-lm, model: {same}, gamma: 3}}
+  - {{name: draft-model, model: {same}, gamma: 3}}
 verifiers: [token, block]
 matrix: {{temperature: [1], batch_size: [2]}}
 """

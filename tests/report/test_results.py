@@ -149,17 +149,17 @@ def test_rows_by_group(made: MADE, capsys: Any) -> None:
 
 def test_drafters_that_share_no_rule_share_a_row(made: MADE, capsys: Any) -> None:
     """One draft for some rules, two for others, as in the papers: token against SpecTr is what the table is for."""
-    two = {"name": "small-lm-iid", "model": "org/small", "gamma": 3, "K": 2}
+    two = {"name": "draft-model-iid", "model": "org/small", "gamma": 3, "K": 2}
     exclude = [
         {"drafter": "prompt-lookup", "verifier": "spectr"},
-        {"drafter": "small-lm-iid", "verifier": ["token", "block"]},
+        {"drafter": "draft-model-iid", "verifier": ["token", "block"]},
     ]
     drafters = [{"name": "prompt-lookup", "gamma": 3}, two]
     run = made(drafters=drafters, verifiers=["token", "block", "spectr"], exclude=exclude)
     _, text, _ = report(capsys, run)
     # spectr: 6 tokens in 2 steps and 2 s.
     row = ["2.00", "2.50 (+25.0 %)", "3.00 (+50.0 %)", "2.00", "2.00 (+0.0 %)", "3.00 (+50.0 %)"]
-    assert rows(text, "prompt-lookup, small-lm-iid") == [["prompt-lookup, small-lm-iid", *row]]
+    assert rows(text, "prompt-lookup, draft-model-iid") == [["prompt-lookup, draft-model-iid", *row]]
 
 
 def test_the_command_makes_the_run_again(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:

@@ -20,7 +20,7 @@ def names(run: RunDirectory) -> list[str]:
 
 
 def test_names_of_cells() -> None:
-    drafter = {"name": "small-lm", "label": "../ä b: gamma=4\u202e" + "x" * 60}
+    drafter = {"name": "draft-model", "label": "../ä b: gamma=4\u202e" + "x" * 60}
     given = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": 8, "sampling": {"temperature": 0.6}}
     config = CellConfig.model_validate(given)
     name = cell_name(config)

@@ -28,7 +28,7 @@ def cell(
     model: str = "d",
     verifier: str = "token",
     gamma: int = 3,
-    drafter: str = "small-lm",
+    drafter: str = "draft-model",
     finish_reason: str = "eos",
     K: int = 0,
     **sampling: Any,
@@ -86,7 +86,7 @@ def curves(draft: float = 0.1) -> list[Any]:
 
 def write_run(directory: Path, results: Sequence[CellResult], name: str = "made") -> Path:
     """The directory of a run with these cells."""
-    recipe = Recipe.model_validate({"name": name, "target": "m", "drafters": ["small-lm"], "verifiers": ["token"]})
+    recipe = Recipe.model_validate({"name": name, "target": "m", "drafters": ["draft-model"], "verifiers": ["token"]})
     path = directory / f"{name}-0123456789ab"
     run = RunDirectory(path)
     found = Summary(recipe, path, list(results), curves=curves())

@@ -10,7 +10,7 @@ from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.runs.records import CellResult
 
 #: Drafters by the verifier that the cells below pair them with.
-DRAFTERS = {"token": "small-lm", "block": "small-lm", "spectr": "small-lm-iid", "specinfer": "small-lm-iid"}
+DRAFTERS = {"token": "draft-model", "block": "draft-model", "spectr": "draft-model-iid", "specinfer": "draft-model-iid"}
 MODELS = {"models": {"toy": {"sha256": "abc"}, "d": {"sha256": "def"}}, "dtype": "float32", "device": "cuda (toy)"}
 
 
@@ -39,7 +39,7 @@ def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1
 
 def outcome(directory: Path, speed_ups: Mapping[int, Mapping[str, float]], **sampling: float) -> Summary:
     """Cells by batch size and verifier, each beside a baseline; labelled by the name of what they use."""
-    recipe = Recipe.model_validate({"target": "toy", "drafters": ["small-lm"], "verifiers": ["token"]})
+    recipe = Recipe.model_validate({"target": "toy", "drafters": ["draft-model"], "verifiers": ["token"]})
     results = []
     for b, pairs in speed_ups.items():
         results += [cell(b, "", 1.0, **sampling), *(cell(b, name, value, **sampling) for name, value in pairs.items())]

@@ -14,7 +14,7 @@ class GivenContext(ModuleContext):
     """That of a target's slots, without tokenizers or names.
 
     Args:
-        load_lm: makes the slots of a drafting model, or raises.
+        load_lm: makes the slots of a draft model, or raises.
         load_heads: reads heads, from a directory by default.
         target_model: the target's module, for heads.
     """

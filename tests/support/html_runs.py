@@ -24,14 +24,14 @@ RECIPE: dict[str, Any] = {
     "target": "org/name",
     "drafters": [
         "prompt-lookup",
-        {"name": "small-lm", "model": "org/small"},
-        {"name": "small-lm-iid", "model": "org/small", "K": 2},
+        {"name": "draft-model", "model": "org/small"},
+        {"name": "draft-model-iid", "model": "org/small", "K": 2},
     ],
     "verifiers": ["token", "block", "spectr"],
     "matrix": {"gamma": [2, 4], "batch_size": [1, 4, 16, 32]},
     "exclude": [
-        {"drafter": "small-lm-iid", "verifier": ["token", "block"]},
-        {"drafter": ["prompt-lookup", "small-lm"], "verifier": "spectr"},
+        {"drafter": "draft-model-iid", "verifier": ["token", "block"]},
+        {"drafter": ["prompt-lookup", "draft-model"], "verifier": "spectr"},
     ],
 }
 #: Two pairs of one group.

@@ -14,7 +14,7 @@ device: cpu
 max_new_tokens: 10
 drafters:
   - prompt-lookup
-  - {{name: small-lm, model: {same}, gamma: 3}}
+  - {{name: draft-model, model: {same}, gamma: 3}}
 verifiers: [greedy, token, block]
 matrix:
   temperature: [0, 1.0]

@@ -72,7 +72,7 @@ class TestSkippedLayers(DrafterContract):
     setting = TinyModel()
 
 
-@pytest.mark.slow  # as small-lm, among the built-in ones
+@pytest.mark.slow  # as draft-model, among the built-in ones
 class TestWindow(DrafterContract):
     drafter = "window"
     setting = TinyModel()
@@ -150,7 +150,7 @@ def test_another_tokenizer_by_a_map_of_ids(target: Any, models: dict[str, str]) 
     assert with_law and all(bool((draft.q[..., VOCAB["w9"]] == 0).all()) for draft in with_law)
     assert all(bool((draft.q[..., 64:] == 0).all()) for draft in with_law), "no word has these ids"
     with pytest.raises(crossdraft.ModelError, match="the tokenizers differ"):
-        answers(target, {"name": "small-lm", "model": models["shuffled"]})
+        answers(target, {"name": "draft-model", "model": models["shuffled"]})
 
 
 def write_recipe(tmp_path: Path, target: str, **more: Any) -> str:
@@ -211,7 +211,7 @@ def test_a_target_of_another_backend(tmp_path: Path) -> None:
     assert loaded.backend == "bigram" and loaded.source.startswith("file ")
     plain = crossdraft.generate(loaded, ["a b c"], drafter="none", temperature=0, max_new_tokens=8)
     assert plain[0].text == "d a b c d a b c"
-    for drafter in ("prompt-lookup", {"name": "small-lm", "model": loaded.name, "gamma": 3}):
+    for drafter in ("prompt-lookup", {"name": "draft-model", "model": loaded.name, "gamma": 3}):
         found = crossdraft.generate(loaded, ["a b c"], drafter=drafter, temperature=0, max_new_tokens=8)
         assert found[0].text == plain[0].text
     alone = crossdraft.load_tokenizer(loaded.name)
@@ -236,7 +236,7 @@ def test_a_recipe_on_another_backend(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"a b {x}"}) + "\n" for x in "abcd"))
     recipe = tmp_path / "recipe.yaml"
-    drafters = ["prompt-lookup", {"name": "small-lm", "model": path, "gamma": 2}]
+    drafters = ["prompt-lookup", {"name": "draft-model", "model": path, "gamma": 2}]
     data = {"target": path, "prompts": str(prompts), "max_new_tokens": 6, "drafters": drafters, "batch_size": 2}
     recipe.write_text(json.dumps(data | {"verifiers": ["token", "block"], "sampling": {"temperature": 0}}))
     outcome = run(load_recipe(str(recipe)), tmp_path / "runs", say=None)

@@ -204,7 +204,11 @@ def test_a_cache_that_is_held_knows_the_last_answers(target: Any) -> None:
 
 def test_by_shape_says_what_the_rule_of_the_shape_says(target: Any) -> None:
     ask = {"max_new_tokens": 12, "seed": 3}
-    for drafter, rule in {"prompt-lookup": "block", "small-lm-tree": "traversal", "small-lm-iid": "spectr"}.items():
+    for drafter, rule in {
+        "prompt-lookup": "block",
+        "draft-model-tree": "traversal",
+        "draft-model-iid": "spectr",
+    }.items():
         given = {"name": drafter} | ({"model": target.name} if drafter != "prompt-lookup" else {})
         tokens = [
             crossdraft.generate(target, [[5, 9, 5, 9, 5]], drafter=given, verifier=verifier, **ask)[0].tokens

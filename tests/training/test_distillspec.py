@@ -9,7 +9,7 @@ import torch
 from training_target import tied_llama
 
 from crossdraft.drafters.draft_model.on_policy_texts import own_answers
-from crossdraft.drafters.draft_model.training import SmallLMTraining, student_of
+from crossdraft.drafters.draft_model.training import DraftModelTraining, student_of
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text, public
 from crossdraft.framework.errors import UsageError
@@ -62,7 +62,7 @@ def test_answers_come_from_the_whole_law_of_the_student(target: LoadedModel) -> 
 def test_on_policy_texts_are_the_students_of_that_step(
     target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = SmallLMTraining(**COMMON, epochs=1, on_policy=1.0, divergence="jsd", beta=0.2)
+    recipe = DraftModelTraining(**COMMON, epochs=1, on_policy=1.0, divergence="jsd", beta=0.2)
     trainer = Trainer(target, recipe, tmp_path)
     students, steps = [], []
     rewritten, batch = trainer.trainee.rewritten, trainer.features.batch
@@ -101,7 +101,7 @@ def test_on_policy_texts_are_the_students_of_that_step(
 
 
 def test_a_share_of_the_texts_is_the_students(target: LoadedModel, tmp_path: Path) -> None:
-    trainee = Trainer(target, SmallLMTraining(**COMMON, on_policy=0.25), tmp_path).trainee
+    trainee = Trainer(target, DraftModelTraining(**COMMON, on_policy=0.25), tmp_path).trainee
     given = texts()[0]
     torch.manual_seed(0)
     kept = [old is new for _ in range(12) for old, new in zip(given, trainee.rewritten(given, 0), strict=True)]
@@ -111,7 +111,7 @@ def test_a_share_of_the_texts_is_the_students(target: LoadedModel, tmp_path: Pat
 
 
 def test_on_policy_runs_resume_to_the_bit(target: LoadedModel, tmp_path: Path) -> None:
-    recipe = SmallLMTraining(**COMMON, epochs=2, on_policy=0.5)
+    recipe = DraftModelTraining(**COMMON, epochs=2, on_policy=0.5)
     whole, broken = Trainer(target, recipe, tmp_path / "whole"), Trainer(target, recipe, tmp_path / "broken")
     whole.run(*texts())
     original = broken._train
@@ -136,7 +136,7 @@ def test_on_policy_runs_resume_to_the_bit(target: LoadedModel, tmp_path: Path) -
 
 @pytest.mark.parametrize("sampled_vocab", [0, 8])
 def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_path: Path, sampled_vocab: int) -> None:
-    trainer = Trainer(target, SmallLMTraining(**COMMON, divergence="nll", sampled_vocab=sampled_vocab), tmp_path)
+    trainer = Trainer(target, DraftModelTraining(**COMMON, divergence="nll", sampled_vocab=sampled_vocab), tmp_path)
     train, _ = texts()
     train = [Text(text.prompt, [2 + token % 20 for token in text.response], "given") for text in train]
     trainer.trainee.prepare(train)
@@ -166,7 +166,7 @@ def test_places_of_a_sampled_head() -> None:
 @pytest.fixture
 def first(chat_target: LoadedModel, tmp_path: Path) -> str:
     """A student that was trained for a while."""
-    trainer = Trainer(chat_target, SmallLMTraining(**COMMON, epochs=6), tmp_path / "first")
+    trainer = Trainer(chat_target, DraftModelTraining(**COMMON, epochs=6), tmp_path / "first")
     trainer.out.mkdir()
     trainer.run(*few())
     trainer.export(few()[1])
@@ -180,7 +180,7 @@ def few() -> tuple[list[Text], list[Text]]:
 
 
 def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
-    recipe = SmallLMTraining(**COMMON, misses_of=first, sampled_vocab=0, divergence="nll")
+    recipe = DraftModelTraining(**COMMON, misses_of=first, sampled_vocab=0, divergence="nll")
     trainer = Trainer(chat_target, recipe, tmp_path / "second")
     train, _ = few()
     trainer.trainee.prepare(train)
@@ -206,7 +206,7 @@ def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, 
 
 
 def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
-    trainer = Trainer(chat_target, SmallLMTraining(**COMMON, misses_of=first), tmp_path / "second")
+    trainer = Trainer(chat_target, DraftModelTraining(**COMMON, misses_of=first), tmp_path / "second")
     said = trainer.trainee._others[first].model
     text = [3, 4]
     for _ in range(5):
@@ -220,7 +220,7 @@ def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, fir
 
 def test_what_cannot_be_missed_is_refused(target: LoadedModel, on_disk: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has an embedding of its own"):
-        Trainer(target, SmallLMTraining(**COMMON, misses_of=str(on_disk)), tmp_path)
+        Trainer(target, DraftModelTraining(**COMMON, misses_of=str(on_disk)), tmp_path)
 
 
 def test_cards_cut_each_of_several_paths() -> None:

@@ -45,7 +45,7 @@ def ended(out: Path) -> tuple[bytes, list[Any], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["small-lm", "medusa", "eagle3"])
+@pytest.mark.parametrize("kind", ["draft-model", "medusa", "eagle3"])
 def test_killed_and_started_again_it_ends_as_it_would_have(kind: str, on_disk: Path, tmp_path: Path) -> None:
     argv = ["train", kind, "--target", str(on_disk), "--dtype", "float32", "--tokens", "80", "--max-response", "5"]
     argv += ["--questions", str(on_disk / "questions.jsonl"), "--write-batch", "8", "--temperatures", "1,0"]

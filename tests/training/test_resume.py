@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from training_target import tied_llama
 
-from crossdraft.drafters.draft_model.training import SmallLMTraining
+from crossdraft.drafters.draft_model.training import DraftModelTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
@@ -28,7 +28,7 @@ from crossdraft.framework.training.trainer import Trainer
 
 COMMON = {"epochs": 2, "batch_tokens": 60, "learning_rate": 3e-3, "warm_up": 2, "save_minutes": 0}
 RECIPES: dict[str, Callable[..., Any]] = {
-    "small-lm": lambda **more: SmallLMTraining(**{"layers": (0, 2), "sampled_vocab": 8, **COMMON, **more}),
+    "draft-model": lambda **more: DraftModelTraining(**{"layers": (0, 2), "sampled_vocab": 8, **COMMON, **more}),
     "medusa": lambda **more: MedusaTraining(**{"heads": 2, "sampled_vocab": 8, **COMMON, **more}),
     "eagle3": lambda **more: Eagle3Training(**{"unroll": 2, "draft_vocab": 30, "layers": (0, 2, 1), **COMMON, **more}),
     "pass": lambda **more: PassTraining(**{"look_ahead": 2, "cuts": 3, "sampled_vocab": 8, **COMMON, **more}),
@@ -98,10 +98,10 @@ def moments(monkeypatch: Any, die_at: int) -> list[str]:
     ("kind", "every"),
     [
         ("medusa", 17),
-        pytest.param("small-lm", 71, marks=pytest.mark.slow),
+        pytest.param("draft-model", 71, marks=pytest.mark.slow),
         pytest.param("eagle3", 73, marks=pytest.mark.slow),
         pytest.param("pass", 31, marks=pytest.mark.slow),
-        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("medusa", "small-lm", "eagle3", "pass")),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("medusa", "draft-model", "eagle3", "pass")),
     ],
 )
 def test_killed_at_any_moment(kind: str, every: int, target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:

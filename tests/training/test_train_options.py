@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.autoregressive.disco_training import DiscoTraining
-from crossdraft.drafters.draft_model.training import SmallLMTraining
+from crossdraft.drafters.draft_model.training import DraftModelTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
 from crossdraft.drafters.heads.medusa_training import MedusaTraining
 from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
@@ -25,7 +25,7 @@ from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.training import files, text_files
 
 EVERY = [
-    SmallLMTraining,
+    DraftModelTraining,
     MedusaTraining,
     Eagle3Training,
     DiscoTraining,
@@ -119,7 +119,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("crossdraft.framework.models.load.load_model", nothing_is_loaded)
-    assert train("small-lm", "no-such-target", tmp_path / "out", *options) == 2
+    assert train("draft-model", "no-such-target", tmp_path / "out", *options) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1 and len(said) < 400, said
 
@@ -127,7 +127,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(
 def test_a_file_in_the_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "out"
     file.write_text("mine")
-    assert train("small-lm", "no-such-target", file) == 2
+    assert train("draft-model", "no-such-target", file) == 2
     assert f"--out {file}: is a file; it must be a directory" in capsys.readouterr().err
     assert file.read_text() == "mine"
 
@@ -137,7 +137,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, monkey
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(files.tempfile, "TemporaryFile", refused)
-    assert train("small-lm", "no-such-target", tmp_path) == 2
+    assert train("draft-model", "no-such-target", tmp_path) == 2
     assert "must be a directory that can be written to (Permission denied)" in capsys.readouterr().err
 
 
@@ -155,10 +155,10 @@ def test_a_line_of_texts_that_is_too_long_is_one_sentence(
     monkeypatch.setattr(text_files, "MOST_LINE", 1000)
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"prompt": "w4 " * 1000, "response": "w5"}) + "\n")
-    assert train("small-lm", on_disk, tmp_path / "out", "--texts", str(file), "--tokens", "0") == 2
+    assert train("draft-model", on_disk, tmp_path / "out", "--texts", str(file), "--tokens", "0") == 2
     assert "line 1: is longer than 1,000 bytes" in capsys.readouterr().err
     file.write_text(json.dumps({"prompt": "w4", "response": "w5"}) + "\n")
-    assert train("small-lm", on_disk, tmp_path / "out", "--texts", str(file), "--tokens", "0") == 2
+    assert train("draft-model", on_disk, tmp_path / "out", "--texts", str(file), "--tokens", "0") == 2
     assert "1 texts are too few to train on" in capsys.readouterr().err
 
 

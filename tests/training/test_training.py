@@ -1,4 +1,4 @@
-"""Training: the hand-made gradient, the small LM's start, runs that resume, and the command line of every kind."""
+"""Training: the hand-made gradient, the draft model's start, runs that resume, and the command line of every kind."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from training_target import tied_llama
 
-from crossdraft.drafters.draft_model.training import SmallLMTraining, student_of
+from crossdraft.drafters.draft_model.training import DraftModelTraining, student_of
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.hookspecs import hookimpl
@@ -82,7 +82,9 @@ def texts():
 
 def test_training_raises_acceptance_and_resumes_where_it_stopped(target, tmp_path):
     train, held_out = texts()
-    recipe = SmallLMTraining(layers=(0, 2), epochs=6, batch_tokens=48, learning_rate=3e-3, warm_up=2, sampled_vocab=0)
+    recipe = DraftModelTraining(
+        layers=(0, 2), epochs=6, batch_tokens=48, learning_rate=3e-3, warm_up=2, sampled_vocab=0
+    )
     whole = Trainer(target, recipe, tmp_path / "whole")
     whole.out.mkdir()
     whole.run(train, held_out)
@@ -110,28 +112,28 @@ def test_training_raises_acceptance_and_resumes_where_it_stopped(target, tmp_pat
 
 def test_a_checkpoint_of_other_options_is_refused(target, tmp_path):
     train, held_out = texts()
-    Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+    Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
     with pytest.raises(UsageError, match="other options"):
-        Trainer(target, SmallLMTraining(layers=(1,), epochs=1), tmp_path).run(train, held_out)
+        Trainer(target, DraftModelTraining(layers=(1,), epochs=1), tmp_path).run(train, held_out)
 
 
 def test_a_damaged_checkpoint_is_named(target, tmp_path):
     train, held_out = texts()
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a file")
     with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged"):
-        Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+        Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
 
 
 def test_a_checkpoint_of_other_texts_is_refused(target, tmp_path):
     train, held_out = texts()
-    Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
+    Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
     with pytest.raises(UsageError, match=r"other options or texts \(texts\)"):
-        Trainer(target, SmallLMTraining(layers=(0,), epochs=1), tmp_path).run(train[1:], held_out)
+        Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train[1:], held_out)
 
 
 def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(target, tmp_path):
     train, held_out = texts()
-    trainer = Trainer(target, SmallLMTraining(layers=(0,), epochs=2, batch_tokens=48), tmp_path)
+    trainer = Trainer(target, DraftModelTraining(layers=(0,), epochs=2, batch_tokens=48), tmp_path)
     original = trainer._train
 
     def told(*args):
@@ -164,17 +166,17 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
     model.lm_head.register_forward_hook(lambda module, args, logits: 30 * logits)
     scaled = LoadedModel(model, None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="more than a matrix"):
-        Trainer(scaled, SmallLMTraining(layers=(0,)), tmp_path)
+        Trainer(scaled, DraftModelTraining(layers=(0,)), tmp_path)
 
 
 def test_training_says_what_is_missing_without_accelerate(target, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UsageError, match=r"needs the package accelerate.*crossdraft\[train\]"):
-        Trainer(target, SmallLMTraining(layers=(0,)), tmp_path)
+        Trainer(target, DraftModelTraining(layers=(0,)), tmp_path)
 
 
 @pytest.mark.parametrize(
-    "kind", ["small-lm", *[pytest.param(heads, marks=pytest.mark.slow) for heads in ("medusa", "eagle3")]]
+    "kind", ["draft-model", *[pytest.param(heads, marks=pytest.mark.slow) for heads in ("medusa", "eagle3")]]
 )
 def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, tmp_path, capsys, monkeypatch):
     questions = str(on_disk / "questions.jsonl")
@@ -228,7 +230,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
 )
 def test_wrong_options_give_a_sentence(options, sentence, on_disk, tmp_path, capsys):
     options = [str(on_disk) if option == "TARGET" else option for option in options]
-    argv = ["train", "small-lm", "--target", str(on_disk), "--out", str(tmp_path), "--dtype", "float32", *options]
+    argv = ["train", "draft-model", "--target", str(on_disk), "--out", str(tmp_path), "--dtype", "float32", *options]
     assert cli.main(argv) == 2
     assert sentence in capsys.readouterr().err
 

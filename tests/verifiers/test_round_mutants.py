@@ -94,7 +94,7 @@ def test_m13_layers_deleted_too_soon_take_gamma_three_to_see(
 
 @pytest.fixture(scope="module")
 def discarding() -> Callable:
-    """M14: the small LM that stops at a token it is unsure of, and throws that token away."""
+    """M14: the draft model that stops at a token it is unsure of, and throws that token away."""
     kind = DRAFTS["stop-early"]
     base = plugins.get("drafters", kind.drafter)
 

@@ -30,7 +30,7 @@ class LlamaCpp(Engine):
     name = "llama.cpp"
     read_from = "llama.cpp b10991"
     methods: ClassVar[Mapping[str, str]] = {
-        "small-lm": "draft-simple",
+        "draft-model": "draft-simple",
         "prompt-lookup": "ngram-simple",
         "eagle3": "draft-eagle3",
         "mtp": "draft-mtp",

@@ -32,7 +32,7 @@ class Sglang(Engine):
     name = "sglang"
     read_from = "SGLang main, commit 015c872628e3"
     methods: ClassVar[Mapping[str, str]] = {
-        "small-lm": "STANDALONE",
+        "draft-model": "STANDALONE",
         "prompt-lookup": "NGRAM",
         "eagle": "EAGLE",
         "eagle3": "EAGLE3",

@@ -19,7 +19,7 @@ class TensorRtLlm(Engine):
     name = "tensorrt-llm"
     read_from = "TensorRT-LLM main, commit 000439672005"
     methods: ClassVar[Mapping[str, str]] = {
-        "small-lm": "DraftTarget",
+        "draft-model": "DraftTarget",
         "prompt-lookup": "NGram",
         "eagle3": "Eagle3",
         "mtp": "MTP",

@@ -16,7 +16,10 @@ from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
 class Transformers(Engine):
     name = "transformers"
     read_from = "transformers 5.23.0"
-    methods: ClassVar[Mapping[str, str]] = {"small-lm": "assistant_model", "prompt-lookup": "prompt_lookup_num_tokens"}
+    methods: ClassVar[Mapping[str, str]] = {
+        "draft-model": "assistant_model",
+        "prompt-lookup": "prompt_lookup_num_tokens",
+    }
     most_sequences = 1
 
     def cannot(self, acceptance: Acceptance) -> str | None:

@@ -33,7 +33,7 @@ class Vllm(Engine):
     name = "vllm"
     read_from = "vLLM main, commit 002e77c1f0ef"
     methods: ClassVar[Mapping[str, str]] = {
-        "small-lm": "draft_model",
+        "draft-model": "draft_model",
         "prompt-lookup": "ngram",
         "eagle": "eagle",
         "eagle3": "eagle3",

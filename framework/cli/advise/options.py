@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="NAME",
-        help="what drafted (small-lm, eagle3, prompt-lookup, ...); to be replayed: a name or '{name: .., model: ..}', "
+        help="drafter (draft-model, eagle3, prompt-lookup, ...); for a replay: a name or '{name: .., model: ..}', "
         "repeatable",
     )
     about.add_argument(
@@ -47,16 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     about.add_argument("--temperature", type=number, metavar="T", help="of the target; of a run, take that one alone")
     about.add_argument("--gamma", type=integer, metavar="N", help="draft length, where the mean length is all there is")
-    about.add_argument("--draft-path", metavar="PATH", help="drafting model that the exported settings are to name")
+    about.add_argument("--draft-path", metavar="PATH", help="draft model that the exported settings are to name")
     costs = parser.add_argument_group("what a step costs (a run: as measured where it ran)")
     costs.add_argument("--target", metavar="MODEL", help="measured by crossdraft cost; with --on its config.json")
-    costs.add_argument("--draft-model", metavar="MODEL", help="drafting model: the same; without, drafting is free")
+    costs.add_argument("--draft-model", metavar="MODEL", help="draft model: the same; without, drafting is free")
     costs.add_argument(
-        "--draft-vocab", type=integer, metavar="N", help="with --on: tokens that the drafting model's head knows"
+        "--draft-vocab", type=integer, metavar="N", help="with --on: tokens that the draft model's head knows"
     )
     costs.add_argument("--overlap", action="store_true", help="drafts are made while the target verifies, at best")
     costs.add_argument("--cost", metavar="FILE", help="CSV of batch_size,width,context,seconds of the target's passes")
-    costs.add_argument("--draft-cost", metavar="FILE", help="the same of the drafting model")
+    costs.add_argument("--draft-cost", metavar="FILE", help="the same of the draft model")
     add_machine(parser)
 
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         metavar="NAME",
         help="certify this registered drafter with every verifier that accepts its drafts; a name, or a mapping as in "
-        "recipes: '{name: small-lm-tree, branching: [2, 1]}'. Any model it asks for is the toy's. With --model: the "
+        "recipes: '{name: draft-model-tree, branching: [2, 1]}'. Any model it asks for is the toy's. With --model: the "
         "model that drafts, one with the target's tokenizer",
     )
     parser.add_argument(

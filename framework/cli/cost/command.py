@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _here(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the target and the drafting model, unless that was done before; predict if asked to."""
+    """Measure the target and the draft model, unless that was done before; predict if asked to."""
     from ...cost.curve import BATCH_SIZES, CONTEXTS, WIDTHS
 
     batch_sizes: list[int] = sorted({1, *(args.batch_size or BATCH_SIZES)})
@@ -212,7 +212,7 @@ def _pair(result: CellResult) -> list[str]:
 
 
 def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
-    """The roofline of a target, and of a drafting model, on named accelerators."""
+    """The roofline of a target, and of a draft model, on named accelerators."""
     from ...cost.accelerators import accelerator
     from ...cost.roofline import EFFICIENCY, Roofline, read_shape
 

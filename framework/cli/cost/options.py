@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="model to measure; with --on a config.json, or a directory with one: no weights are loaded"
     )
-    parser.add_argument("--drafter", metavar="MODEL", help="drafting model; with --on its config.json or directory")
+    parser.add_argument("--drafter", metavar="MODEL", help="draft model; with --on its config.json or directory")
     parser.add_argument("--batch-size", type=integers, metavar="B,B,...", help="rows (1,2,4,8,16; --on: up to 256)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     measuring = parser.add_argument_group("measuring on this machine")

@@ -1,4 +1,4 @@
-"""A target that is loaded when somebody first needs it, and drafting models that are loaded once."""
+"""A target that is loaded when somebody first needs it, and draft models that are loaded once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target:
     """The target called ``name``, sampled as the responses were.
 
     Args:
-        dtype, device: see `load_model`; of drafting models, too.
+        dtype, device: see `load_model`; of draft models, too.
         trust_remote_code: names of the models that may run Python code of their own.
     """
 
@@ -97,7 +97,7 @@ class Target:
         return make
 
     def _load(self, name: str, target: LoadedModel) -> LoadedModel:
-        """A drafting model, once; by itself where the target is not there."""
+        """A draft model, once; by itself where the target is not there."""
         key = name, target.model is None
         if key not in self._drafting:
             consent = name in self._trusted

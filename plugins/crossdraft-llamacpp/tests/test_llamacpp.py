@@ -152,11 +152,11 @@ def test_wrong_trees_and_too_many_branches_are_refused(target: crossdraft.Loaded
 DRAFTERS: dict[str, Any] = {
     "none": "none",
     "chain": {"name": "prompt-lookup", "gamma": 4},
-    "small-lm": {"name": "small-lm", "model": "small", "gamma": 3},
-    "itself": {"name": "small-lm", "model": "target", "gamma": 3},
-    "iid": {"name": "small-lm-iid", "model": "small", "K": 2, "gamma": 3},
-    "tree": {"name": "small-lm-tree", "model": "target", "branching": [3, 2, 1]},
-    "dynamic-tree": {"name": "small-lm-dynamic-tree", "model": "small"},
+    "draft-model": {"name": "draft-model", "model": "small", "gamma": 3},
+    "itself": {"name": "draft-model", "model": "target", "gamma": 3},
+    "iid": {"name": "draft-model-iid", "model": "small", "K": 2, "gamma": 3},
+    "tree": {"name": "draft-model-tree", "model": "target", "branching": [3, 2, 1]},
+    "dynamic-tree": {"name": "draft-model-dynamic-tree", "model": "small"},
     "recycling": "token-recycling",
     "lookahead": {"name": "lookahead", "window": 3, "ngram": 3, "guesses": 2},
     "jacobi": {"name": "jacobi", "gamma": 3},
@@ -201,7 +201,7 @@ def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dic
         for a in first.nonzero().flatten().tolist():
             second = sampling.probs(torch.from_numpy(plain.logits([*prompt, a]))[None])[0]
             joint |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
-    drafter = {"name": "small-lm-tree", "model": files["small"], "branching": [2, 2]}
+    drafter = {"name": "draft-model-tree", "model": files["small"], "branching": [2, 2]}
     found = crossdraft.generate(
         target, [prompt] * draws, drafter=drafter, top_k=2, max_new_tokens=2, batch_size=16, ignore_eos=True
     )
@@ -293,7 +293,7 @@ def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str
 def test_a_recipe(tmp_path: Path, files: dict[str, str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {x} sat on"}) + "\n" for x in ("cat", "mat", "a", "b")))
-    drafters = ["prompt-lookup", {"name": "small-lm", "model": files["small"], "gamma": 2}]
+    drafters = ["prompt-lookup", {"name": "draft-model", "model": files["small"], "gamma": 2}]
     data = {"target": files["target"], "prompts": str(prompts), "max_new_tokens": 8, "drafters": drafters}
     data |= {"batch_size": 2, "verifiers": ["token"], "sampling": {"temperature": 0}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(data))

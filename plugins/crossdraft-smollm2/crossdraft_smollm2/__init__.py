@@ -16,9 +16,9 @@ def crossdraft_register_models(register: Register) -> None:
         summary="the same as the GGUF file that it is, for the backend llama.cpp (plugins/crossdraft-llamacpp)",
     )
     register(
-        "smollm2-small-lm",
-        "crossdraft_smollm2.sources:SMALL_LM",
-        summary="a small LM distilled from smollm2-135m-instruct to draft for it; shares its embedding",
+        "smollm2-draft-model",
+        "crossdraft_smollm2.sources:DRAFT_MODEL",
+        summary="a draft model distilled from smollm2-135m-instruct to draft for it; shares its embedding",
     )
     register(
         "smollm2-medusa",

@@ -15,6 +15,6 @@ INSTRUCT = WheelGGUF(
 GGUF = WheelFile(INSTRUCT.requirement, INSTRUCT.sha256, INSTRUCT.member)
 
 _HERE = Path(__file__).parent
-SMALL_LM = _HERE / "small_lm"
+DRAFT_MODEL = _HERE / "draft_model"
 MEDUSA = _HERE / "medusa"
 EAGLE3 = _HERE / "eagle3"
