@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
-    from .framework.contracts.draft import DenseScores, Draft, Drawn, Scores, Sequences, Verdict
+    from .framework.contracts.draft import DenseScores, Draft, Scores, Sequences, Verdict
+    from .framework.contracts.draft_kind import (
+        ANY_TREE,
+        CHAIN,
+        CONDITIONAL_SIBLINGS,
+        DETERMINISTIC,
+        DRAFT_KINDS,
+        GREEDY_DRAFT,
+        IID,
+        INDEPENDENT_SEQUENCES,
+        ONE_SAMPLED_SIBLING,
+        POINT_MASSES,
+        SAMPLED_SIBLINGS,
+        SINGLE_CHILD,
+        WITHOUT_REPLACEMENT,
+        DraftKind,
+    )
     from .framework.contracts.drafter import (
         DraftContext,
         Drafter,
@@ -58,10 +74,23 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ANY_TREE",
+    "CHAIN",
+    "CONDITIONAL_SIBLINGS",
+    "DETERMINISTIC",
+    "DRAFT_KINDS",
+    "GREEDY_DRAFT",
+    "IID",
+    "INDEPENDENT_SEQUENCES",
     "LM",
     "MOST_LEVELS",
     "MOST_NODES",
     "MOST_SIBLINGS",
+    "ONE_SAMPLED_SIBLING",
+    "POINT_MASSES",
+    "SAMPLED_SIBLINGS",
+    "SINGLE_CHILD",
+    "WITHOUT_REPLACEMENT",
     "Acceptance",
     "Backend",
     "Batch",
@@ -72,10 +101,10 @@ __all__ = [
     "DenseScores",
     "Draft",
     "DraftContext",
+    "DraftKind",
     "DraftModel",
     "DraftTraits",
     "Drafter",
-    "Drawn",
     "Engine",
     "Fork",
     "Gathered",
@@ -150,6 +179,20 @@ __all__ = [
 
 #: Where each public name is defined.
 _HOME = {
+    "ANY_TREE": ".framework.contracts.draft_kind",
+    "CHAIN": ".framework.contracts.draft_kind",
+    "CONDITIONAL_SIBLINGS": ".framework.contracts.draft_kind",
+    "DETERMINISTIC": ".framework.contracts.draft_kind",
+    "DRAFT_KINDS": ".framework.contracts.draft_kind",
+    "DraftKind": ".framework.contracts.draft_kind",
+    "GREEDY_DRAFT": ".framework.contracts.draft_kind",
+    "IID": ".framework.contracts.draft_kind",
+    "INDEPENDENT_SEQUENCES": ".framework.contracts.draft_kind",
+    "ONE_SAMPLED_SIBLING": ".framework.contracts.draft_kind",
+    "POINT_MASSES": ".framework.contracts.draft_kind",
+    "SAMPLED_SIBLINGS": ".framework.contracts.draft_kind",
+    "SINGLE_CHILD": ".framework.contracts.draft_kind",
+    "WITHOUT_REPLACEMENT": ".framework.contracts.draft_kind",
     "LM": ".framework.contracts.lm",
     "MOST_LEVELS": ".framework.util.limits",
     "MOST_NODES": ".framework.util.limits",
@@ -167,7 +210,6 @@ _HOME = {
     "DraftModel": ".drafters.autoregressive.draft_model",
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
-    "Drawn": ".framework.contracts.draft",
     "Engine": ".framework.advise.engine",
     "Fork": ".framework.contracts.lm",
     "Gathered": ".framework.util.tensors",

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from crossdraft.drafters.autoregressive.trees import Shape, grow_fixed
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.draft import Draft, Drawn
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import CHAIN, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT, DraftKind
 from crossdraft.framework.contracts.rng import CounterRng, StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier
@@ -34,12 +35,12 @@ from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
 #: Draft shapes: what siblings are, and the most nodes of a row.
-SHAPES: dict[str, tuple[Drawn, int]] = {
-    f"chain {GAMMA}": ("chain", GAMMA),
-    f"iid 2 x {LENGTH}": ("iid", 2 * LENGTH),
-    f"iid 4 x {LENGTH}": ("iid", 4 * LENGTH),
-    f"tree {list(BRANCHING)}": ("without_replacement", Shape.branching(BRANCHING).nodes),
-    f"greedy tree {list(BRANCHING)}": ("greedy_draft", Shape.branching(BRANCHING).nodes),
+SHAPES: dict[str, tuple[DraftKind, int]] = {
+    f"chain {GAMMA}": (CHAIN, GAMMA),
+    f"iid 2 x {LENGTH}": (IID, 2 * LENGTH),
+    f"iid 4 x {LENGTH}": (IID, 4 * LENGTH),
+    f"tree {list(BRANCHING)}": (WITHOUT_REPLACEMENT, Shape.branching(BRANCHING).nodes),
+    f"greedy tree {list(BRANCHING)}": (GREEDY_DRAFT, Shape.branching(BRANCHING).nodes),
 }
 #: Most time a rule may take, in softmaxes: of one row, and of eight or more. A softmax of one row takes a fraction of a
 #: millisecond, no longer than a few dozen small operations whatever their size, which is what the rules for trees are.
@@ -217,7 +218,7 @@ def main() -> None:
             rules = [
                 name
                 for name, traits in known.items()
-                if drawn in traits.drawn
+                if drawn in traits.kind
                 and not traits.temperature_zero_only
                 # A rule for pairs alone does not judge this tree.
                 and not (traits.pairs_only and drawn == "without_replacement")

@@ -17,7 +17,7 @@ class NoDrafter(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn=None, point_mass=True, nodes=0)
+        return DraftTraits(kind=None, point_mass=True, nodes=0)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         return Draft.empty(sequences.batch_size, sequences.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import IID
 from ..framework.contracts.rng import StepRng, UniformStepRng
 from ..framework.util.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
@@ -57,7 +58,7 @@ class Children:
         """``[B, V]``: q of one entry per row; ``like [B, V]`` gives the width and dtype of a point mass."""
         node = self.node[:, entry]
         q = self.draft.q_of(node, like)
-        if self.draft.drawn == "iid" and not self._copies:
+        if self.draft.kind is IID and not self._copies:
             q = without_elder(self.draft, q[:, None], self.draft.earlier_siblings[self._rows, node][:, None]).squeeze(1)
         return q
 
@@ -67,7 +68,7 @@ def laws_of_nodes(draft: Draft, nodes: Sequence[int], like: Tensor) -> Tensor:
     if draft.q is None:
         return torch.zeros_like(like).scatter_(2, columns(draft.tokens, nodes)[..., None], 1.0)
     q = columns(draft.q, nodes) if draft.q_index is None else take_rows(draft.q, columns(draft.q_index, nodes))
-    return without_elder(draft, q, columns(draft.earlier_siblings, nodes)) if draft.drawn == "iid" else q
+    return without_elder(draft, q, columns(draft.earlier_siblings, nodes)) if draft.kind is IID else q
 
 
 def without_elder(draft: Draft, q: Tensor, earlier_siblings: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import SINGLE_CHILD
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -40,7 +41,7 @@ class BiLD(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}), lossless=False)
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         best = p.argmax(-1)

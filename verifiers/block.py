@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import SINGLE_CHILD
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import inner_excess, joint, longest, next_token, ratios
@@ -33,7 +34,7 @@ class Block(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p_i = joint(ratios(draft, p))

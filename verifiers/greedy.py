@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 
@@ -25,7 +26,7 @@ class Greedy(Verifier):
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(
-            drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+            accepts=ANY_TREE,
             temperature_zero_only=True,
         )
 

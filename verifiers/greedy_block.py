@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict, on_device
+from ..framework.contracts.draft_kind import SINGLE_CHILD
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -45,7 +46,7 @@ class GreedyBlock(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}), stateful=True, modifies_target=True)
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), stateful=True, modifies_target=True)
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)

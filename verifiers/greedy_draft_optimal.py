@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..framework.contracts.draft_kind import ONE_SAMPLED_SIBLING
 from ..framework.contracts.verifier import VerifierTraits
 from .specinfer import SpecInfer
 
@@ -24,6 +25,6 @@ class GreedyDraftOptimal(SpecInfer):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "greedy_draft"}))
+        return VerifierTraits(accepts=frozenset({ONE_SAMPLED_SIBLING}))
 
     youngest_first = True

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import IID, INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS, WITHOUT_REPLACEMENT
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng, UniformStepRng, accept_each
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -59,7 +60,7 @@ class MultipathBlock(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement"}), pairs_only=True)
+        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS}), pairs_only=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         sequences = draft.as_sequences()
@@ -213,7 +214,7 @@ def verify_path(
             q = take_rows(draft.q[rows], path.law[rows])
         if most == 1:
             qhat = q
-        elif draft.drawn == "iid":
+        elif draft.kind is IID:
             qhat = law_of_highest(law, q, token, on, None if n is None else n[rows], most)
         else:
             qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
@@ -271,7 +272,7 @@ def one(pieces: Sequence[Tensor]) -> Tensor:
 def laws_of(draft: Draft) -> Tensor:
     """``[B, N]``: the row of ``q`` that each node is ranked by: of two tokens drawn without replacement the first's."""
     law = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
-    return torch.where(draft.parents < 0, law[:, :1], law) if draft.drawn == "without_replacement" else law
+    return torch.where(draft.parents < 0, law[:, :1], law) if draft.kind is WITHOUT_REPLACEMENT else law
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
+from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import none, settle, stop_at
@@ -27,7 +28,7 @@ class SampleMatch(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+        return VerifierTraits(accepts=ANY_TREE)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

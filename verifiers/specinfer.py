@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
+from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._tree_rules import Children, choose, none, ratio, residual, stop_at
@@ -30,7 +31,7 @@ class SpecInfer(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+        return VerifierTraits(accepts=ANY_TREE)
 
     youngest_first: ClassVar[bool] = False
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
+from ..framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import total
@@ -37,7 +38,7 @@ class SpecTr(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "iid"}))
+        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES}))
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import SINGLE_CHILD
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import next_token, ratios
@@ -26,7 +27,7 @@ class Token(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         h = ratios(draft, p).clamp_(max=1)

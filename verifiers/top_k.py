@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -43,7 +44,7 @@ class TopK(Verifier):
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(
-            drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}),
+            accepts=ANY_TREE,
             lossless=False,
         )
 

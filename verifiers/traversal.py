@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
+from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng, first_accepted
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.util.static_trees import TreeShape, tree_constant, tree_families
@@ -44,7 +45,7 @@ class Traversal(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain", "iid", "without_replacement", "greedy_draft", "deterministic"}))
+        return VerifierTraits(accepts=ANY_TREE)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         shape = ((1,),) * draft.width if draft.is_chain else draft.children

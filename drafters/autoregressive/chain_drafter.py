@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
@@ -65,7 +66,7 @@ class ChainDrafter(Drafter):
         point_mass = sampling.at(config.temperature).temperature == 0
         policy = config.lengths(1)
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=point_mass,
             nodes=config.gamma,
             replayable=policy.fixed,

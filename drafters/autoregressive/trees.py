@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...framework.contracts.draft import Draft, Drawn
+from ...framework.contracts.draft import Draft
+from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, WITHOUT_REPLACEMENT
 from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
@@ -31,10 +32,10 @@ Family = tuple[int, list[int]]
 Choices = tuple[tuple[int, ...], ...]
 #: How the children of one node are chosen.
 Siblings = Literal["without-replacement", "top-k", "greedy"]
-DRAWN: dict[str, Drawn] = {
-    "without-replacement": "without_replacement",
-    "top-k": "deterministic",
-    "greedy": "greedy_draft",
+SIBLING_KINDS = {
+    "without-replacement": WITHOUT_REPLACEMENT,
+    "top-k": DETERMINISTIC,
+    "greedy": GREEDY_DRAFT,
 }
 
 
@@ -204,7 +205,7 @@ def grow_fixed(
             2
         ),  # what hangs below a node that is not there is not there either
         q=None if siblings == "top-k" else laws.tensor(),
-        drawn="chain" if shape.is_path else DRAWN[siblings],
+        kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
         levels=len(children),
         children=None if shape.is_path else children,
         finite=torch.cat(finite, 1).all(1),
@@ -349,7 +350,7 @@ def grow_dynamic(
         tokens=token.gather(1, best),
         parents=torch.where(old_parent >= 0, new.gather(1, old_parent.clamp(min=0)), -1),
         valid=joint[rows, best] > -torch.inf,
-        drawn="deterministic",
+        kind=DETERMINISTIC,
         levels=levels[-1],
         finite=finite,
     )

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -54,7 +55,7 @@ class DraftModelDynamicTree(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes, levels=config.depth)
+        return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.nodes, levels=config.depth)
 
     @property
     def passes(self) -> int:

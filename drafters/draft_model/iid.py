@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import IID
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextDistribution
 from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
@@ -52,7 +53,7 @@ class DraftModelIid(Drafter):
         chain = DraftModelChain.traits(config, sampling)
         if config.K == 1 or chain.point_mass:
             return chain
-        return DraftTraits(drawn="iid", point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)
+        return DraftTraits(kind=IID, point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)
 
     @property
     def passes(self) -> int:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -22,7 +23,7 @@ from ...framework.util.limits import MOST_LEVELS, MOST_NODES
 from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.sequoia import best_tree
 from ..autoregressive.trees import (
-    DRAWN,
+    SIBLING_KINDS,
     Choices,
     Shape,
     Siblings,
@@ -156,12 +157,12 @@ class DraftModelTree(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         if config.growth == "opt-tree":
-            return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.budget, levels=config.levels)
+            return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.budget, levels=config.levels)
         siblings, shape = config.chosen(sampling), config.shape()
         fixed = config.growth is None and config.choices is None
         branching = BRANCHING if config.branching is None else config.branching
         return DraftTraits(
-            drawn="chain" if shape.is_path else DRAWN[siblings],
+            kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
             point_mass=siblings == "top-k",
             nodes=shape.nodes,
             levels=len(shape.ranks),

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -122,7 +123,7 @@ class BlockDrafter(FeatureReader):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         # Never replayable: where a step started decides which features are the target's, and with it the laws.
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=config.most,
             hidden_layers=cls.layers(config),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
+from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -26,7 +27,7 @@ from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (
-    DRAWN,
+    SIBLING_KINDS,
     Choices,
     Shape,
     Siblings,
@@ -128,11 +129,11 @@ class FeatureDrafter(FeatureReader):
         layers = cls.layers(config)
         if config.tree == "dynamic":
             return DraftTraits(
-                drawn="deterministic", point_mass=True, nodes=config.nodes, hidden_layers=layers, levels=config.depth
+                kind=DETERMINISTIC, point_mass=True, nodes=config.nodes, hidden_layers=layers, levels=config.depth
             )
         if config.tree is None:
             return DraftTraits(
-                drawn="chain",
+                kind=CHAIN,
                 point_mass=sampling.at(config.temperature).temperature == 0,
                 nodes=config.gamma,
                 hidden_layers=layers,
@@ -140,7 +141,7 @@ class FeatureDrafter(FeatureReader):
             )
         shape, siblings = config.shape(), config.chosen(sampling)
         return DraftTraits(
-            drawn="chain" if shape.is_path else DRAWN[siblings],
+            kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
             point_mass=siblings == "top-k",
             nodes=shape.nodes,
             levels=len(shape.ranks),

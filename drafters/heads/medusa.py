@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.contracts.models import Checkpoint
@@ -164,10 +165,10 @@ class Medusa(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         if config.nodes is not None:
             levels = min(config.nodes, MOST_HEADS)
-            return DraftTraits("deterministic", True, config.nodes, hidden_layers=(-1,), levels=levels)
+            return DraftTraits(DETERMINISTIC, True, config.nodes, hidden_layers=(-1,), levels=levels)
         if (shape := config.shape()) is not None:
             return DraftTraits(
-                drawn="chain" if shape.is_path else "deterministic",
+                kind=CHAIN if shape.is_path else DETERMINISTIC,
                 point_mass=True,
                 nodes=shape.nodes,
                 levels=len(shape.ranks),
@@ -175,7 +176,7 @@ class Medusa(Drafter):
                 branching=config.branching,
             )
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=MOST_HEADS if config.gamma is None else config.gamma,
             hidden_layers=(-1,),
@@ -256,7 +257,7 @@ class Medusa(Drafter):
             tokens=self._token(best[:, level, rank]),
             parents=self._parents[:nodes].expand(b, -1),
             valid=level < limit[:, None],
-            drawn="chain" if tree.is_path and self.config.nodes is None else "deterministic",
+            kind=CHAIN if tree.is_path and self.config.nodes is None else DETERMINISTIC,
             levels=steps,
             finite=~logits.gather(2, best[..., :1]).isnan().flatten(1).any(1) | unknown,
         )

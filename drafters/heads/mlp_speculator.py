@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -125,7 +126,7 @@ class MlpSpeculator(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=config.gamma,
             hidden_layers=(-1,),

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
@@ -73,7 +74,7 @@ class Universal(ChainDrafter):
         text, policy = config.mode == "slem", config.lengths(1)
         # Not replayable: once a draft is committed, the draft model may read its text in other tokens.
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=text or sampling.at(config.temperature).temperature == 0,
             nodes=config.gamma,
             adapts=policy.adapts,

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -77,7 +78,7 @@ class PromptLookup(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     @classmethod
     def drafts_along(

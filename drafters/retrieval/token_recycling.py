@@ -17,7 +17,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from ...framework.contracts.draft import Draft, Drawn, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -72,7 +73,7 @@ class TokenRecycling(Drafter):
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
         shape = self.config.shape()
-        self._drawn: Drawn = "chain" if shape.is_path else "deterministic"
+        self._kind = CHAIN if shape.is_path else DETERMINISTIC
         self._levels = [
             (on_device(parents, context.device), on_device(ranks, context.device))
             for parents, ranks in zip(shape.parents, shape.ranks, strict=True)
@@ -88,7 +89,7 @@ class TokenRecycling(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         shape = config.shape()
         return DraftTraits(
-            drawn="chain" if shape.is_path else "deterministic",
+            kind=CHAIN if shape.is_path else DETERMINISTIC,
             point_mass=True,
             nodes=shape.nodes,
             levels=len(shape.ranks),
@@ -121,7 +122,7 @@ class TokenRecycling(Drafter):
             tokens=drafted,
             parents=self._parents[: drafted.shape[1]].expand_as(drafted),
             valid=torch.cat(there, 1),
-            drawn=self._drawn,
+            kind=self._kind,
             levels=steps,
         )
 

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -46,7 +47,7 @@ class Jacobi(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma, adapts=True)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, adapts=True)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._guess[row] = []

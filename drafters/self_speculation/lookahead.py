@@ -28,6 +28,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, arange
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ...framework.contracts.draft_kind import DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -126,7 +127,7 @@ class Lookahead(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         levels = config.ngram - 1
-        return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.nodes(), levels=levels, adapts=True)
+        return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.nodes(), levels=levels, adapts=True)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         own = self.config
@@ -151,7 +152,7 @@ class Lookahead(Drafter):
             tokens=on_device(tokens, sequences.device),
             parents=on_device(parents, sequences.device),
             valid=((order < counts) | (order >= n)) & busy,
-            drawn="deterministic",
+            kind=DETERMINISTIC,
             levels=self.config.ngram - 1,
             probes=len(below),
         )

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Sequences, on_device
+from ...framework.contracts.draft_kind import CHAIN
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -72,7 +73,7 @@ class Pass(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(
-            drawn="chain",
+            kind=CHAIN,
             point_mass=sampling.temperature == 0,
             nodes=MOST_TOKENS if config.gamma is None else config.gamma,
         )

@@ -219,7 +219,7 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         row = sums.setdefault(record.prompt, [0.0] * (gamma + 1))
         for i in range(min(record.tau, gamma) + 1):
             row[i] += 1
-    chain = traits.drawn == "chain"
+    chain = traits.is_chain
     blind = config.verifier.name in _LOOK_NO_FURTHER or traits.point_mass
     return Acceptance.from_rows(
         [sums[prompt] for prompt in sorted(sums)],

@@ -143,7 +143,7 @@ class _Recorder(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset(), lossless=False)
+        return VerifierTraits(accepts=frozenset(), lossless=False)
 
     def __init__(self, law: DraftLaw):
         super().__init__()

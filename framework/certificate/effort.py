@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class TooLargeError(UsageError):
 
 def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
     """Most nodes that are drawn for a draft cut at ``depth``; none of a point mass."""
-    if traits.point_mass or traits.drawn is None or not depth:
+    if traits.point_mass or traits.kind is None or not depth:
         return 0.0
     if traits.branching is not None:
         nodes, level = 0.0, 1.0
@@ -44,7 +45,7 @@ def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
             nodes += level
         return nodes
     deepest, nodes = max(traits.depth, 1), traits.nodes
-    if traits.drawn in ("chain", "iid"):  # all levels are equally wide
+    if INDEPENDENT_SEQUENCES in traits.kind.capabilities:  # all levels are equally wide
         nodes = nodes * min(depth, deepest) // deepest
     return float(min(nodes, 10**18))
 

@@ -82,8 +82,8 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
                 config = value.Config()
             traits = plugins.traits_of(kind, value, config)
             mark = mark_of_rule(value, config)
-            facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": sorted(traits.drawn)}
-            judged = ", ".join(sorted(traits.drawn))
+            facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": traits.kinds}
+            judged = ", ".join(traits.kinds)
             lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; judges drafts: {judged}")
     if as_json:
         _print_json(facts)
@@ -108,11 +108,11 @@ def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     sampling = Sampling(temperature=0 if zero else 1)
     traits = plugins.traits_of("drafters", *given, sampling)
     fitting, best = fitting_rules(given, sampling), default_rule(given, sampling)[0].name
-    facts = {"drawn": traits.drawn, "point_mass": traits.point_mass, "nodes": traits.nodes}
+    facts = {"kind": traits.kind and traits.kind.name, "point_mass": traits.point_mass, "nodes": traits.nodes}
     facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": best}
-    kind = f"{traits.drawn} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
+    kind = f"{traits.kind} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
     return facts, [
-        f"with its default options: {'no drafts' if traits.drawn is None else kind}{', temperature 0 only' * zero}",
+        f"with its default options: {'no drafts' if traits.kind is None else kind}{', temperature 0 only' * zero}",
         f"lossless verifiers that fit: {', '.join(fitting) or 'none'}",
         f"where none is named: {best}{'' if zero else ' (greedy at temperature 0)'}",
     ]

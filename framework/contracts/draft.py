@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,9 @@ from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
 from ..util.tensors import counting, descent, eager_on_cpu, on_device, take_rows
+from .draft_kind import CHAIN, DETERMINISTIC, IID, DraftKind
 from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
 from .scores import Scores as Scores
-
-#: How the siblings of a draft are related, which is what a verifier has to know about it.
-#: ``chain``: no node has two children.
-#: ``iid``: K sequences drawn independently from one law; equal prefixes are one node, see `Draft.sequences`.
-#: ``without_replacement``: siblings drawn one after the other, each from its own row of ``q``: what is left of
-#: the law once its elder siblings are taken out (or the law of another drafter).
-#: ``greedy_draft``: like that, but all siblings except the youngest are the most probable tokens, taken without
-#: randomness (their rows of ``q`` are one-hot); the youngest is drawn from the rest (Hu et al. 2025).
-#: ``deterministic``: no randomness was used, every node is a point mass.
-Drawn = Literal["chain", "iid", "without_replacement", "greedy_draft", "deterministic"]
 
 
 @dataclass
@@ -45,7 +36,7 @@ class Draft:
             padding, too, because rules multiply it by 0. A chain may have more rows than nodes: the law after a last
             token (`DraftContext.final_q`), and what was cut.
         q_index: ``[B, N]`` int64, the row of ``q`` each node was drawn from; ``None`` = row i for node i.
-        drawn: how siblings are related, see :data:`Drawn`.
+        kind: structure of the draft, see `DraftKind`.
         sequences: ``[B, K, L]`` int64 for ``iid``: the node that token i of sequence k is, -1 = past its end;
             all sequences of a row are equally long. ``None`` for other drafts.
         levels: depth of the deepest node there can be, if the drafter knows it (rules that walk down level by
@@ -72,7 +63,7 @@ class Draft:
     valid: Tensor
     q: Tensor | None = None
     q_index: Tensor | None = None
-    drawn: Drawn = "chain"
+    kind: DraftKind = CHAIN
     sequences: Tensor | None = None
     levels: int | None = None
     children: TreeShape | None = None
@@ -97,7 +88,7 @@ class Draft:
             parents=(order - 1).expand_as(tokens),
             valid=order < length[:, None],
             q=q,
-            drawn="chain",
+            kind=CHAIN,
             finite=finite,
         )
 
@@ -128,7 +119,7 @@ class Draft:
             for parent in row:
                 depth.append(depth[parent] + 1 if parent >= 0 else 1)
             levels = max(levels, *depth) if depth else levels
-        return cls(tokens, above, valid.bool(), drawn="deterministic", levels=levels)
+        return cls(tokens, above, valid.bool(), kind=DETERMINISTIC, levels=levels)
 
     @classmethod
     def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:
@@ -164,7 +155,7 @@ class Draft:
             valid=counting(width, device) < count[:, -1:],
             q=q,
             q_index=q_index,
-            drawn="iid",
+            kind=IID,
             sequences=sequences,
             levels=depth,
         )
@@ -187,7 +178,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Is every node the child of the one before it?"""
-        return self.drawn == "chain" and not self.probes
+        return self.kind.is_chain and not self.probes
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Draft:
         """A copy with ``function`` applied to every tensor ``[B, ..]``, to select or reorder rows.

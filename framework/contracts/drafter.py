@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ..errors import ModelError, quoted
 from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES, MOST_NODES
-from .draft import Draft, Drawn, Scores, Sequences, Verdict
+from .draft import Draft, Scores, Sequences, Verdict
+from .draft_kind import DRAFT_KINDS, DraftKind
 from .lm import LM
 from .misconfiguration import Misconfiguration
 from .models import Checkpoint, LoadedModel
@@ -42,7 +43,7 @@ class DraftTraits:
     """What a drafter with a given config makes.
 
     Attributes:
-        drawn: the shape of its drafts; ``None`` = it never drafts (the autoregressive baseline).
+        kind: of its drafts; ``None`` = it never drafts (the autoregressive baseline).
         point_mass: True if its drafts carry no ``q`` (deterministic proposals).
         nodes: the most nodes a draft can have in a row, probes included; buffers are made for as many.
         levels: depth of the deepest node there can be; ``None`` = as many as ``nodes``. Steps in which a sequence had
@@ -62,7 +63,7 @@ class DraftTraits:
             lengths from the longest. Text that is made tokens of once it is drafted is not like that.
     """
 
-    drawn: Drawn | None
+    kind: DraftKind | None
     point_mass: bool
     nodes: int
     hidden_layers: tuple[float, ...] = ()
@@ -75,8 +76,8 @@ class DraftTraits:
 
     def problem(self) -> str | None:
         """What is wrong with these traits, for people; None if a draft can be as they say."""
-        if self.drawn is not None and self.drawn not in get_args(Drawn):
-            return f"drawn={quoted(self.drawn)}, which is none of {', '.join(get_args(Drawn))}"
+        if self.kind is not None and not isinstance(self.kind, DraftKind):
+            return f"kind={quoted(self.kind)}, which is not a DraftKind ({', '.join(DRAFT_KINDS)}, or one of your own)"
         if not _is_count(self.nodes) or MOST_NODES.refusal(self.nodes):
             return f"nodes={quoted(self.nodes)}, which is no number of nodes; the most is {int(MOST_NODES)}"
         if self.levels is not None and not (_is_count(self.levels) and self.levels <= self.nodes):
@@ -92,6 +93,11 @@ class DraftTraits:
             if not isinstance(value := getattr(self, key), bool):
                 return f"{key}={quoted(value)}, which is neither True nor False"
         return None
+
+    @property
+    def is_chain(self) -> bool:
+        """True if it drafts chains; False for trees and for the baseline."""
+        return self.kind is not None and self.kind.is_chain
 
     @property
     def depth(self) -> int:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..errors import quoted
-from .draft import Draft, Drawn, Verdict
+from .draft import Draft, Verdict
+from .draft_kind import DRAFT_KINDS, SAMPLED_SIBLINGS, DraftKind
 from .drafter import DraftTraits, StrategyConfig
 from .rng import StepRng
 from .sampling import Sampling
@@ -26,7 +27,7 @@ class VerifierTraits:
     """What a verifier accepts and promises.
 
     Attributes:
-        drawn: the shapes of draft it can judge.
+        accepts: capabilities of `DraftKind`, of which a draft needs one.
         pairs_only: of drafts without replacement it can judge only two children of the root with a chain below each.
         lossless: whether the output keeps the target's distribution exactly.
         temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
@@ -35,7 +36,7 @@ class VerifierTraits:
             replayable (see `DraftTraits`).
     """
 
-    drawn: frozenset[Drawn]
+    accepts: frozenset[str]
     pairs_only: bool = False
     lossless: bool = True
     temperature_zero_only: bool = False
@@ -44,12 +45,21 @@ class VerifierTraits:
 
     def problem(self) -> str | None:
         """What is wrong with these traits, for people; None if they can be a rule's."""
-        if not isinstance(self.drawn, frozenset | set) or not self.drawn <= set(get_args(Drawn)):
-            return f"drawn={quoted(self.drawn)}, which is no set of {', '.join(get_args(Drawn))}"
+        if not isinstance(self.accepts, frozenset | set) or not all(isinstance(one, str) for one in self.accepts):
+            return f"accepts={quoted(self.accepts)}, which is not a set of capabilities (see draft_kind)"
         for key in ("pairs_only", "lossless", "temperature_zero_only", "stateful", "modifies_target"):
             if not isinstance(value := getattr(self, key), bool):
                 return f"{key}={quoted(value)}, which is neither True nor False"
         return None
+
+    def accepts_kind(self, kind: DraftKind) -> bool:
+        """True if drafts of this ``kind`` can be judged."""
+        return bool(self.accepts & kind.capabilities)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the built-in kinds of draft that can be judged, in alphabetical order."""
+        return sorted(name for name, kind in DRAFT_KINDS.items() if self.accepts_kind(kind))
 
 
 class Verifier(ABC):
@@ -113,16 +123,16 @@ def incompatible(
 ) -> str | None:
     """Why this pair cannot run, as a sentence, or ``None`` if it can. Decided before any model is loaded."""
     if traits.temperature_zero_only and sampling.temperature > 0:
-        better = "'token' or 'block'" if draft.drawn in ("chain", None) else "'traversal' or 'specinfer'"
+        better = "'token' or 'block'" if draft.kind is None or draft.is_chain else "'traversal' or 'specinfer'"
         return (
             f"verifier '{verifier}' compares with the target's argmax and needs temperature 0, but the temperature is "
             f"{sampling.temperature:g}; use {better} for sampling"
         )
     if draft.temperature_zero_only and sampling.temperature > 0:
         return f"drafter '{drafter}' needs temperature 0, but the temperature is {sampling.temperature:g}"
-    if draft.drawn is None:
+    if draft.kind is None:
         return None
-    if draft.drawn in traits.drawn:
+    if traits.accepts_kind(draft.kind):
         if traits.modifies_target and not (draft.point_mass or draft.replayable):
             return (
                 f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs drafts of a length "
@@ -130,11 +140,11 @@ def incompatible(
                 f"'{drafter}' does not promise; use 'block'"
             )
         pair = draft.branching is not None and draft.branching[:1] == (2,) and set(draft.branching[1:]) <= {1}
-        if traits.pairs_only and draft.drawn == "without_replacement" and not pair:
+        if traits.pairs_only and SAMPLED_SIBLINGS in draft.kind.capabilities and not pair:
             return (
                 f"verifier '{verifier}' judges a tree without replacement only with branching [2, 1, 1, ...], which "
                 f"drafter '{drafter}' does not draw; use 'traversal' or 'specinfer'"
             )
         return None
-    accepted = ", ".join(sorted(traits.drawn))
-    return f"drafter '{drafter}' makes '{draft.drawn}' drafts, but verifier '{verifier}' accepts only: {accepted}"
+    accepted = ", ".join(traits.kinds) or "drafts with " + " or ".join(sorted(traits.accepts))
+    return f"drafter '{drafter}' makes '{draft.kind}' drafts, but verifier '{verifier}' accepts only: {accepted}"

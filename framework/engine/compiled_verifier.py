@@ -89,7 +89,7 @@ class CompiledVerifier:
         inputs = [p, *given.values(), *self.rule.held(draft)]
         key = (
             tuple(given),
-            draft.drawn,
+            draft.kind,
             draft.levels,
             draft.children,
             *((t.shape, t.stride(), t.dtype) for t in inputs),
@@ -115,7 +115,7 @@ class CompiledVerifier:
 
     def _compile(self, draft: Draft, given: Sequence[str], inputs: list[Tensor], rng: UniformStepRng) -> _Compiled:
         """Code for ``inputs``: p, the ``given`` fields of the draft, held state; its own takes the uniforms too."""
-        settled = {"drawn": draft.drawn, "levels": draft.levels, "children": draft.children}
+        settled = {"kind": draft.kind, "levels": draft.levels, "children": draft.children}
 
         def judged(rng: StepRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             fields: dict[str, Any] = {"q": None, **dict(zip(given, tensors, strict=False))}

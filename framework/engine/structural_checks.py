@@ -39,7 +39,7 @@ def check_draft(
         raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
     if draft.resume_from is not None and not draft.is_chain:
-        what = f"resume_from and a draft '{draft.drawn}'{' with probes' if draft.probes else ''}"
+        what = f"resume_from and a draft '{draft.kind}'{' with probes' if draft.probes else ''}"
         raise broken(
             who, f"has {what}", "draft.resume_from is for chains, whose nodes a fork is fed in their own order"
         )
@@ -52,9 +52,9 @@ def check_draft(
             raise broken(who, what, "row i is the law of node i, unless draft.q_index says another")
     if not candidates:
         return
-    if draft.drawn != traits.drawn:
+    if draft.kind != traits.kind:
         advice = "the pair was checked by the traits, and a rule made for other drafts would bias the output"
-        raise broken(who, f"made a draft '{draft.drawn}', but its traits say '{traits.drawn}'", advice)
+        raise broken(who, f"made a draft '{draft.kind}', but its traits say '{traits.kind}'", advice)
     if (draft.q is None) != traits.point_mass:
         has = "without" if draft.q is None else "with"
         what = f"made a draft {has} q, but its traits say point_mass={traits.point_mass}"
@@ -67,9 +67,9 @@ def check_draft(
         raise broken(
             who, what, "they say how many children each node has, level by level; None = not settled beforehand"
         )
-    if (draft.sequences is None) == (draft.drawn == "iid"):
-        what = f"made a draft '{draft.drawn}' {'without' if draft.sequences is None else 'with'} draft.sequences"
-        raise broken(who, what, "'iid' drafts have them, and no others; Draft.iid makes them")
+    if (draft.sequences is None) == draft.kind.merged_sequences:
+        what = f"made a draft '{draft.kind}' {'without' if draft.sequences is None else 'with'} draft.sequences"
+        raise broken(who, what, "drafts of merged sequences have them, and no others; Draft.iid makes them")
     if draft.sequences is not None:
         _check_tensor(who, "draft.sequences", draft.sequences, "B K L", (b, None, None), (torch.long,), like)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.draft import Draft, Sequences, Verdict, on_device
+from ..contracts.draft_kind import ONE_SAMPLED_SIBLING, SAMPLED_SIBLINGS
 from ..contracts.drafter import DraftTraits
 from ..errors import ContractError, CrossdraftError, NumericalError
 from ..util.static_trees import tree_constant
@@ -225,29 +226,29 @@ def _law_faults(
             NumericalError,
         ),
     ]
-    if draft.drawn == "without_replacement" and draft.q_index is not None:
+    if SAMPLED_SIBLINGS in draft.kind.capabilities and draft.q_index is not None:
         shared = draft.earlier_siblings & (draft.q_index[:, :, None] == draft.q_index[:, None])
         faults.append(
             _Fault(
                 shared.any(-1) & draft.valid,
                 lambda row, node: "drew two siblings without replacement from one row of q",
-                "each sibling has its own row: what is left of the law once its elder siblings are taken out",
+                "each sibling has its own row: what is left of the distribution after earlier siblings are removed",
             )
         )
-    if draft.drawn == "greedy_draft":
-        has_younger = (draft.earlier_siblings & draft.valid[:, :, None]).any(1)
+    if ONE_SAMPLED_SIBLING in draft.kind.capabilities and not draft.is_chain:
+        has_later = (draft.earlier_siblings & draft.valid[:, :, None]).any(1)
         here = q[rows[..., None], law[:, :n, None], draft.tokens.clamp(0, q.shape[2] - 1)[:, None]]
         faults += [
             _Fault(
-                used[:, :n] & has_younger & ((drawn - 1).abs() > tolerance),
+                used[:, :n] & has_later & ((drawn - 1).abs() > tolerance),
                 lambda row, node: f"reported a q of {float(drawn[row, node]):.4g} at a token taken without randomness",
-                "in a greedy draft the rows of q of all siblings but the youngest are one-hot",
+                "in a greedy draft the rows of q of all siblings but the last are one-hot",
                 NumericalError,
             ),
             _Fault(
-                used[:, :n] & (draft.earlier_siblings & (here > 0)).any(-1) & ~has_younger,
-                lambda row, node: "reported a q above 0 at the token of an elder sibling",
-                "in a greedy draft the youngest sibling is drawn from what is left",
+                used[:, :n] & (draft.earlier_siblings & (here > 0)).any(-1) & ~has_later,
+                lambda row, node: "reported a q above 0 at the token of an earlier sibling",
+                "in a greedy draft the last sibling is drawn from what is left",
                 NumericalError,
             ),
         ]

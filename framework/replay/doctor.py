@@ -163,7 +163,7 @@ def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, s
     sampling = trial.target.sampling
     config = cls.Config(**{**given.model_dump(exclude_unset=True), **trial.suspect.options})
     traits = cls.traits(config, sampling)
-    if traits.drawn != "chain":
+    if not traits.is_chain:
         raise UsageError(f"drafter '{cls.name}' drafts no single chains here; give it options with which it does")
     config = deepened(cls, config, gamma)
     gamma = min(gamma, cls.traits(config, sampling).depth)

@@ -19,6 +19,7 @@ from pyarrow import parquet
 
 from .. import plugins
 from ..api.build import Configured, configured
+from ..contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, UsageError
@@ -106,14 +107,14 @@ def rules_for(
     """
     cls, config = drafter
     traits = plugins.traits_of("drafters", cls, config, sampling)
-    if traits.drawn is None:
+    if traits.kind is None:
         raise UsageError(f"drafter '{title}' never drafts; there is nothing to replay")
-    if traits.drawn not in ("chain", "iid"):
+    if INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
         raise UsageError(
-            f"drafter '{title}' drafts trees ('{traits.drawn}'), of which no identity is known; measure it with "
+            f"drafter '{title}' drafts trees ('{traits.kind}'), of which no identity is known; measure it with "
             "crossdraft run"
         )
-    several = traits.drawn == "iid"
+    several = traits.kind.merged_sequences
     if not names:
         # Of a point mass every rule accepts the same.
         single = ("token",) if traits.point_mass else ("token", "block")

@@ -49,7 +49,7 @@ def drafts_chains(config: CellConfig) -> bool:
     """Does the drafter of a cell draft chains?"""
     drafter = plugins.get("drafters", config.drafter.name)
     options = plugins.recorded_config("drafters", drafter, config.drafter.config)
-    return plugins.traits_of("drafters", drafter, options, config.sampling).drawn == "chain"
+    return plugins.traits_of("drafters", drafter, options, config.sampling).is_chain
 
 
 def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:

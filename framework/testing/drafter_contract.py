@@ -118,8 +118,8 @@ class DrafterContract(OneThread):
             again = self.drafting.traits(self.config, sampling)
             assert traits == again, "traits() must say the same for the same config"
             assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, no count"
-            assert traits.drawn is None or self.rules(sampling), (
-                f"no lossless rule judges '{traits.drawn}' drafts at temperature {temperature:g}"
+            assert traits.kind is None or self.rules(sampling), (
+                f"no lossless rule judges '{traits.kind}' drafts at temperature {temperature:g}"
             )
 
     def test_every_draft_keeps_the_contract(self) -> None:
@@ -129,7 +129,7 @@ class DrafterContract(OneThread):
             watched = {"on_step": lambda event, widths=widths: widths.append(event.draft.width)}
             decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos], **watched)
             list(decoder.run(self.setting.prompts))
-            if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
+            if self.drafting.traits(self.config, Sampling(temperature=temperature)).kind is not None:
                 assert any(widths), "nothing was ever drafted: choose options or prompts that make it draft"
 
     def test_q_is_the_law_of_the_draw(self) -> None:
@@ -172,7 +172,7 @@ class DrafterContract(OneThread):
                     assert found.tv <= TOLERANCE, (
                         f"with '{rule.name}' at temperature {temperature:g} the output is {found.tv:.3g} away from the "
                         f"target's law (total variation, toy {toy.name}): q is not the law of the draw, a token that "
-                        "was looked at is dropped, or siblings are not drawn as traits.drawn says"
+                        "was looked at is dropped, or siblings are not drawn as traits.kind says"
                     )
 
     def test_rows_do_not_share_state(self) -> None:
@@ -337,7 +337,7 @@ class DrafterContract(OneThread):
             ):
                 return
             traits = self.drafting.traits(self.config, sampling)
-            if traits.drawn != "chain" or traits.adapts:
+            if not traits.is_chain or traits.adapts:
                 continue
             texts = [Recorded("", "", prompt, [*prompt[::-1], *prompt]) for prompt in self.setting.prompts]
             make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from crossdraft import Sampling, UsageError
+from crossdraft import CHAIN, DETERMINISTIC, Sampling, UsageError
 from crossdraft.testing import DrafterContract
 
 LOOKUP = {"name": "prompt-lookup", "gamma": 3}
@@ -116,12 +116,12 @@ def traits(temperature: float, *drafters: Any, **options: Any) -> Any:
 
 def test_traits_follow_from_the_parts() -> None:
     chain = traits(1, LOOKUP, MODEL)
-    assert (chain.drawn, chain.point_mass, chain.nodes, chain.depth) == ("chain", False, 3, 3)
+    assert (chain.kind, chain.point_mass, chain.nodes, chain.depth) == (CHAIN, False, 3, 3)
     assert traits(0, LOOKUP, MODEL).point_mass
     tree = traits(1, LOOKUP, {"name": "token-recycling", "nodes": 9})
-    assert (tree.drawn, tree.point_mass, tree.nodes, tree.adapts) == ("deterministic", True, 9, True)
+    assert (tree.kind, tree.point_mass, tree.nodes, tree.adapts) == (DETERMINISTIC, True, 9, True)
     both = traits(0, LOOKUP, MODEL, mode="merge", nodes=2)
-    assert (both.drawn, both.nodes, both.depth) == ("deterministic", 2, 2)
+    assert (both.kind, both.nodes, both.depth) == (DETERMINISTIC, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from tiny_models import save_model
 
 from crossdraft import Drafter, DraftTraits, LoadedModel, generate, load_model
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import BEST_RULE, configured, default_rule, fitting_rules
+from crossdraft.framework.api.build import configured, default_rule, fitting_rules
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
@@ -160,26 +161,30 @@ class Drawing(Drafter):
     name = "drawing"
 
     class Config(StrategyConfig):
-        drawn: str = "chain"
+        kind: str = "chain"
 
     config: Config
     seen: ClassVar[list[str]] = []
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        drawn = None if config.drawn == "none" else config.drawn
-        return DraftTraits(drawn=drawn, point_mass=drawn == "deterministic", nodes=4)
+        kind = None if config.kind == "none" else DRAFT_KINDS[config.kind]
+        return DraftTraits(kind, point_mass=config.kind == "deterministic", nodes=4)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         return Draft.empty(sequences.batch_size)
 
 
-@pytest.mark.parametrize("drawn", ["none", *BEST_RULE])
+BEST = {"iid": "spectr", "without_replacement": "traversal", "greedy_draft": "greedy-draft-optimal"}
+BEST |= {"deterministic": "sample-match"}
+
+
+@pytest.mark.parametrize("kind", ["none", *DRAFT_KINDS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, drawn: str, temperature: float) -> None:
-    drafter = Drawing, Drawing.Config(drawn=drawn)
+def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind: str, temperature: float) -> None:
+    drafter = Drawing, Drawing.Config(kind=kind)
     rule, _ = default_rule(drafter, Sampling(temperature=temperature))
-    assert rule.name == ("greedy" if temperature == 0 else BEST_RULE.get(drawn, "block"))
+    assert rule.name == ("greedy" if temperature == 0 else BEST.get(kind, "block"))
     fitting = fitting_rules(drafter, Sampling(temperature=temperature))
     assert rule.name in fitting and not {"lenient", "typical", "top-k", "bild"} & set(fitting)
     assert ("greedy" in fitting) == (temperature == 0)
@@ -194,12 +199,12 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
 
 
 def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
-    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="block")
+    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind="iid")), verifier="block")
     assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; rules that fit here: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
     assert rules >= {"spectr", "specinfer", "traversal", "sample-match", "multipath-block"}
     assert not rules & {"block", "token", "greedy", "greedy-draft-optimal", "typical", "top-k"}
-    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="greedy")
+    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind="iid")), verifier="greedy")
     assert "use 'traversal' or 'specinfer'" in sentence and "'token'" not in sentence
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
+from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.runs.run_directory import RunDirectory
 from crossdraft.verifiers.token import Token
@@ -102,7 +103,7 @@ class Lax(Token):
     """Says of itself that it changes the distribution."""
 
     name = "lax"
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+    traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
 
 
 def test_a_lossy_verifier_is_marked(bench: Any, install: Any) -> None:

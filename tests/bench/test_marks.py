@@ -17,6 +17,7 @@ from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.report.engine_settings import settings_of
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.report import write
@@ -37,7 +38,7 @@ class Honest(AcceptAll):
     """The same rule, with its traits right."""
 
     name = "honest"
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+    traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
 
 
 class Sometimes(Token):

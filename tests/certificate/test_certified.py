@@ -18,6 +18,7 @@ from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.rows import TooMuch, certify_row
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.draft_kind import CHAIN, IID, WITHOUT_REPLACEMENT
 from crossdraft.framework.contracts.drafter import DraftTraits, StrategyConfig
 from crossdraft.framework.runs import certified_registry, code_digest
 from crossdraft.framework.runs.marks import Mark, mark_of_rule
@@ -39,7 +40,7 @@ def one_toy(toys: dict[str, Toy], monkeypatch: Any) -> None:
 
 MATCH = """
 import torch
-from crossdraft import Verdict, Verifier, VerifierTraits
+from crossdraft import SINGLE_CHILD, Verdict, Verifier, VerifierTraits
 
 
 class Match(Verifier):
@@ -47,7 +48,7 @@ class Match(Verifier):
 
     @classmethod
     def traits(cls, config):
-        return VerifierTraits(drawn=frozenset({"chain"}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
 
     def verify(self, draft, p, rng):
         n = draft.width
@@ -124,7 +125,7 @@ def test_deep_first_steps_and_shorter_later_ones(toys: dict[str, Toy]) -> None:
 
 
 def traits(**more: Any) -> DraftTraits:
-    return DraftTraits(**{"drawn": "chain", "point_mass": False, "nodes": 6} | more)
+    return DraftTraits(**{"kind": CHAIN, "point_mass": False, "nodes": 6} | more)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,11 @@ def traits(**more: Any) -> DraftTraits:
         (traits(), 9, 6),
         (traits(), 0, 0),
         (traits(point_mass=True), 4, 0),
-        (traits(drawn=None, nodes=0), 4, 0),
-        (traits(drawn="iid", nodes=12, levels=6), 2, 4),
-        (traits(drawn="without_replacement", nodes=12, levels=3, branching=(2, 2, 1)), 2, 6),
-        (traits(drawn="without_replacement", nodes=99, levels=2, branching=(9, 10)), 2, 3 + 9),  # there are 3 tokens
-        (traits(drawn="without_replacement", nodes=12, levels=3), 2, 12),  # of unknown shape
+        (traits(kind=None, nodes=0), 4, 0),
+        (traits(kind=IID, nodes=12, levels=6), 2, 4),
+        (traits(kind=WITHOUT_REPLACEMENT, nodes=12, levels=3, branching=(2, 2, 1)), 2, 6),
+        (traits(kind=WITHOUT_REPLACEMENT, nodes=99, levels=2, branching=(9, 10)), 2, 3 + 9),  # there are 3 tokens
+        (traits(kind=WITHOUT_REPLACEMENT, nodes=12, levels=3), 2, 12),  # of unknown shape
     ],
 )
 def test_drawn_nodes(of: DraftTraits, depth: int, nodes: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from certificate_verifiers import ByTurn, WrongLater, drawn_by, exact
+from certificate_verifiers import ByTurn, WrongLater, exact, kind_of
 from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
@@ -19,6 +19,7 @@ from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, cer
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits
 
 TOYS = ("T0", "G1", "G2", "G3", "G4")
@@ -115,7 +116,7 @@ class FixedChain(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=16)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=16)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         b = sequences.batch_size
@@ -190,7 +191,7 @@ def test_labels_draw_what_they_say(toys: dict[str, Toy], drafts: dict, toy: str,
 
 
 @pytest.mark.parametrize(
-    "label, drawn",
+    "label, kind",
     [
         ("chain", "chain"),
         ("point-mass", "chain"),
@@ -204,8 +205,8 @@ def test_labels_draw_what_they_say(toys: dict[str, Toy], drafts: dict, toy: str,
         ("tree-opt", "deterministic"),
     ],
 )
-def test_labels_make_drafts_of_their_shape(label: str, drawn: str) -> None:
-    assert drawn_by(DRAFTS[label], plugins.get("verifiers", "token")) == drawn
+def test_labels_make_drafts_of_their_kind(label: str, kind: str) -> None:
+    assert kind_of(DRAFTS[label], plugins.get("verifiers", "token")).name == kind
 
 
 @pytest.mark.parametrize("label, verifier", [("chain", "greedy-block"), ("iid-2", "traversal"), ("chain", "token")])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from certificate_verifiers import AcceptAll, drawn_by, exact
+from certificate_verifiers import AcceptAll, exact, kind_of
 from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
@@ -18,6 +18,7 @@ from crossdraft.framework.certificate.certify import TOLERANCE
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import SAMPLED_SIBLINGS, SINGLE_CHILD
 from crossdraft.framework.contracts.verifier import VerifierTraits
 
 TOYS = ("T0", "G1", "G2", "G3", "G4", "D6")
@@ -47,7 +48,7 @@ def test_by_default_everything_registered_is_certified(capsys: Any, smallest_toy
     assert code == 0
     for name in plugins.entries("verifiers"):
         rule = plugins.get("verifiers", name)
-        accepted = {label for label, kind in DRAFTS.items() if drawn_by(kind, rule) in traits_of(rule).drawn}
+        accepted = {label for label, kind in DRAFTS.items() if traits_of(rule).accepts_kind(kind_of(kind, rule))}
         if traits_of(rule).modifies_target:
             accepted.remove("stop-early")  # its draft length is not fixed before drafting
         if traits_of(rule).pairs_only:
@@ -76,7 +77,7 @@ def test_json_rows(capsys: Any, golden: dict) -> None:
 def test_table(capsys: Any, install: Callable) -> None:
     class Lossy(AcceptAll):
         name = "lossy"
-        traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), lossless=False))
+        traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
 
     install("verifiers", (Lossy.name, Lossy))
     code, out, _ = run(capsys, "-v --verifier token --verifier greedy --verifier lossy --draft chain --gamma 1")
@@ -138,7 +139,7 @@ def test_a_crash_is_one_failed_row(capsys: Any, install: Callable, kind: str) ->
 def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install: Callable, form: str) -> None:
     class TreesOnly(AcceptAll):
         name = "trees-only"
-        traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"iid"})))
+        traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SAMPLED_SIBLINGS})))
 
     install("verifiers", (TreesOnly.name, TreesOnly))
     code, out, err = run(capsys, f"--verifier token --verifier trees-only --draft chain {form}")
@@ -146,10 +147,10 @@ def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install:
     assert "trees-only" not in out
     assert "skipped pairs of draft and verifier: 1 cannot run together (--verbose lists them)" in err
     code, _, err = run(capsys, f"-v --verifier token --verifier trees-only --draft chain {form}")
-    assert err.count("makes 'chain' drafts, but verifier 'trees-only' accepts only: iid") == 1
+    assert err.count("makes 'chain' drafts, but verifier 'trees-only' accepts only: without_replacement") == 1
     code, out, err = run(capsys, f"--verifier trees-only --draft chain {form}")
     assert code == 2 and not out
-    assert "accepts only: iid" in err and "no pair is left" in err
+    assert "accepts only: without_replacement" in err and "no pair is left" in err
 
 
 def test_a_verifier_that_cannot_be_loaded_does_not_stop_the_others(capsys: Any, install: Callable) -> None:

@@ -12,6 +12,7 @@ from crossdraft.framework.certificate import first_token_check
 from crossdraft.framework.certificate.first_token_check import Case, PromptLaws, choose, first_token, judge, sample
 from crossdraft.framework.certificate.goodness_of_fit import Fit, goodness_of_fit
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ContractError
 
@@ -153,7 +154,7 @@ def test_first_token() -> None:
     assert first_token(chain, zero_one).tolist() == [8, 6]
     assert first_token(Draft.empty(2), zero_one).tolist() == [8, 9]
     children = torch.full((2, 2), -1)
-    tree = Draft(chain.tokens, children, torch.ones(2, 2, dtype=torch.bool), drawn="deterministic")
+    tree = Draft(chain.tokens, children, torch.ones(2, 2, dtype=torch.bool), kind=DETERMINISTIC)
     younger = Verdict(torch.tensor([1, 0]), torch.tensor([8, 9]), path=torch.tensor([[1, -1], [-1, -1]]))
     assert first_token(tree, younger).tolist() == [5, 9]
 

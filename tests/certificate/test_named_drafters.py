@@ -17,6 +17,7 @@ from crossdraft.framework.certificate.drafts import DRAFTS, named_drafter
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.errors import UsageError
 
@@ -38,7 +39,7 @@ class Counts(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=False, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=False, nodes=config.gamma)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.law[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)

@@ -50,7 +50,7 @@ def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
     assert "\nwhere none is named: spectr (greedy at temperature 0)\n" in out
     assert cli.main(["list", "drafters", "prompt-lookup", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["drawn"], found["point_mass"], found["nodes"]) == ("chain", True, 10)
+    assert (found["kind"], found["point_mass"], found["nodes"]) == ("chain", True, 10)
     assert {"token", "block"} <= set(found["verifiers"]) and found["default_verifier"] == "block"
     assert "greedy" not in found["verifiers"] and "lenient" not in found["verifiers"]
     assert cli.main(["list", "drafters", "none"]) == 0

@@ -28,6 +28,7 @@ from crossdraft import (
     make_verifier,
     on_device,
 )
+from crossdraft.framework.contracts.draft_kind import CHAIN, SINGLE_CHILD
 from crossdraft.testing import DrafterContract, VerifierContract
 
 
@@ -42,7 +43,7 @@ class Chain(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=False, nodes=2)
+        return DraftTraits(kind=CHAIN, point_mass=False, nodes=2)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.model.start(row, prompt)
@@ -220,7 +221,7 @@ class Honest(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return make_verifier("token").verify(draft, p, rng)

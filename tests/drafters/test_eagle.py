@@ -166,7 +166,7 @@ def test_the_targets_head_and_embedding_are_used_as_they_are(target: Any) -> Non
 def test_features_are_the_last_hidden_state_after_the_final_norm() -> None:
     traits = Eagle.traits(Eagle.Config(model="m"), Sampling())
     assert traits.hidden_layers == (-1,)
-    assert traits.drawn == "chain" and not traits.point_mass and not traits.replayable
+    assert traits.is_chain and not traits.point_mass and not traits.replayable
 
 
 def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> None:

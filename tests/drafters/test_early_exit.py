@@ -14,6 +14,7 @@ from tiny_models import generated, save_model
 import crossdraft
 from crossdraft.drafters.self_speculation.early_exit import EarlyExit
 from crossdraft.framework import plugins
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
@@ -178,7 +179,7 @@ def test_begun_is_for_chains(deep: Any) -> None:
 
         def propose(self, sequences: Any, rng: Any) -> Any:
             draft = super().propose(sequences, rng)
-            draft.drawn = "deterministic"
+            draft.kind = DETERMINISTIC
             return draft
 
     with pytest.raises(ContractError, match="has resume_from and a draft 'deterministic'"):

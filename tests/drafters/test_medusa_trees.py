@@ -92,7 +92,7 @@ def test_what_it_drafts_is_known_before_anything_is_loaded() -> None:
     def traits(temperature: float = 1, **options: Any) -> tuple:
         found = Medusa.traits(Medusa.Config(model="nowhere", **options), Sampling(temperature=temperature))
         assert found.hidden_layers == (-1,) and not found.replayable
-        return found.drawn, found.point_mass, found.nodes
+        return found.kind and found.kind.name, found.point_mass, found.nodes
 
     assert traits() == ("chain", False, 16)
     assert traits(gamma=3) == ("chain", False, 3)

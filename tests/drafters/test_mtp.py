@@ -127,7 +127,7 @@ def test_the_targets_head_and_embedding_are_used_as_they_are(target: Callable) -
 
 def test_features_are_the_last_hidden_state_after_the_final_norm() -> None:
     traits = Mtp.traits(Mtp.Config(model="m"), Sampling())
-    assert traits.hidden_layers == (-1,) and traits.drawn == "chain" and not traits.replayable
+    assert traits.hidden_layers == (-1,) and traits.is_chain and not traits.replayable
 
 
 def test_the_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from crossdraft.drafters.retrieval.token_recycling import PUBLISHED, TokenRecycling, best
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
+from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.drafter import DraftContext
 from crossdraft.framework.contracts.sampling import Sampling
 
@@ -27,7 +28,7 @@ def test_the_published_tree_and_its_beginnings() -> None:
         for nodes in (1, 5, 32, 80):
             traits = TokenRecycling.traits(TokenRecycling.Config(nodes=nodes, width=width), Sampling())
             assert traits.nodes == min(nodes, sum(max(path) < width for path in PUBLISHED)) and traits.adapts
-            assert traits.drawn == ("chain" if width == 1 or nodes == 1 else "deterministic")
+            assert traits.kind is (CHAIN if width == 1 or nodes == 1 else DETERMINISTIC)
     for options in ({"nodes": 81}, {"width": 9}, {"nodes": 0}):
         with pytest.raises(ValidationError):
             TokenRecycling.Config(**options)
@@ -95,7 +96,7 @@ def test_what_was_ranked_highest_is_drafted() -> None:
     draft = steps.propose()
     # Ranks 0, 1, 0.0, 0.1, 1.0 and 0.0.0: after 5 come 7 and 8, after 7 come 5 and 9, of 8 nothing is known.
     assert nodes(draft) == [(7, -1), (8, -1), (5, 0), (9, 0), (7, 2)]
-    assert draft.q is None and draft.drawn == "deterministic" and draft.levels == 3
+    assert draft.q is None and draft.kind is DETERMINISTIC and draft.levels == 3
     steps.sequences.limit[0] = 1
     assert nodes(steps.propose()) == [(7, -1), (8, -1)] and steps.propose().width == 2
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from crossdraft.drafters.autoregressive.sequoia import best_tree
 from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, most_expanded
 from crossdraft.framework import plugins
+from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.sampling import Sampling
 
 Tree = tuple["Tree", ...]  # its children, eldest first
@@ -132,7 +133,7 @@ def test_its_traits_are_those_of_the_tree() -> None:
         found = tree.traits(config, Sampling(temperature=temperature))
         assert found == tree.traits(same, Sampling(temperature=temperature))
     chain = tree.Config(model="m", growth="sequoia", nodes=3, acceptance=[0.5])
-    assert tree.traits(chain, Sampling()).drawn == "chain"
+    assert tree.traits(chain, Sampling()).kind is CHAIN
 
 
 # -- OPT-Tree ---------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_it_is_the_most_probable_tree_there_is(
     limit = [data.draw(st.integers(0, depth)) for _ in range(b)]
     lm = Prefixes(seed, b, vocab, depth, sharp)
     draft, place = grow_dynamic(depth, None, nodes, lm.root, lm.expand, torch.tensor(limit), threshold=threshold)
-    assert draft.q is None and draft.drawn == "deterministic" and draft.width <= nodes
+    assert draft.q is None and draft.kind is DETERMINISTIC and draft.width <= nodes
     assert len(lm.fed[0]) <= most_expanded(depth, nodes)
     for row in range(b):
         worth = lm.worth(row, depth)

@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdraft.drafters.autoregressive.trees import grow_dynamic
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC, IID
 from crossdraft.framework.contracts.rng import CounterRng
 
 NEW = 10
@@ -183,7 +184,7 @@ def test_every_law_is_what_a_fresh_model_says(decoder: Callable, tiny_model: Cal
                     assert better == len(earlier_siblings) or label == "gaps"
                     continue
                 law = logits.softmax(-1)
-                if draft.drawn != "iid":
+                if draft.kind is not IID:
                     law = without(law, taken)
                 if (
                     siblings == "greedy"
@@ -361,7 +362,7 @@ def test_the_dynamic_tree_is_that_of_a_naive_search(
     limit = [data.draw(st.integers(0, depth)) for _ in range(b)]
     lm = RandomLM(seed, b, vocab)
     draft, place = grow_dynamic(depth, top_k, nodes, lm.table[:, 0], lm.expand, torch.tensor(limit))
-    assert draft.q is None and draft.drawn == "deterministic" and draft.width == nodes
+    assert draft.q is None and draft.kind is DETERMINISTIC and draft.width == nodes
     assert lm.fed == (depth - 1) * top_k
     for row in range(b):
         kept, fed = naive(lm.table[row], depth, top_k, nodes, limit[row])

@@ -11,6 +11,7 @@ from oracle_trees import drafter_class, verifier_class
 from crossdraft import DraftModel
 from crossdraft.framework.certificate.table_lm import TableLM, Toy, ToyContext
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
@@ -56,12 +57,12 @@ class TooDeep(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="deterministic" if config.tree else "chain", point_mass=True, nodes=16)
+        return DraftTraits(kind=DETERMINISTIC if config.tree else CHAIN, point_mass=True, nodes=16)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         draft = Draft.chain(torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 5]))
         if self.config.tree:  # type: ignore[attr-defined]
-            draft.drawn = "deterministic"
+            draft.kind = DETERMINISTIC
         return draft
 
 
@@ -91,7 +92,7 @@ class FeedsTooMuch(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=5)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=5)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.model.start(row, prompt)

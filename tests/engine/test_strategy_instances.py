@@ -25,6 +25,7 @@ from crossdraft import (
 )
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.api.build import TargetContext, build_decoder, configured, make_slots, slot_length
+from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import ContractError
@@ -56,7 +57,7 @@ class Echo(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         rows = [[7] * min(self.config.gamma, limit) for limit in sequences.limit]
@@ -197,7 +198,7 @@ def test_lists_become_chains() -> None:
 
 def test_lists_with_parents_become_trees() -> None:
     draft = Draft.copied([[4, 5, 6, 7], [], [8]], "cpu", [[-1, 0, 0, 2], [], [-1]])
-    assert draft.drawn == "deterministic" and draft.point_mass and draft.levels == 3
+    assert draft.kind is DETERMINISTIC and draft.point_mass and draft.levels == 3
     assert draft.tokens.tolist() == [[4, 5, 6, 7], [0] * 4, [8, 0, 0, 0]]
     assert draft.parents.tolist() == [[-1, 0, 0, 2], [-1] * 4, [-1] * 4]
     assert draft.count.tolist() == [4, 0, 1] and draft.depth[0].tolist() == [1, 2, 2, 3]

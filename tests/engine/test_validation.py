@@ -13,6 +13,7 @@ from scripted_strategies import KINDS, UNIFORM, B, V, at, decoder, first_step, h
 from torch import Tensor
 
 from crossdraft.framework.contracts.draft import Draft, Sequences, Verdict
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC, IID
 from crossdraft.framework.errors import ContractError, CrossdraftError, NumericalError
 
 
@@ -53,7 +54,7 @@ def other_history(draft: Draft, sequences: Sequences) -> None:
 
 def deep_tree(draft: Draft, _: Any) -> Draft:
     chain = Draft.chain(torch.tensor([[1, 2, 3, 4, 5]] * B), torch.tensor([5, 0]))
-    return replace(chain, drawn="deterministic")
+    return replace(chain, kind=DETERMINISTIC)
 
 
 def cycle_of_two(draft: Draft, _: Any) -> None:
@@ -101,7 +102,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
         SOME,
     ),
     "valid below invalid": ("top", at("valid", (0, 0), False), "valid node below an invalid one in slot 0 .* 2;", SOME),
-    "drawn lies": ("wor", lambda d, _: replace(d, drawn="iid"), "'iid', but its traits say 'without_replacement'", ALL),
+    "drawn lies": ("wor", lambda d, _: replace(d, kind=IID), "'iid', but its traits say 'without_replacement'", ALL),
     "wider than traits.nodes": ("chain", wider, "drafted 6 nodes, more than traits.nodes = 5", ALL),
     "deeper than traits.depth": ("top", deep_tree, "drafted 5 tokens deep, deeper than traits.depth = 4", SOME),
     "more levels than traits.depth": (
@@ -134,11 +135,16 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
         *("wor", lambda d, _: replace(d, q_index=torch.tensor([[0, 0, 2, 3]] * B))),
         *("two siblings without replacement from one row of q in slot 0 .prompt 0., node 1;", SOME),
     ),
-    "an elder sibling drawn at random": ("greedy", at("q", (0, 0), UNIFORM), "0.01562 at a token taken without", SOME),
-    "an elder sibling left in q": (
+    "an earlier sibling drawn at random": (
+        "greedy",
+        at("q", (0, 0), UNIFORM),
+        "0.01562 at a token taken without",
+        SOME,
+    ),
+    "an earlier sibling left in q": (
         "greedy",
         at("q", (0, 1), UNIFORM),
-        "above 0 at the token of an elder sibling",
+        "above 0 at the token of an earlier sibling",
         SOME,
     ),
     "limit overwritten": ("chain", own_limit, r"sequences.limit from \[11, 11\] to \[20, 11\]", ALL),

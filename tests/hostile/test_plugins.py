@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, field_serializer, model_validator
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
@@ -174,7 +175,7 @@ def raises(error: BaseException) -> Any:
     return traits
 
 
-CHAIN = DraftTraits(drawn="chain", point_mass=True, nodes=2)
+CHAINS = DraftTraits(kind=CHAIN, point_mass=True, nodes=2)
 
 
 class Wants(StrategyConfig):
@@ -239,36 +240,36 @@ DRAFTERS: dict[str, tuple[Any, list[str]]] = {
     "a module that exits": ("exits_at_once:x", ["SystemExit: 0"]),
     "a module that is not there": ("no_such_module:x", ["ModuleNotFoundError"]),
     "an object that is not there": ("json:nothing", ["AttributeError"]),
-    "another name": (type("Other", (drafter(CHAIN),), {"name": "other"}), ["it must be 'theirs'"]),
-    "a config that is a plain class": (drafter(CHAIN, Plain), ["Theirs.Config is", "no crossdraft.StrategyConfig"]),
-    "a config that is None": (drafter(CHAIN, None), ["Theirs.Config is None"]),
-    "a config that is a dict": (drafter(CHAIN, {"gamma": 2}), ["Theirs.Config is {'gamma': 2}"]),
-    "a config of pydantic alone": (drafter(CHAIN, Unstrict), ["no crossdraft.StrategyConfig"]),
-    "a config that explodes": (drafter(CHAIN, Explodes), ["its Config raised ZeroDivisionError: boom"]),
-    "a config that exits": (drafter(CHAIN, Exits), ["its Config raised SystemExit: 0"]),
-    "a config that is no JSON": (drafter(CHAIN, NoJson), ["its Config, written as JSON and read again, raised"]),
-    "a config with infinity": (drafter(CHAIN, Infinite), ["its Config, written as JSON", "thing=inf becomes thing=None"]),
-    "a config that changes": (drafter(CHAIN, Forgets), ["its Config, written as JSON", "gamma=2 becomes gamma=3"]),
+    "another name": (type("Other", (drafter(CHAINS),), {"name": "other"}), ["it must be 'theirs'"]),
+    "a config that is a plain class": (drafter(CHAINS, Plain), ["Theirs.Config is", "no crossdraft.StrategyConfig"]),
+    "a config that is None": (drafter(CHAINS, None), ["Theirs.Config is None"]),
+    "a config that is a dict": (drafter(CHAINS, {"gamma": 2}), ["Theirs.Config is {'gamma': 2}"]),
+    "a config of pydantic alone": (drafter(CHAINS, Unstrict), ["no crossdraft.StrategyConfig"]),
+    "a config that explodes": (drafter(CHAINS, Explodes), ["its Config raised ZeroDivisionError: boom"]),
+    "a config that exits": (drafter(CHAINS, Exits), ["its Config raised SystemExit: 0"]),
+    "a config that is no JSON": (drafter(CHAINS, NoJson), ["its Config, written as JSON and read again, raised"]),
+    "a config with infinity": (drafter(CHAINS, Infinite), ["its Config, written as JSON", "thing=inf becomes thing=None"]),
+    "a config that changes": (drafter(CHAINS, Forgets), ["its Config, written as JSON", "gamma=2 becomes gamma=3"]),
     "traits that raise": (drafter(raises(RuntimeError("boom"))), ["traits() raised RuntimeError: boom"]),
     "traits that exit": (drafter(raises(SystemExit(0))), ["traits() raised SystemExit: 0"]),
     "traits that are None": (drafter(None), ["traits() must return crossdraft.DraftTraits, not None"]),
-    "traits that are a dict": (drafter({"drawn": "chain"}), ["traits() must return crossdraft.DraftTraits"]),
+    "traits that are a dict": (drafter({"kind": "chain"}), ["traits() must return crossdraft.DraftTraits"]),
     "traits of a verifier": (drafter(VerifierTraits(frozenset({"chain"}))), ["must return crossdraft.DraftTraits"]),
-    "traits of an unknown shape": (drafter(DraftTraits("star", True, 2)), ["drawn='star', which is none of"]),  # type: ignore[arg-type]
-    "traits of a list": (drafter(DraftTraits(["chain"], True, 2)), ["drawn=['chain']"]),  # type: ignore[arg-type]
-    "negative nodes": (drafter(DraftTraits("chain", True, -1)), ["nodes=-1, which is no number of nodes"]),
-    "half a node": (drafter(DraftTraits("chain", True, 1.5)), ["nodes=1.5"]),  # type: ignore[arg-type]
-    "nodes in words": (drafter(DraftTraits("chain", True, "2")), ["nodes='2'"]),  # type: ignore[arg-type]
-    "no nodes": (drafter(DraftTraits("chain", True, None)), ["nodes=None"]),  # type: ignore[arg-type]
-    "200,000,000 nodes": (drafter(DraftTraits("chain", True, 200_000_000)), ["nodes=200000000", "the most is 4096"]),
-    "deeper than its nodes": (drafter(DraftTraits("chain", True, 2, levels=3)), ["levels=3"]),
-    "levels in words": (drafter(DraftTraits("chain", True, 2, levels="2")), ["levels='2'"]),  # type: ignore[arg-type]
-    "point_mass in words": (drafter(DraftTraits("chain", "yes", 2)), ["point_mass='yes'"]),  # type: ignore[arg-type]
-    "layers that are a number": (drafter(DraftTraits("chain", True, 2, hidden_layers=3)), ["hidden_layers=3"]),  # type: ignore[arg-type]
-    "layers that are NaN": (drafter(DraftTraits("chain", True, 2, hidden_layers=(float("nan"),))), ["hidden_layers=(nan,)"]),
-    "branching in words": (drafter(DraftTraits("chain", True, 2, branching="22")), ["branching='22'"]),  # type: ignore[arg-type]
-    "branching of nothing": (drafter(DraftTraits("chain", True, 2, branching=(0,))), ["branching=(0,)"]),
-    "nodes as the config says": (drafter(lambda config, _: DraftTraits("chain", True, config.gamma), Inside), ["nodes='2'"]),
+    "traits of an unknown shape": (drafter(DraftTraits("star", True, 2)), ["kind='star', which is not a DraftKind"]),  # type: ignore[arg-type]
+    "traits of a list": (drafter(DraftTraits(["chain"], True, 2)), ["kind=['chain']"]),  # type: ignore[arg-type]
+    "negative nodes": (drafter(DraftTraits(CHAIN, True, -1)), ["nodes=-1, which is no number of nodes"]),
+    "half a node": (drafter(DraftTraits(CHAIN, True, 1.5)), ["nodes=1.5"]),  # type: ignore[arg-type]
+    "nodes in words": (drafter(DraftTraits(CHAIN, True, "2")), ["nodes='2'"]),  # type: ignore[arg-type]
+    "no nodes": (drafter(DraftTraits(CHAIN, True, None)), ["nodes=None"]),  # type: ignore[arg-type]
+    "200,000,000 nodes": (drafter(DraftTraits(CHAIN, True, 200_000_000)), ["nodes=200000000", "the most is 4096"]),
+    "deeper than its nodes": (drafter(DraftTraits(CHAIN, True, 2, levels=3)), ["levels=3"]),
+    "levels in words": (drafter(DraftTraits(CHAIN, True, 2, levels="2")), ["levels='2'"]),  # type: ignore[arg-type]
+    "point_mass in words": (drafter(DraftTraits(CHAIN, "yes", 2)), ["point_mass='yes'"]),  # type: ignore[arg-type]
+    "layers that are a number": (drafter(DraftTraits(CHAIN, True, 2, hidden_layers=3)), ["hidden_layers=3"]),  # type: ignore[arg-type]
+    "layers that are NaN": (drafter(DraftTraits(CHAIN, True, 2, hidden_layers=(float("nan"),))), ["hidden_layers=(nan,)"]),
+    "branching in words": (drafter(DraftTraits(CHAIN, True, 2, branching="22")), ["branching='22'"]),  # type: ignore[arg-type]
+    "branching of nothing": (drafter(DraftTraits(CHAIN, True, 2, branching=(0,))), ["branching=(0,)"]),
+    "nodes as the config says": (drafter(lambda config, _: DraftTraits(CHAIN, True, config.gamma), Inside), ["nodes='2'"]),
 }  # fmt: skip
 
 
@@ -306,12 +307,12 @@ def test_a_place_is_told(refused: Any, recipe: str, install: Any) -> None:
 def test_a_property_called_model_is_none(recipe: str, install: Any) -> None:
     from crossdraft.framework.bench.matrix import load_recipe, plan
 
-    install("drafters", ("theirs", drafter(CHAIN, Property)))
+    install("drafters", ("theirs", drafter(CHAINS, Property)))
     assert [c.drafter.config for c in plan(load_recipe(recipe)).cells] == [{}, {"size": 3}]
 
 
 def test_a_config_with_required_options(refused: Any, recipe: str, install: Any, capsys: Any) -> None:
-    install("drafters", ("theirs", drafter(CHAIN, Wants)))
+    install("drafters", ("theirs", drafter(CHAINS, Wants)))
     refused(["run", recipe], "recipe.yaml:3: drafter 'theirs' needs the key 'gamma'")
     assert cli.main(["list", "drafters", "theirs"]) == 0
     assert "(required)" in capsys.readouterr().out
@@ -325,15 +326,15 @@ def verifier(traits: Any, config: Any = StrategyConfig) -> Any:
 
 VERIFIERS: dict[str, tuple[Any, list[str]]] = {
     "no class": (3, ["is not a subclass of crossdraft.Verifier"]),
-    "a drafter": (drafter(CHAIN), ["is not a subclass of crossdraft.Verifier"]),
+    "a drafter": (drafter(CHAINS), ["is not a subclass of crossdraft.Verifier"]),
     "a plain config": (verifier(VerifierTraits(frozenset({"chain"})), Plain), ["no crossdraft.StrategyConfig"]),
     "a config that exits": (verifier(VerifierTraits(frozenset({"chain"})), Exits), ["its Config raised SystemExit: 0"]),
     "traits that raise": (verifier(raises(RuntimeError("boom"))), ["traits() raised RuntimeError: boom"]),
     "traits that exit": (verifier(raises(SystemExit("bye"))), ["traits() raised SystemExit: bye"]),
     "traits that are None": (verifier(None), ["traits() must return crossdraft.VerifierTraits, not None"]),
-    "traits of a drafter": (verifier(CHAIN), ["must return crossdraft.VerifierTraits"]),
-    "an unknown shape": (verifier(VerifierTraits(frozenset({"star"}))), ["drawn=frozenset({'star'})"]),  # type: ignore[arg-type]
-    "a text for shapes": (verifier(VerifierTraits("chain")), ["drawn='chain'"]),  # type: ignore[arg-type]
+    "traits of a drafter": (verifier(CHAINS), ["must return crossdraft.VerifierTraits"]),
+    "an unknown shape": (verifier(VerifierTraits(frozenset({3}))), ["accepts=frozenset({3})"]),  # type: ignore[arg-type]
+    "a text for shapes": (verifier(VerifierTraits("chain")), ["accepts='chain'"]),  # type: ignore[arg-type]
     "lossless perhaps": (verifier(VerifierTraits(frozenset({"chain"}), lossless="maybe")), ["lossless='maybe'"]),  # type: ignore[arg-type]
 }  # fmt: skip
 

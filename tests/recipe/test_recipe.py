@@ -14,6 +14,7 @@ import yaml
 
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.contracts.draft_kind import IID
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.recipe.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe
@@ -292,7 +293,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
 
         @classmethod
         def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-            return DraftTraits(drawn="iid", point_mass=False, nodes=16)
+            return DraftTraits(kind=IID, point_mass=False, nodes=16)
 
         def propose(self, sequences: Any, rng: Any) -> Any: ...
 

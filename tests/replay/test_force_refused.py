@@ -9,6 +9,7 @@ import torch
 from replay_fixtures import Said, configured, making
 
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
+from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
 from crossdraft.framework.replay.teacher_forcing.drafter_walk import walk
 from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
@@ -26,7 +27,7 @@ class Uniform(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=cls.point_mass, nodes=2)
+        return DraftTraits(kind=CHAIN, point_mass=cls.point_mass, nodes=2)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         q = torch.full((sequences.batch_size, 2, V), 1 / V)

@@ -15,6 +15,7 @@ from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.drafters.retrieval.prompt_lookup_replay import drafts_along
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
+from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
@@ -92,7 +93,7 @@ class Echo(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     def propose(self, sequences: Sequences, rng: Any) -> Draft:
         lengths = [min(limit, self.config.gamma) for limit in sequences.limit]

@@ -9,6 +9,7 @@ from verifier_traits import traits_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
 
@@ -21,7 +22,7 @@ class ByTurn(Verifier):
     """Counts each row's steps; `odd` steps are judged by one rule, even ones by another."""
 
     name = "by-turn"
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"}), stateful=True))
+    traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), stateful=True))
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class AcceptAll(Verifier):
     """Wrong on purpose: keeps every drafted token."""
 
     name = "accept-all"
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"})))
+    traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD})))
 
     def verify(self, draft: Draft, p: torch.Tensor, rng: Any) -> Verdict:
         rows = torch.arange(draft.batch_size)
@@ -80,7 +81,7 @@ class WrongLater(ByTurn):
         self.odd = AcceptAll()
 
 
-def drawn_by(kind: Any, rule: Any) -> Any:
-    """How the drafts of a label are drawn, at a temperature that the rule takes."""
+def kind_of(kind: Any, rule: Any) -> Any:
+    """The kind of the drafts of a label, at a temperature that the verifier takes."""
     drafter, config = kind.config(2)
-    return drafter.traits(config, Sampling(temperature=0 if traits_of(rule).temperature_zero_only else 1)).drawn
+    return drafter.traits(config, Sampling(temperature=0 if traits_of(rule).temperature_zero_only else 1)).kind

@@ -7,6 +7,7 @@ import torch
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 
 NEW = 18
@@ -44,7 +45,7 @@ class OracleTrees(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(drawn="deterministic", point_mass=True, nodes=16)
+        return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=16)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
         self.started[row], self.answer[row] = len(prompt), self.config.answers[tuple(prompt)]
@@ -72,7 +73,7 @@ class OracleTrees(Drafter):
                     right.add(node)
                 tokens[row, node], parents[row, node], valid[row, node] = token, parent, True
                 depth[node] = depth[parent] + 1
-        return Draft(tokens, parents, valid, drawn="deterministic")
+        return Draft(tokens, parents, valid, kind=DETERMINISTIC)
 
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         for row, tau in enumerate(accepted):

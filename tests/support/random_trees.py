@@ -12,25 +12,27 @@ from verifier_traits import traits_of
 from crossdraft.drafters.autoregressive.trees import Shape, Siblings, grow_fixed
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 
-#: Every shape of draft, and what `VerifierTraits.drawn` calls it.
+#: Every shape of draft, and its kind.
 SHAPES = {
-    "chain": "chain",
-    "point-mass": "chain",
-    "iid": "iid",
-    "pair": "without_replacement",
-    "without-replacement": "without_replacement",
-    "greedy": "greedy_draft",
-    "top-k": "deterministic",
+    "chain": CHAIN,
+    "point-mass": CHAIN,
+    "iid": IID,
+    "pair": WITHOUT_REPLACEMENT,
+    "without-replacement": WITHOUT_REPLACEMENT,
+    "greedy": GREEDY_DRAFT,
+    "top-k": DETERMINISTIC,
 }
 RULES = {name: plugins.get("verifiers", name) for name in plugins.entries("verifiers")}
 PAIRS = [
     (name, shape)
     for name, rule in RULES.items()
     for shape in SHAPES
-    if SHAPES[shape] in traits_of(rule).drawn and not (traits_of(rule).pairs_only and shape == "without-replacement")
+    if traits_of(rule).accepts_kind(SHAPES[shape])
+    and not (traits_of(rule).pairs_only and shape == "without-replacement")
 ]
 #: The same, but a rule's second and later shapes are for slow tests.
 ONE_SHAPE = [
@@ -120,7 +122,7 @@ def random_draft(
     limit = torch.randint(0, depth + 1, (b,), generator=lm.generator)
     if depth == 0:
         draft = Draft.empty(b)
-    elif SHAPES[shape] == "chain":
+    elif SHAPES[shape] is CHAIN:
         tokens, q = lm.sequences(1, depth)
         draft = Draft.chain(tokens[:, 0], limit, q if shape == "chain" else None)
     elif shape == "iid":
@@ -151,7 +153,7 @@ def alone(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
         valid=draft.valid[one, :n],
         q=None if draft.q is None else draft.q[one],
         q_index=None if draft.q_index is None else draft.q_index[one, :n],
-        drawn=draft.drawn,
+        kind=draft.kind,
         sequences=None if draft.sequences is None else draft.sequences[one, :, :depth],
         levels=None if draft.levels is None else depth,
     )

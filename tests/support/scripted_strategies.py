@@ -10,6 +10,14 @@ from torch import Tensor
 
 from crossdraft.framework.certificate.table_lm import ToyContext
 from crossdraft.framework.contracts.draft import Draft, Sequences, Verdict
+from crossdraft.framework.contracts.draft_kind import (
+    ANY_TREE,
+    CHAIN,
+    DETERMINISTIC,
+    GREEDY_DRAFT,
+    IID,
+    WITHOUT_REPLACEMENT,
+)
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
@@ -18,13 +26,13 @@ from crossdraft.framework.engine.decoder import Decoder
 V, B = 64, 2
 UNIFORM = torch.full((V,), 1 / V)
 KINDS = ("chain", "point", "wor", "greedy", "top", "iid")
-DRAWN: dict[str, Any] = {
-    "chain": "chain",
-    "point": "chain",
-    "wor": "without_replacement",
-    "greedy": "greedy_draft",
-    "top": "deterministic",
-    "iid": "iid",
+DRAFT_KINDS = {
+    "chain": CHAIN,
+    "point": CHAIN,
+    "wor": WITHOUT_REPLACEMENT,
+    "greedy": GREEDY_DRAFT,
+    "top": DETERMINISTIC,
+    "iid": IID,
 }
 
 
@@ -48,7 +56,7 @@ def honest(kind: str, vocabulary: int = V) -> Draft:
             if kind == "greedy":
                 q[row, 0] = 0
                 q[row, 0, token] = 1
-    return Draft(tokens, parents, valid, q, drawn=DRAWN[kind])
+    return Draft(tokens, parents, valid, q, kind=DRAFT_KINDS[kind])
 
 
 def verdict_of(kind: str) -> Verdict:
@@ -69,7 +77,7 @@ class Seeded(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(DRAWN[config.kind], config.kind in ("point", "top"), 5, levels=4)
+        return DraftTraits(DRAFT_KINDS[config.kind], config.kind in ("point", "top"), 5, levels=4)
 
     def propose(self, sequences: Sequences, rng: Any) -> Draft:
         draft, change = honest(self.config.kind, self.config.vocabulary), self.config.change  # type: ignore
@@ -86,7 +94,7 @@ class Fixed(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset(DRAWN.values()))
+        return VerifierTraits(accepts=ANY_TREE)
 
     def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
         verdict, change = verdict_of(self.config.kind), self.config.change  # type: ignore[attr-defined]

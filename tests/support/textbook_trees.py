@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
 
 ROOT = -1
@@ -30,7 +31,9 @@ class Row:
 
 
 class Textbook(Verifier):
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"iid", "without_replacement"})))
+    traits = classmethod(
+        lambda cls, config: VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS}))
+    )
 
     def walk(self, row: Row) -> Walk:
         raise NotImplementedError

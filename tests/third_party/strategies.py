@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crossdraft import (
+    CHAIN,
     LM,
     Backend,
     Draft,
@@ -76,7 +77,7 @@ class FirstLayers(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=sampling.temperature == 0, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=sampling.temperature == 0, nodes=config.gamma)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.model.start(row, prompt)
@@ -118,7 +119,7 @@ class Window(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=1 + config.width)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=1 + config.width)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.after[row] = {}
@@ -138,7 +139,7 @@ class Window(Drafter):
             [on_device(length, sequences.device)[:, None].bool(), torch.ones_like(tokens[:, 1:]).bool()], 1
         )
         busy = on_device([len(history) for history in sequences.history], sequences.device).bool()
-        return Draft(tokens, torch.full_like(tokens, -1), valid & busy[:, None], drawn="chain", probes=w)
+        return Draft(tokens, torch.full_like(tokens, -1), valid & busy[:, None], kind=CHAIN, probes=w)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
@@ -186,7 +187,7 @@ class Frequent(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=1)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=1)
 
     def reset(self) -> None:
         self.followed: dict[int, Counter[int]] = {}
@@ -267,7 +268,7 @@ class Oracle(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma, temperature_zero_only=True)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, temperature_zero_only=True)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         return Draft.empty(sequences.batch_size, sequences.device)

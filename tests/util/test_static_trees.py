@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from random_trees import shipped_rng
 
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC, WITHOUT_REPLACEMENT
 from crossdraft.framework.util.static_trees import parents_of, problem, tree_constant, tree_families
 from crossdraft.verifiers.traversal import Traversal, leaves_first, level_by_level, node_by_node
 
@@ -49,7 +50,7 @@ def drafted(shape: tuple[tuple[int, ...], ...], seed: int, point_mass: bool = Fa
         torch.tensor(parents).expand(b, n),
         valid,
         None if point_mass else q,
-        drawn="deterministic" if point_mass else "without_replacement",
+        kind=DETERMINISTIC if point_mass else WITHOUT_REPLACEMENT,
         levels=len(shape),
         children=shape,
     )

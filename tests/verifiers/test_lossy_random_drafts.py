@@ -13,6 +13,7 @@ from random_drafts import random_chains, random_laws
 from torch import Tensor
 
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 
 
 def random_trees(seed: int, b: int, n: int, v: int, dtype: torch.dtype = torch.float32) -> tuple[Draft, Tensor]:
@@ -26,7 +27,7 @@ def random_trees(seed: int, b: int, n: int, v: int, dtype: torch.dtype = torch.f
         valid[:, i] &= (parents[:, i] < 0) | valid[torch.arange(b), above]
     tokens = torch.randint(v, (b, n), generator=generator)
     p = random_laws(b, n + 1, v, generator=generator, dtype=dtype)
-    return Draft(tokens, parents, valid, drawn="deterministic"), p
+    return Draft(tokens, parents, valid, kind=DETERMINISTIC), p
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -77,7 +78,7 @@ def distinct_siblings(draft: Draft) -> Draft:
     """The same tree without siblings that carry the same token: there the longest argmax path is unique."""
     twin = (draft.earlier_siblings & (draft.tokens[..., None] == draft.tokens[:, None])).any(2)
     draft.valid = draft.valid & ~(draft.ancestor_mask & twin[:, None]).any(2)
-    return Draft(draft.tokens, draft.parents, draft.valid, drawn="deterministic")
+    return Draft(draft.tokens, draft.parents, draft.valid, kind=DETERMINISTIC)
 
 
 @settings(deadline=None, max_examples=40)
@@ -166,7 +167,7 @@ def test_of_equal_paths_the_first_is_kept() -> None:
         tokens=torch.tensor([[0, 1, 1, 0], [0, 1, 1, 0]]),
         parents=torch.tensor([[-1, -1, 0, 1]] * 2),
         valid=torch.ones(2, 4, dtype=torch.bool),
-        drawn="deterministic",
+        kind=DETERMINISTIC,
     )
     p = torch.full((2, 5, 2), 0.5)
     p[0, 0] = torch.tensor([0.4, 0.6])
@@ -205,7 +206,7 @@ def test_a_row_does_not_see_its_neighbours(
             draft.parents[row : row + 1, :count],
             draft.valid[row : row + 1, :count],
             None if draft.q is None else draft.q[row : row + 1, :count],
-            drawn=draft.drawn,
+            kind=draft.kind,
         )
         verdict = rule(name).verify(alone, p[row : row + 1, : count + 1], shipped_rng(seed, [row]))
         assert verdict.length.item() == together.length[row]

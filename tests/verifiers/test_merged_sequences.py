@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from random_trees import SEEDS, random_draft
 
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.verifiers._tree_rules import Children
 from crossdraft.verifiers.traversal import leaves_first
 
@@ -82,7 +83,7 @@ def as_draft(parents: list[list[int]], counts: list[int]) -> Draft:
     b, n = len(parents), len(parents[0])
     valid = torch.arange(n) < torch.tensor(counts)[:, None]
     family = torch.tensor(parents, dtype=torch.long).view(b, n)
-    return Draft(torch.zeros_like(family), family, valid, drawn="deterministic")
+    return Draft(torch.zeros_like(family), family, valid, kind=DETERMINISTIC)
 
 
 @settings(deadline=None, max_examples=60)

@@ -16,6 +16,7 @@ from torch import Tensor
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
 
 TOYS = ("T0", "G1", "G2", "G3", "G4")
@@ -29,7 +30,7 @@ class Textbook(Verifier):
     """
 
     name = "textbook"
-    traits = classmethod(lambda cls, config: VerifierTraits(drawn=frozenset({"chain"})))
+    traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD})))
 
     def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
         assert draft.q is not None and bool(draft.valid.all())

@@ -18,7 +18,7 @@ def without_values(draft: Draft) -> Draft:
     """The draft on the meta device, where looking at a value, or at a shape that depends on values, raises."""
     tensors = {name: getattr(draft, name) for name in ("tokens", "parents", "valid", "q", "q_index", "sequences")}
     away = {name: None if tensor is None else tensor.to("meta") for name, tensor in tensors.items()}
-    return Draft(**away, drawn=draft.drawn, levels=draft.levels, children=draft.children)
+    return Draft(**away, kind=draft.kind, levels=draft.levels, children=draft.children)
 
 
 def judge_without_values(verifier: Verifier, shape: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.rng import CounterRng
 
 RULES = ("token", "block")
@@ -238,7 +239,7 @@ def as_draft(parents: list[list[int]], tokens: list[list[int]], counts: list[int
     b, n = len(parents), len(parents[0])
     valid = torch.arange(n) < torch.tensor(counts)[:, None]
     tokens_, parents_ = (torch.tensor(rows, dtype=torch.long).view(b, n) for rows in (tokens, parents))
-    return Draft(tokens_, parents_, valid, drawn="deterministic")
+    return Draft(tokens_, parents_, valid, kind=DETERMINISTIC)
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -269,7 +270,7 @@ def test_tree_geometry(tree: tuple, data: st.DataObject) -> None:
 def test_a_chain_is_a_tree(b: int, n: int, data: st.DataObject) -> None:
     counts = torch.tensor([data.draw(st.integers(0, n)) for _ in range(b)])
     chain = Draft.chain(torch.zeros(b, n, dtype=torch.long), counts)
-    tree = Draft(chain.tokens, chain.parents, chain.valid, drawn="deterministic")
+    tree = Draft(chain.tokens, chain.parents, chain.valid, kind=DETERMINISTIC)
     assert torch.equal(chain.ancestor_mask, tree.ancestor_mask)
     assert torch.equal(chain.depth, tree.depth)
     assert chain.count.tolist() == counts.tolist()

@@ -133,6 +133,6 @@ def test_equal_laws_accept_everything(name: str, shape: str, seed: int, b: int, 
 def test_a_one_hot_law_is_a_point_mass(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
     draft, p = random_draft(shape, seed, b, depth, vocab)
     one_hot = torch.zeros_like(p[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1.0)
-    spelt_out = Draft(draft.tokens, draft.parents, draft.valid, one_hot, drawn=draft.drawn, levels=draft.levels)
+    spelt_out = Draft(draft.tokens, draft.parents, draft.valid, one_hot, kind=draft.kind, levels=draft.levels)
     verdicts = [RULES[name]().verify(d, p, shipped_rng(seed, range(b))) for d in (draft, spelt_out)]
     assert tokens_of(draft, verdicts[0]) == tokens_of(spelt_out, verdicts[1])

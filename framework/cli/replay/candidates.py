@@ -235,4 +235,4 @@ def _length_is_drawn(drafter: Configured, sampling: Sampling) -> bool:
     cls, config = drafter
     traits = cls.traits(config, sampling)
     policy = getattr(config, "policy", None)
-    return traits.drawn == "chain" and not traits.replayable and getattr(policy, "name", "") != "static"
+    return traits.is_chain and not traits.replayable and getattr(policy, "name", "") != "static"

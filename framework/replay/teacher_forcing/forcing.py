@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...api.build import Configured, TargetContext, make_slots
+from ...contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ...contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
 from ...contracts.models import LoadedModel
 from ...contracts.options import fault
@@ -200,7 +201,7 @@ class _Replay:
             self._made(configs, make(rows, longest, room))
         for one, law, traits in zip(asked, self.laws, self.traits, strict=True):
             name = one.drafter[0].name
-            if law is None and (one.sequences or traits.drawn == "iid"):
+            if law is None and (one.sequences or (traits.kind is not None and traits.kind.merged_sequences)):
                 raise unforced(name, "its law depends on where a step starts, which only single chains may")
             if one.sequences and law is not None and not (law.sampling.temperature and self.sampling.temperature):
                 raise UsageError(
@@ -276,8 +277,8 @@ def _checked(cls: type[Drafter], config: Any, sampling: Sampling) -> DraftTraits
         raise unforced(cls.name, "how it drafts depends on how earlier steps went")
     if not traits.nested:
         raise unforced(cls.name, "a shorter draft of it is no beginning of a longer one")
-    if traits.drawn not in (None, "chain", "iid"):
-        raise unforced(cls.name, f"it drafts trees ('{traits.drawn}'), for which no identity is known")
+    if traits.kind is not None and INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
+        raise unforced(cls.name, f"it drafts trees ('{traits.kind}'), for which no identity is known")
     if traits.temperature_zero_only and sampling.temperature:
         raise UsageError(f"drafter '{cls.name}' drafts at temperature 0 only")
     return traits

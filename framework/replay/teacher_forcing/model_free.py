@@ -46,7 +46,7 @@ class Text(Protocol):
 def needs_no_model(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
     """Whether a drafter's drafts are point-mass chains that no model is needed for."""
     traits = plugins.traits_of("drafters", cls, config, sampling)
-    if traits.drawn != "chain" or not traits.point_mass or traits.hidden_layers or traits.adapts:
+    if not traits.is_chain or not traits.point_mass or traits.hidden_layers or traits.adapts:
         return False
     try:
         cls(config, _context(sampling, 1, 1))

@@ -7,15 +7,16 @@ for trees without replacement, and so on. It wraps rules that are there, and add
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from crossdraft import (
+    ANY_TREE,
+    DRAFT_KINDS,
     CrossdraftError,
     Draft,
-    Drawn,
     StepRng,
     StrategyConfig,
     Verdict,
@@ -39,7 +40,7 @@ class ByShape(Verifier):
 
         @model_validator(mode="after")
         def _each_fits(self):
-            for shape in get_args(Drawn):
+            for shape in DRAFT_KINDS:
                 if reason := misfit(shape, getattr(self, shape)):
                     raise ValueError(f"'{getattr(self, shape)}' cannot judge '{shape}' drafts here: {reason}")
             return self
@@ -48,18 +49,21 @@ class ByShape(Verifier):
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)
-        self.rules = {shape: make_verifier(getattr(self.config, shape)) for shape in get_args(Drawn)}
+        self.rules = {shape: make_verifier(getattr(self.config, shape)) for shape in DRAFT_KINDS}
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset(get_args(Drawn)))
+        return VerifierTraits(accepts=ANY_TREE)
 
     @classmethod
     def wrapped(cls, config: Any) -> list[type[Verifier]]:
-        return [type(make_verifier(getattr(config, shape))) for shape in get_args(Drawn)]
+        return [type(make_verifier(getattr(config, shape))) for shape in DRAFT_KINDS]
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        return self.rules[draft.drawn].verify(draft, p, rng)
+        rule = self.rules.get(draft.kind.name)
+        if rule is None:  # a kind of another plug-in
+            rule = next(rule for rule in self.rules.values() if rule.traits(rule.config).accepts_kind(draft.kind))
+        return rule.verify(draft, p, rng)
 
 
 def misfit(shape: str, name: str) -> str | None:
@@ -69,8 +73,8 @@ def misfit(shape: str, name: str) -> str | None:
     except CrossdraftError as error:
         return str(error)
     traits = rule.traits(rule.config)
-    if shape not in traits.drawn:
-        return f"it judges {', '.join(sorted(traits.drawn))}"
+    if not traits.accepts_kind(DRAFT_KINDS[shape]):
+        return f"it judges {', '.join(traits.kinds)}"
     if not traits.lossless:
         return "it is lossy"
     if traits.temperature_zero_only:

@@ -19,6 +19,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from crossdraft import (
+    CHAIN,
+    DETERMINISTIC,
     MOST_NODES,
     CrossdraftError,
     DenseScores,
@@ -84,7 +86,7 @@ class Combine(Drafter):
                 raise UsageError(f"drafter 'combine' cannot take '{part.name}': {reason}")
             parts.append(traits)
         point_mass = all(traits.point_mass for traits in parts)
-        trees = any(traits.drawn != "chain" for traits in parts)
+        trees = any(not traits.is_chain for traits in parts)
         if trees and not point_mass:
             raise UsageError(
                 "drafter 'combine' cannot take a tree beside a chain that is drawn: no rule judges such drafts in one "
@@ -93,7 +95,7 @@ class Combine(Drafter):
         merge = config.mode == "merge"
         nodes, levels = max(traits.nodes for traits in parts), max(traits.depth for traits in parts)
         return DraftTraits(
-            drawn="deterministic" if trees or merge else "chain",
+            kind=DETERMINISTIC if trees or merge else CHAIN,
             point_mass=point_mass,
             nodes=config.nodes if merge else nodes,
             levels=min(levels, config.nodes) if merge else levels,
@@ -143,7 +145,7 @@ class Combine(Drafter):
         width = max(part.draft.width for part in self.parts)
         if not width:
             return Draft.empty(sequences.batch_size, sequences.device)
-        chain = all(part.traits.drawn == "chain" for part in self.parts)
+        chain = all(part.traits.is_chain for part in self.parts)
         order = torch.arange(width, device=sequences.device).expand(sequences.batch_size, width)
         tokens, parents, valid = torch.zeros_like(order), order - 1, torch.zeros_like(order, dtype=torch.bool)
         q, finite = None, None
@@ -162,7 +164,7 @@ class Combine(Drafter):
             if own.finite is not None:
                 fine = own.finite | ~mine[:, 0]
                 finite = fine if finite is None else finite & fine
-        return Draft(tokens, parents, valid, q, drawn="chain" if chain else "deterministic", finite=finite)
+        return Draft(tokens, parents, valid, q, kind=CHAIN if chain else DETERMINISTIC, finite=finite)
 
     # -- all of them -----------------------------------------------------------------------------------------
 
@@ -271,8 +273,8 @@ def _laws(draft: Draft, like: Tensor) -> Tensor:
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:
     """Why drafts like these cannot be combined; None if they can."""
-    if traits.drawn not in ("chain", "deterministic"):
-        return f"it drafts '{traits.drawn}'" if traits.drawn else "it never drafts"
+    if traits.kind not in (CHAIN, DETERMINISTIC):
+        return f"it drafts '{traits.kind}'" if traits.kind else "it never drafts"
     if traits.hidden_layers:
         return "it follows the target's hidden states, which it would miss where another one drafts"
     if mode == "merge" and not traits.point_mass:

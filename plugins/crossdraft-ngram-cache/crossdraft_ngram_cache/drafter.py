@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from crossdraft import (
+    CHAIN,
     MOST_LEVELS,
     Draft,
     DraftContext,
@@ -61,7 +62,7 @@ class NgramCache(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     def reset(self) -> None:
         self.followers.clear()

@@ -14,6 +14,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crossdraft import (
+    CHAIN,
+    DETERMINISTIC,
     MOST_LEVELS,
     MOST_NODES,
     Draft,
@@ -87,8 +89,8 @@ class Rest(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         levels = min(config.depth, config.gamma)
         if config.tree:
-            return DraftTraits(drawn="deterministic", point_mass=True, nodes=config.gamma, levels=levels)
-        return DraftTraits(drawn="chain", point_mass=True, nodes=levels)
+            return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.gamma, levels=levels)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=levels)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         tokens, parents = [], []

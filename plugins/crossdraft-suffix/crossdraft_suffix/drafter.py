@@ -21,6 +21,8 @@ from pydantic import Field
 from torch import Tensor
 
 from crossdraft import (
+    CHAIN,
+    DETERMINISTIC,
     MOST_LEVELS,
     Draft,
     DraftContext,
@@ -87,7 +89,7 @@ class Suffix(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(drawn="deterministic" if config.tree else "chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=DETERMINISTIC if config.tree else CHAIN, point_mass=True, nodes=config.gamma)
 
     def reset(self) -> None:
         if self._memory is not None:

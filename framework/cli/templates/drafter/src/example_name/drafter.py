@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from crossdraft import (
+    CHAIN,
     MOST_LEVELS,
     Draft,
     Drafter,
@@ -32,7 +33,7 @@ class ExampleName(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         # A chain of at most gamma tokens that no law drew: they are point masses, and the draft has no q.
-        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         rows = [

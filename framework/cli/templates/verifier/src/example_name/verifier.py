@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossdraft import Draft, StepRng, Verdict, Verifier, VerifierTraits
+from crossdraft import SINGLE_CHILD, Draft, StepRng, Verdict, Verifier, VerifierTraits
 
 
 class ExampleName(Verifier):
@@ -17,7 +17,7 @@ class ExampleName(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(drawn=frozenset({"chain"}), lossless=True)
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         """``p [B, N + 1, V]`` is the target's law after the root and after each of the N drafted tokens."""

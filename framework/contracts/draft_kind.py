@@ -1,0 +1,62 @@
+"""Kinds of draft: what a verifier may assume about the nodes of a draft.
+
+A drafter names the kind of its drafts in `DraftTraits.kind`, a verifier the capabilities it builds on in
+`VerifierTraits.accepts`; neither knows the other. A new kind is a `DraftKind` of its own, with capabilities listed here
+or with new ones that its verifier asks for; nothing is registered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: No node has two children.
+SINGLE_CHILD = "single-child"
+#: The draft is one or several sequences that were drawn independently of each other.
+INDEPENDENT_SEQUENCES = "independent-sequences"
+#: Siblings were drawn one after the other, each from its own row of ``q``: its distribution given earlier siblings.
+CONDITIONAL_SIBLINGS = "conditional-siblings"
+#: Every sibling was sampled: what is left of a distribution after the tokens of earlier siblings are removed.
+SAMPLED_SIBLINGS = "sampled-siblings"
+#: All siblings but the last are point masses; the last was sampled from the rest.
+ONE_SAMPLED_SIBLING = "one-sampled-sibling"
+#: Every node is a point mass.
+POINT_MASSES = "point-masses"
+#: Any of the built-in kinds has one of these: what a verifier of arbitrary trees accepts.
+ANY_TREE = frozenset({INDEPENDENT_SEQUENCES, CONDITIONAL_SIBLINGS})
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """Structure of a draft.
+
+    Attributes:
+        name: in messages, lists and options.
+        capabilities: what a verifier may assume.
+        merged_sequences: the draft is K sequences merged into a tree, see `Draft.sequences`.
+    """
+
+    name: str
+    capabilities: frozenset[str]
+    merged_sequences: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_chain(self) -> bool:
+        return SINGLE_CHILD in self.capabilities
+
+
+#: One token after the other.
+CHAIN = DraftKind("chain", frozenset({SINGLE_CHILD, INDEPENDENT_SEQUENCES, CONDITIONAL_SIBLINGS, ONE_SAMPLED_SIBLING}))
+#: K sequences drawn independently from one model; equal prefixes are one node.
+IID = DraftKind("iid", frozenset({INDEPENDENT_SEQUENCES}), merged_sequences=True)
+#: Siblings sampled without replacement.
+WITHOUT_REPLACEMENT = DraftKind("without_replacement", frozenset({CONDITIONAL_SIBLINGS, SAMPLED_SIBLINGS}))
+#: Siblings are the most probable tokens, except the last, which is sampled from the rest (Hu et al. 2025).
+GREEDY_DRAFT = DraftKind("greedy_draft", frozenset({CONDITIONAL_SIBLINGS, ONE_SAMPLED_SIBLING}))
+#: No randomness was used.
+DETERMINISTIC = DraftKind("deterministic", frozenset({CONDITIONAL_SIBLINGS, POINT_MASSES}))
+
+#: The built-in kinds by name.
+DRAFT_KINDS = {kind.name: kind for kind in (CHAIN, IID, WITHOUT_REPLACEMENT, GREEDY_DRAFT, DETERMINISTIC)}
