@@ -108,6 +108,11 @@ class Combine(Drafter):
         found = [find_drafter(drafter) for drafter in config.drafters]
         return [one for part, options in found for one in (part, *part.wrapped(options))]
 
+    @classmethod
+    def remembers(cls, config: Any) -> bool:
+        found = [find_drafter(drafter) for drafter in config.drafters]
+        return any(part.remembers(options) for part, options in found)
+
     @property
     def passes(self) -> int:
         return sum(part.drafter.passes for part in self.parts)
