@@ -78,16 +78,6 @@ def crossdraft_register_drafters(register):
         summary="a draft model that learns, while requests run, what the target says where it was rejected",
     )
     register(
-        "dynamic-threshold",
-        f"{__name__}.draft_model.dynamic_threshold:DynamicThreshold",
-        summary="a draft model drafts until it is unsure",
-    )
-    register(
-        "heuristic-schedule",
-        f"{__name__}.draft_model.heuristic_schedule:HeuristicSchedule",
-        summary="a draft model drafts more after a draft accepted whole, else less",
-    )
-    register(
         "universal",
         f"{__name__}.other_tokenizer.universal:Universal",
         summary="a model with another tokenizer drafts a chain: from the tokens that both have, or as text",
