@@ -208,7 +208,7 @@ class DFlash(BlockDrafter):
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
         self.policy.start(row)
-        features = self._none() if len(prompt) == 1 else self._features(hidden)
+        features = self._no_features() if len(prompt) == 1 else self._features(hidden)
         self.lm.start(row, prompt, features=features)
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
@@ -248,7 +248,7 @@ def backbone(
     own = "embed_tokens.weight" in tensors
     embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
     head = table(checkpoint, tensors, "lm_head.weight", output, (vocab if ids is None else len(ids), size))
-    read = told_layers(checkpoint, target, layers, config.num_hidden_layers)
+    read = check_layers(checkpoint, target, layers, config.num_hidden_layers)
     return {
         "config": config,
         "embedding": embed,
@@ -290,7 +290,7 @@ def _from_anchor(checkpoint: Checkpoint, tensors: Iterable[str]) -> bool:
     return "DSpark" in classes or any(key.startswith(DSPARK) for key in tensors)
 
 
-def told_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None, drafting: int) -> tuple[int, ...]:
+def check_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None, drafting: int) -> tuple[int, ...]:
     """The hidden states of the target that the heads are to be given: ``layers``, which has to be said.
 
     Raises:

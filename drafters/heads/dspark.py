@@ -109,7 +109,7 @@ class Expected(LengthPolicy):
         expected: ``[B]``, of the token at hand.
     """
 
-    fixed, asks, keeps_last, anywhere = False, True, False, False
+    fixed, stops_early, keeps_last, position_free = False, True, False, False
 
     def __init__(self, gamma: int, batch_size: int, threshold: float):
         super().__init__(gamma, batch_size)
@@ -143,10 +143,10 @@ class DSpark(DFlash):
                 raise ValueError("policy and confidence both end a draft; give one of them")
             return self
 
-        def started(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
+        def make_policy(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
             if self.confidence is None:
-                return super().started(batch_size, gamma)
-            return Expected(self.most if gamma is None else gamma, batch_size, self.confidence)
+                return super().make_policy(batch_size, gamma)
+            return Expected(self.max_gamma if gamma is None else gamma, batch_size, self.confidence)
 
     config: Config  # type: ignore[assignment]
     head: DSparkHead

@@ -95,7 +95,7 @@ class EagleHead(FeatureHead):
             )
         return out
 
-    def scored(self, out: Tensor) -> Tensor:
+    def head_input(self, out: Tensor) -> Tensor:
         return self.pre_lm_head_layernorm(out)
 
     def save(self, directory: Path | str) -> None:

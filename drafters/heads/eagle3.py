@@ -121,7 +121,7 @@ class Eagle3Head(FeatureHead):
     def recurrent(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.feed_normed else out
 
-    def scored(self, out: Tensor) -> Tensor:
+    def head_input(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.head_norm else out
 
     def save(self, directory: Path | str, *, layers: tuple[int, ...] | None = None) -> None:

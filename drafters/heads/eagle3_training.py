@@ -243,7 +243,7 @@ class Eagle3Trainee(Trainee):
                 out = head.advance(embeds, head.recurrent(out), rows + s, seen[:, None], cache)
             # Row r drafts token r + s, where responses have as many.
             shift = min(s, count)
-            states.append(functional.pad(head.scored(out)[:, : count - shift], (0, 0, shift, 0)))
+            states.append(functional.pad(head.head_input(out)[:, : count - shift], (0, 0, shift, 0)))
             inside = (rows >= 0) & (rows < pairs - s)
             drafts = at(functional.pad(batch.drafts(s), (0, s)), 0) & inside
             keep.append(functional.pad(drafts[:, : count - shift], (shift, 0)))

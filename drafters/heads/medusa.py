@@ -29,7 +29,7 @@ from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ContractError, ModelError, UsageError
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
 from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
-from .feature_head import widened
+from .feature_head import expand_vocab
 from .feature_reader import last_state
 from .medusa_weights import read_heads
 from .misconfigurations import shifted_heads
@@ -143,7 +143,7 @@ class Medusa(Drafter):
         self.sampling = context.sampling.at(self.config.temperature)
         size = self.heads.hidden_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._known = [False] * context.batch_size  # has the row a feature?
+        self._has_feature = [False] * context.batch_size  # has the row a feature?
         self._tree = self.config.shape()
         if self.config.nodes is not None:
             self._tree = Shape.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
@@ -204,8 +204,8 @@ class Medusa(Drafter):
             )
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self._known[row] = len(prompt) > 1
-        if self._known[row]:
+        self._has_feature[row] = len(prompt) > 1
+        if self._has_feature[row]:
             if hidden is None:
                 raise ContractError(
                     "drafter 'medusa' needs the target's last hidden state, but the target returned none; build it "
@@ -216,11 +216,12 @@ class Medusa(Drafter):
             self._features[row] = 0
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._known[row] = False
+        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limits = [
-            min(limit, self.depth) if known else 0 for limit, known in zip(sequences.limit, self._known, strict=True)
+            min(limit, self.depth) if known else 0
+            for limit, known in zip(sequences.limit, self._has_feature, strict=True)
         ]
         steps = max(limits)
         if steps == 0:
@@ -230,7 +231,7 @@ class Medusa(Drafter):
         (logits,) = self._run(self._score, {"features": self._features}, self.depth)
         assert logits is not None
         logits = logits[:, :steps]
-        unknown = ~on_device(self._known, sequences.device).bool()  # what is said of such a row means nothing
+        unknown = ~on_device(self._has_feature, sequences.device).bool()  # what is said of such a row means nothing
         if self._tree is not None:
             return self._most_probable(self._tree, logits, limit, unknown)
         if self.sampling.temperature == 0:
@@ -270,13 +271,13 @@ class Medusa(Drafter):
         missing = self.context.vocab_size - logits.shape[-1]
         if self._ids is None and missing:
             return functional.pad(logits, (0, missing), value=-torch.inf)
-        return widened(logits, self._ids, self.context.vocab_size)
+        return expand_vocab(logits, self._ids, self.context.vocab_size)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
         self._features.copy_(last_state(draft, verdict, scores))
-        self._known = [bool(history) for history in sequences.history]
+        self._has_feature = [bool(history) for history in sequences.history]
 
 
 def _accuracies(checkpoint: Checkpoint) -> list[list[float]]:

@@ -118,9 +118,9 @@ class MlpSpeculator(Drafter):
         self.sampling = context.sampling.at(self.config.temperature)
         self.policy = self.config.policy.make(self.config.gamma, context.batch_size)
         self.policy.load(context)
-        self._wanted = [0] * context.batch_size
+        self._draft_lengths = [0] * context.batch_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._known = [False] * context.batch_size  # has the row a feature?
+        self._has_feature = [False] * context.batch_size  # has the row a feature?
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -141,8 +141,8 @@ class MlpSpeculator(Drafter):
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.policy.start(row)
-        self._known[row] = len(prompt) > 1
-        if not self._known[row]:  # what the last sequence left may be NaN
+        self._has_feature[row] = len(prompt) > 1
+        if not self._has_feature[row]:  # what the last sequence left may be NaN
             self._features[row] = 0
             return
         if hidden is None:
@@ -153,12 +153,12 @@ class MlpSpeculator(Drafter):
         self._features[row] = hidden[-1, 0]
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._known[row] = False
+        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        limit = [most if known else 0 for most, known in zip(sequences.limit, self._known, strict=True)]
-        self._wanted = self.policy.wanted(limit, sequences.occupied)
-        if not max(self._wanted):
+        limit = [most if known else 0 for most, known in zip(sequences.limit, self._has_feature, strict=True)]
+        self._draft_lengths = self.policy.draft_lengths(limit, sequences.occupied)
+        if not max(self._draft_lengths):
             return Draft.empty(sequences.batch_size, sequences.device)
         state, stage = self.speculator.first(self._features), 0
 
@@ -169,17 +169,17 @@ class MlpSpeculator(Drafter):
             return logits[:, None]
 
         roots = on_device([history[-1] if history else 0 for history in sequences.history], sequences.device)
-        draft = grow_chain(after(roots[:, None])[:, 0], after, self._wanted, self.policy, self.sampling, rng)
+        draft = grow_chain(after(roots[:, None])[:, 0], after, self._draft_lengths, self.policy, self.sampling, rng)
         if draft.finite is not None:  # what is said of a row without a feature means nothing
-            draft.finite = draft.finite | ~on_device(self._known, sequences.device).bool()
+            draft.finite = draft.finite | ~on_device(self._has_feature, sequences.device).bool()
         return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
         self._features.copy_(last_state(draft, verdict, scores))
-        self._known = [bool(history) for history in sequences.history]
-        self.policy.observe(accepted, self._wanted)
+        self._has_feature = [bool(history) for history in sequences.history]
+        self.policy.observe(accepted, self._draft_lengths)
 
 
 def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Speculator:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, most_expanded
+from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, max_expanded
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
 
@@ -201,7 +201,7 @@ def test_it_is_the_most_probable_tree_there_is(
     lm = Prefixes(seed, b, vocab, depth, sharp)
     draft, place = grow_dynamic(depth, None, nodes, lm.root, lm.expand, torch.tensor(limit), threshold=threshold)
     assert draft.q is None and draft.drawn == "deterministic" and draft.width <= nodes
-    assert len(lm.fed[0]) <= most_expanded(depth, nodes)
+    assert len(lm.fed[0]) <= max_expanded(depth, nodes)
     for row in range(b):
         worth = lm.worth(row, depth)
         last, total = 0, 0.0

@@ -255,7 +255,7 @@ def test_samples_do_not_depend_on_the_batch_size(
     [
         ("draft-model-iid", {"K": 0}, "greater than or equal to 1"),
         ("draft-model-iid", {"gamma": -1}, "greater than or equal to 0"),
-        ("draft-model-tree", {"branching": [2, 0, 1]}, r"branching must hold positive numbers, got \[2, 0, 1\]"),
+        ("draft-model-tree", {"branching": [2, 0, 1]}, r"branching is \[2, 0, 1\]; all numbers must be positive"),
         ("draft-model-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
         ("draft-model-tree", {"choices": [[0], [1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
         ("draft-model-tree", {"choices": [[0], [0]]}, "choices must be distinct lists of ranks"),
