@@ -47,11 +47,9 @@ class DiscoTraining(TrainingConfig):
 
     def trainee(self, target: LoadedModel) -> Trainee:
         if not self.model:
-            raise UsageError("--model is missing; name the draft model whose drafts the classifier judges")
+            raise UsageError("--model: must name the draft model whose drafts the classifier judges")
         if self.divergence != "forward-kl":
-            raise UsageError(
-                f"--divergence {self.divergence} does not apply to a classifier, which has two classes; leave it out"
-            )
+            raise UsageError(f"--divergence {self.divergence}: must be left out, because a classifier has two classes")
         return DiscoTrainee(target, self)
 
 

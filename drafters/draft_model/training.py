@@ -72,12 +72,12 @@ class DraftModelTraining(TrainingConfig):
         super().__post_init__()
         if self.on_policy and self.divergence == "nll":
             raise UsageError(
-                f"--on-policy {self.on_policy:g} must be 0 with --divergence nll: a student learns nothing from its own "
-                "samples"
+                f"--on-policy {self.on_policy:g}: must be 0 with --divergence nll; a student does not learn from its "
+                "own samples"
             )
         if self.on_policy and self.misses_of:
             raise UsageError(
-                f"--on-policy {self.on_policy:g} must be 0 with --misses-of: misses are found on the target's texts"
+                f"--on-policy {self.on_policy:g}: must be 0 with --misses-of; misses are found on the target's texts"
             )
 
     @property
@@ -238,7 +238,7 @@ def student_of(target: Any, layers: Sequence[int]) -> Any:
     config = copy.deepcopy(target.config)
     count = config.num_hidden_layers
     if not layers or any(not 0 <= i < count for i in layers):
-        raise UsageError(f"--layers is {list(layers)}, but the target has layers 0 to {count - 1}; name some of these")
+        raise UsageError(f"--layers {list(layers)}: must name layers of the target, 0 to {count - 1}")
     if target.get_input_embeddings().weight is not target.get_output_embeddings().weight:
         raise UsageError(
             "the target's head is not tied to its embedding, but a student shares both; use a target with tied weights"

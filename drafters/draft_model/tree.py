@@ -108,7 +108,7 @@ class DraftModelTree(Drafter):
                     kinds: dict[str | None, str] = {None: "a tree without growth"}
                     owners = " or ".join(kinds.get(kind, f"growth: {kind}") for kind in meant)
                     raise ValueError(
-                        f"{key} applies to {owners}, but this is {kinds.get(self.growth, f'growth: {self.growth}')}; "
+                        f"{key} belongs to {owners}, but this is {kinds.get(self.growth, f'growth: {self.growth}')}; "
                         "leave it out"
                     )
             if self.choices is not None and self.branching is not None:

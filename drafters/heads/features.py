@@ -84,7 +84,7 @@ class HeadConfig(StrategyConfig):
         for key, meant in self._KEYS.items():
             if self.tree not in meant and getattr(self, key) != type(self).model_fields[key].default:
                 owners = " or ".join(kinds[kind] for kind in meant)
-                raise ValueError(f"{key} applies to {owners}, but the draft is {kinds[self.tree]}; leave it out")
+                raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}; leave it out")
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
         if self.tree is None:

@@ -185,9 +185,9 @@ def test_before_the_schedule_gamma_holds() -> None:
 @pytest.mark.parametrize(
     "lengths, sentence",
     [
-        ([], "ascending order, got"),
-        ([[2, 1], [1, 3]], r"ascending order, got \[2, 1\]"),
-        ([[1, 9]], r"lengths go up to 9, more than gamma \(5\)"),
+        ([], "do not ascend"),
+        ([[2, 1], [1, 3]], r"sequences \[2, 1\], which do not ascend"),
+        ([[1, 9]], r"lengths go up to 9, which is more than gamma \(5\)"),
         ([[0, 1]], "greater than or equal to 1"),
         ([[1, -1]], "greater than or equal to 0"),
         ([[1]], "Field required"),
