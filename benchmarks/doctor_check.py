@@ -81,15 +81,15 @@ def mistakes() -> Iterator[Mistake]:
         yield Mistake(f"rotary base {base:g}", "the rotary base is 100000", "eagle3", config(rope_theta=base))
     after = "the residual of the first layer is taken before"
     yield Mistake("residual after the norm", after, "eagle3", config(norm_before_residual=True))
-    fed = "what is fed back is the output before its norm"
+    fed = "the output before its norm is fed back"
     yield Mistake("the normed output is fed back", fed, "eagle3", config(norm_output=True))
     yield Mistake("the output is not normed", fed, "eagle3", config(norm_output=False))
     yield Mistake("a norm before fc", "features are not normed before fc", "eagle3", tensors(_norm_more))
-    yield Mistake("another embedding", "the heads' own embedding is not the one", "eagle3", tensors(_embedding))
+    yield Mistake("another embedding", "the heads were trained with the target's", "eagle3", tensors(_embedding))
     yield Mistake("another checkpoint", "the heads were trained for other weights", "eagle3", _other_digest)
     yield Mistake("greedy drafts", "drafts are greedy", "eagle3", options={"temperature": 0})
     yield Mistake("none", "", "medusa")
-    yield Mistake("heads off by one", "the first head says the token that the target", "medusa", _one_head_more)
+    yield Mistake("heads off by one", "the first head predicts the target", "medusa", _one_head_more)
     yield Mistake("greedy drafts", "drafts are greedy", "medusa", options={"temperature": 0})
 
 

@@ -24,7 +24,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from crossdraft.drafters.autoregressive.trees import Shape, grow_fixed
+from crossdraft.drafters.autoregressive.trees import Shape, grow_static
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import CHAIN, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT, DraftKind
@@ -115,7 +115,7 @@ class SyntheticLM:
 
         siblings = "greedy" if drawn == "greedy_draft" else "without-replacement"
         limit = torch.full((b,), len(BRANCHING), device=device)
-        return grow_fixed(Shape.branching(BRANCHING), siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
+        return grow_static(Shape.branching(BRANCHING), siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

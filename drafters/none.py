@@ -11,7 +11,7 @@ from ..framework.contracts.sampling import Sampling
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing; the verifier draws one token from the target's law."""
+    """Drafts nothing; the verifier draws one token from the target's distribution."""
 
     name = "none"
 

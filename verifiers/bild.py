@@ -9,8 +9,8 @@ What follows it is dropped; argmax P_gamma follows a draft that is kept whole. T
 sampled, so what the paper does takes temperature 1; at temperature 0 (P one-hot) it is exact greedy matching, as it
 is with rollback 0.
 
-The paper's other half, the fallback that ends a draft where the small model is unsure, is a property of the drafter:
-``dynamic-threshold`` with ``stop: before`` and ``temperature: 0``.
+The paper's other half, the fallback that ends a draft if the draft model is unsure, belongs to the drafter:
+``draft-model`` with ``policy: {name: confidence, stop: before}`` and ``temperature: 0``.
 """
 
 from __future__ import annotations

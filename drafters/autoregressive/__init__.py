@@ -1,1 +1,1 @@
-"""What every drafter that draws token after token holds: a draft model, a length policy, chains and trees."""
+"""Building blocks of autoregressive drafters: a model with a cache, length policies, chains and trees."""

@@ -1,4 +1,4 @@
-"""A drafter that draws a chain from a draft model under a length policy: all but where the model comes from."""
+"""The base class of drafters that draw a chain from a model under a length policy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
-from .chains import grow_chain, law_after
+from .chains import grow_chain, needs_final_q
 from .draft_model import DraftModel
 from .length_policy import LengthPolicy
 from .policies import POLICIES, Policy, Static
 
 
 class PolicyConfig(StrategyConfig):
-    """The options of a chain under any policy."""
+    """Options of a chain under any length policy."""
 
-    gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="draft length, or the most that the policy drafts")
+    gamma: int = Field(
+        default=5, ge=0, le=MOST_LEVELS, description="draft length, or its maximum if the policy varies it"
+    )
     temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
     policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
 
@@ -35,16 +37,15 @@ class PolicyConfig(StrategyConfig):
         return self
 
     def lengths(self, batch_size: int) -> LengthPolicy:
-        """The policy, for B slots. Raises ValueError if it does not fit gamma."""
+        """Make the policy for B slots. Raises ValueError if its options do not fit gamma."""
         return self.policy.make(self.gamma, batch_size)
 
 
 class ChainDrafter(Drafter):
-    """Autoregressive drafting with a forward pass of a model for each token.
+    """Autoregressive drafting, one forward pass of a model per token.
 
-    At temperature 0 it takes the argmax and reports a point mass, otherwise it samples and reports the law it
-    sampled from, warped like the target's. Its ``Config`` has ``gamma``, ``temperature`` and ``lengths``, as
-    `PolicyConfig` has them.
+    At temperature 0 it drafts the argmax as a point mass, otherwise it samples and returns the distribution q, warped
+    like the target's. ``Config`` needs ``gamma``, ``temperature`` and ``lengths``, see `PolicyConfig`.
     """
 
     config: Any
@@ -55,11 +56,11 @@ class ChainDrafter(Drafter):
         self.sampling = context.sampling.at(self.config.temperature)
         self.policy: LengthPolicy = self.config.lengths(context.batch_size)
         self.policy.load(context)
-        self._wanted = [0] * context.batch_size
+        self._draft_lengths = [0] * context.batch_size
 
     @abstractmethod
     def slots(self) -> LM:
-        """B slots of the model that drafts, from ``self.context``."""
+        """Return B slots of the model that drafts, from ``self.context``."""
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -95,16 +96,18 @@ class ChainDrafter(Drafter):
         self.model.free(row)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        self._wanted = self.policy.wanted(sequences.limit, sequences.occupied)
-        one_more = law_after(self.policy, sequences, self.context.final_q, self.sampling.temperature > 0)
-        if not max(self._wanted) and not one_more:
+        self._draft_lengths = self.policy.draft_lengths(sequences.limit, sequences.occupied)
+        final_q = needs_final_q(self.policy, sequences, self.context.final_q, self.sampling.temperature > 0)
+        if not max(self._draft_lengths) and not final_q:
             return Draft.empty(sequences.batch_size, sequences.device)
         root = self.model.root(sequences)
-        return grow_chain(root, self.model.forward, self._wanted, self.policy, self.sampling, rng, one_more=one_more)
+        return grow_chain(
+            root, self.model.forward, self._draft_lengths, self.policy, self.sampling, rng, final_q=final_q
+        )
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        # The last drafted token is fed only for `final_q`; otherwise it is caught up once it was accepted.
+        # The last drafted token is fed only for `final_q`; otherwise `DraftModel.root` feeds it once it was accepted.
         self.model.commit(verdict, accepted)
-        self.policy.observe(accepted, self._wanted)
+        self.policy.observe(accepted, self._draft_lengths)

@@ -1,4 +1,4 @@
-"""Growing a chain with any autoregressive drafter, under a length policy."""
+"""Drafting a chain with an autoregressive model, under a length policy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...framework.util.tensors import Gathered
 from .length_policy import LengthPolicy
 
 
-def law_after(policy: LengthPolicy, sequences: Sequences, final_q: bool, sampled: bool) -> bool:
-    """Does the verifier want the law after the last token of some row, whose draft is cut short (`DraftContext`)?"""
+def needs_final_q(policy: LengthPolicy, sequences: Sequences, final_q: bool, sampled: bool) -> bool:
+    """True if the verifier needs q after the last token of a row cut short by its limit (`DraftContext.final_q`)."""
     rows = zip(sequences.history, sequences.limit, strict=True)
     return final_q and sampled and any(history and limit < policy.gamma for history, limit in rows)
 
@@ -23,55 +23,54 @@ def law_after(policy: LengthPolicy, sequences: Sequences, final_q: bool, sampled
 def grow_chain(
     root: Tensor,
     expand: Callable[[Tensor], Tensor],
-    wanted: Sequence[int],
+    lengths: Sequence[int],
     policy: LengthPolicy,
     sampling: Sampling,
     rng: StepRng,
     *,
-    one_more: bool = False,
+    final_q: bool = False,
 ) -> Draft:
-    """A chain for every row, drawn token after token; at temperature 0 the argmax, and a point mass.
+    """Draft a chain for every row, token by token; at temperature 0 the argmax, as a point mass.
 
     Args:
         root: ``[B, V]`` logits after the last committed token.
-        expand: feeds ``tokens [B, 1]`` behind what was fed before; logits ``[B, 1, V]`` after them.
-        wanted: per row, most tokens; of `LengthPolicy.wanted`.
-        sampling: warps logits into the law that tokens are drawn from.
-        one_more: add the law after the last token, see `law_after`.
+        expand: feeds ``tokens [B, 1]`` after the previous ones and returns logits ``[B, 1, V]``.
+        lengths: maximum draft length of each row, see `LengthPolicy.draft_lengths`.
+        sampling: warps logits into the distribution q that tokens are drawn from.
+        final_q: append the distribution after the last token, see `needs_final_q`.
     """
-    steps, sampled = max(wanted), sampling.temperature > 0
-    length = on_device(list(wanted), root.device)
-    going = torch.ones_like(length, dtype=torch.bool) if policy.asks else None
-    logits, drafted, laws = root, [], Gathered(steps + one_more)
-    finite: list[Tensor] = []  # at temperature 0; otherwise the laws tell
-    for i in range(steps + one_more):
+    steps, sampled = max(lengths), sampling.temperature > 0
+    length = on_device(list(lengths), root.device)
+    going = torch.ones_like(length, dtype=torch.bool) if policy.stops_early else None
+    logits, drafted, q_rows = root, [], Gathered(steps + final_q)
+    finite: list[Tensor] = []  # at temperature 0; otherwise q is checked
+    for i in range(steps + final_q):
         if sampled:
             q = sampling.probs(logits)
-            laws.add(q[:, None])
+            q_rows.add(q[:, None])
         else:
-            q, fine = sampling.checked_probs(logits)
-            finite.append(fine)
+            q, is_finite = sampling.checked_probs(logits)
+            finite.append(is_finite)
         if i == steps:
             break
         token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
         drafted.append(token)
         if going is not None:
-            # At temperature 0 q is one-hot; what the model believes is its own softmax.
+            # At temperature 0 q is one-hot; the confidence is the softmax of the logits.
             going = going & policy.goes_on(logits, q if sampled else logits.float().softmax(-1), token)
-            # A token that was looked at must stay. One that nobody looked at, drawn from a law at which the row had
-            # stopped already, is as good as not drawn.
+            # A token whose value decided must stay. A token drawn after its row had stopped can be dropped.
             length = torch.where(going, length, length.clamp(max=i + policy.keeps_last))
             if not bool(going.any()):
                 break
-        if i + 1 < steps + one_more:
+        if i + 1 < steps + final_q:
             logits = expand(token[:, None])[:, 0]
     width = len(drafted)
     if width < steps:
         length = length.clamp(max=width)
-    if policy.asks and not policy.keeps_last and width:
-        width = int(length.max())  # one more look at the device: fewer target rows
+    if policy.stops_early and not policy.keeps_last and width:
+        width = int(length.max())  # one more host sync, fewer target rows
     tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
-    q = laws.tensor() if sampled else None
-    fine = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
-    q = None if q is None else q[:, : width + one_more]
-    return Draft.chain(tokens, length, q, finite=fine)
+    q = q_rows.tensor() if sampled else None
+    sound = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
+    q = None if q is None else q[:, : width + final_q]
+    return Draft.chain(tokens, length, q, finite=sound)

@@ -1,10 +1,10 @@
 """Train the classifier of ``policy: disco`` for a target and a draft model.
 
 J. Mamou et al., "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models", 2024,
-section 3. An example is a drafted token: what `disco.features` says of it, and whether the target accepted it. Drafts
-start at every place of texts that the target wrote, token i is drawn from the drafter's law there and accepted with
-probability min(1, p / q) (at temperature 0: if the two argmaxes agree), and a draft goes on up to its first rejected
-token, or to gamma. The threshold is the one with the best F1 on held-out texts.
+section 3. An example is a drafted token: its `disco.features`, and a label, accepted or not. Drafts start at every
+position of texts written by the target. Token i is drawn from the drafter's q at that position and accepted with
+probability min(1, p / q) (at temperature 0: if the two argmaxes agree); a draft ends at its first rejected token, or
+after gamma tokens. The threshold is the one with the best F1 on held-out texts.
 """
 
 from __future__ import annotations
@@ -32,34 +32,32 @@ from .disco import KIND, features
 
 @dataclass(frozen=True, kw_only=True)
 class DiscoTraining(TrainingConfig):
-    """How to train a classifier of drafted tokens."""
+    """Options of ``crossdraft train disco``."""
 
     name = KIND
 
-    model: str = option("", "the draft model that drafts: name, directory or Hub id (required)")
+    model: str = option("", "draft model: name, directory or Hub id (required)")
     gamma: int = option(10, "longest draft", at_least=1, at_most=1024)
-    top: int = option(10, "largest probabilities of the drafter's law that are read", at_least=1, at_most=4096)
+    top: int = option(10, "number of largest probabilities of q in the features", at_least=1, at_most=4096)
     width: int = option(32, "hidden units", at_least=1, at_most=4096)
-    # Two small layers from nothing: at the rate of models they would know nothing after a few dozen steps.
+    # Two small layers, randomly initialised: the default rate would leave them untrained after a few dozen steps.
     learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
     warm_up: int = option(5, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
     temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
 
     def trainee(self, target: LoadedModel) -> Trainee:
         if not self.model:
-            raise UsageError("--model: must name the draft model whose drafts the classifier is to judge")
+            raise UsageError("--model: must name the draft model whose drafts the classifier judges")
         if self.divergence != "forward-kl":
-            raise UsageError(
-                f"--divergence {self.divergence}: must be left out, because a classifier learns a yes or no"
-            )
+            raise UsageError(f"--divergence {self.divergence}: must be left out, because a classifier has two classes")
         return DiscoTrainee(target, self)
 
 
 class DiscoTrainee(Trainee):
-    """Two layers on `disco.features`."""
+    """A two-layer classifier on `disco.features`."""
 
     measured = "accuracy"
-    measured_by = "share of drafted tokens whose fate the classifier foretells, given the text before them"
+    measured_by = "share of drafted tokens whose acceptance the classifier predicts, given the text before them"
 
     def __init__(self, target: LoadedModel, recipe: DiscoTraining):
         super().__init__(target, recipe)
@@ -70,7 +68,7 @@ class DiscoTrainee(Trainee):
             raise UsageError(f"{recipe.model} cannot draft for {target.name}: {difference}")
         self.drafting: Any = drafting.model.requires_grad_(False)
         self.drafter = {"name": "draft-model", "model": recipe.model, "gamma": recipe.gamma}
-        # At temperature 0 a drafter believes in the softmax of its logits.
+        # At temperature 0 the confidence is the softmax of the logits.
         self._target, self._draft = (Sampling(temperature=t) for t in (recipe.temperature, recipe.temperature or 1.0))
         self._first = nn.Linear(recipe.top + 3, recipe.width)
         self._second = nn.Linear(recipe.width, 1)
@@ -81,76 +79,78 @@ class DiscoTrainee(Trainee):
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         x, accepted = self._examples(batch)
-        said = self.student(x)[:, 0].float()
-        right = ((said > 0) == accepted).float().mean()
-        return functional.binary_cross_entropy_with_logits(said, accepted.float()), right
+        logits = self.student(x)[:, 0].float()
+        accuracy = ((logits > 0) == accepted).float().mean()
+        return functional.binary_cross_entropy_with_logits(logits, accepted.float()), accuracy
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
         x, accepted = self._examples(batch)
         return [((self.student(x)[:, 0] > 0) == accepted).float()]
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
-        found = [self._examples(batch) for batch in held_out]
-        said = torch.cat([self.student(x)[:, 0].sigmoid() for x, _ in found]).double().cpu().numpy()
-        accepted = torch.cat([accepted for _, accepted in found]).cpu().numpy()
-        facts = {
+        examples = [self._examples(batch) for batch in held_out]
+        scores = torch.cat([self.student(x)[:, 0].sigmoid() for x, _ in examples]).double().cpu().numpy()
+        accepted = torch.cat([accepted for _, accepted in examples]).cpu().numpy()
+        settings = {
             "kind": KIND,
             "target": self.target_name,
             "model": self.recipe.model,
             "gamma": self.recipe.gamma,
             "top": self.recipe.top,
-            "threshold": best_f1(said, accepted),
+            "threshold": best_f1(scores, accepted),
             "weight1": self._first.weight.tolist(),
             "bias1": self._first.bias.tolist(),
             "weight2": self._second.weight[0].tolist(),
             "bias2": float(self._second.bias[0]),
         }
-        (directory / "settings.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        (directory / "settings.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def describe(self) -> tuple[str, str, str]:
         return (
             f"When to stop drafting for {self.target_name}",
-            f"A classifier of {self.recipe.width} hidden units that foretells whether `{self.target_name}` accepts a "
+            f"A classifier of {self.recipe.width} hidden units that predicts whether `{self.target_name}` accepts a "
             f"token drafted by `{Path(self.recipe.model).name}` (DISCO); use it as checkpoint of the policy disco.",
-            "binary cross-entropy of accepted and rejected tokens of drafts from every place of the texts, each up "
-            "to its first rejected one",
+            "binary cross-entropy of accepted and rejected tokens of drafts from every position of the texts, each up "
+            "to its first rejected token",
         )
 
     def _examples(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What is read of drafted tokens, ``[n, top + 3]``, and which of them the target accepted, ``[n]`` bool.
+        """Features of drafted tokens, ``[n, top + 3]``, and their labels, ``[n]`` bool: accepted by the target.
 
-        The drafter is scored once at every place. A draft starts at each of these, and goes on along them.
+        The drafter is scored once at every position of the texts; a draft starts at each of them and follows the text.
         """
-        gamma, told = self.recipe.gamma, batch.predicts
-        row, at = told.nonzero(as_tuple=True)
+        gamma, predicts = self.recipe.gamma, batch.predicts
+        row, column = predicts.nonzero(as_tuple=True)
         with torch.no_grad():
             out = self.drafting.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
-            logits = self.drafting.get_output_embeddings()(out.last_hidden_state[row, at])
+            logits = self.drafting.get_output_embeddings()(out.last_hidden_state[row, column])
             size = min(logits.shape[-1], len(self.head))
             q = self._draft.probs(logits[:, :size])
-            p = self._target.probs(batch.hidden[row, at][:, 0].to(self.head.dtype) @ self.head[:size].T)
+            p = self._target.probs(batch.hidden[row, column][:, 0].to(self.head.dtype) @ self.head[:size].T)
         if self.recipe.temperature:
             token = torch.multinomial(q, 1)[:, 0]
             ratio = p.gather(1, token[:, None])[:, 0] / q.gather(1, token[:, None])[:, 0]
-            fate = torch.rand_like(ratio) < ratio
+            is_match = torch.rand_like(ratio) < ratio
         else:
             token = q.argmax(-1)
-            fate = p.gather(1, token[:, None])[:, 0] > 0
-        number = torch.full((told.shape[0], told.shape[1] + gamma), -1, device=told.device)  # of each place, -1 = none
-        number[row, at] = torch.arange(len(row), device=told.device)
-        place = torch.arange(gamma, device=told.device)
-        draft = number[row[:, None], at[:, None] + place]
-        accepted = fate[draft] & (draft >= 0)
+            is_match = p.gather(1, token[:, None])[:, 0] > 0
+        number = torch.full(
+            (predicts.shape[0], predicts.shape[1] + gamma), -1, device=predicts.device
+        )  # -1 = not scored
+        number[row, column] = torch.arange(len(row), device=predicts.device)
+        position = torch.arange(gamma, device=predicts.device)
+        draft = number[row[:, None], column[:, None] + position]
+        accepted = is_match[draft] & (draft >= 0)
         before = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], 1)
         drafted = (before.long().cumprod(1) > 0) & (draft >= 0)
-        read = features(q, token, torch.zeros_like(token), self.recipe.top)[draft[drafted]]
-        read[:, -1] = place.expand_as(draft)[drafted] / gamma
-        return read, accepted[drafted]
+        x = features(q, token, torch.zeros_like(token), self.recipe.top)[draft[drafted]]
+        x[:, -1] = position.expand_as(draft)[drafted] / gamma
+        return x, accepted[drafted]
 
 
-def best_f1(said: np.ndarray, accepted: np.ndarray) -> float:
-    """The threshold of ``said [n]`` at which "accepted" has the best F1 for ``accepted [n]`` bool."""
-    thresholds = np.unique(said)
-    above = said >= thresholds[:, None]
-    hits = (above & accepted).sum(1)
-    return float(thresholds[np.argmax(2 * hits / (above.sum(1) + accepted.sum()))])
+def best_f1(scores: np.ndarray, accepted: np.ndarray) -> float:
+    """The threshold on ``scores [n]`` with the best F1 for the labels ``accepted [n]`` bool."""
+    thresholds = np.unique(scores)
+    predicted = scores >= thresholds[:, None]
+    hits = (predicted & accepted).sum(1)
+    return float(thresholds[np.argmax(2 * hits / (predicted.sum(1) + accepted.sum()))])

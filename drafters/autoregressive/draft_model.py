@@ -1,7 +1,7 @@
-"""A language model while it drafts: it catches up with what was committed, grows nodes, and keeps what was accepted.
+"""A drafting language model: feeds committed tokens, computes logits of drafted nodes, commits the accepted ones.
 
-Drafters hold one (`crossdraft.DraftModel`) rather than inherit: a chain, K sequences and trees differ in what they
-grow, not in how their model follows the text.
+Drafters hold one (`crossdraft.DraftModel`) instead of inheriting from it: chains, K sequences and trees differ in
+their drafts, not in how their model follows the sequence.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .length_policy import LengthPolicy
 
 
 class DraftModel:
-    """B slots of an autoregressive model that follow the loop's sequences.
+    """B slots of an autoregressive model that follow the sequences of the decoder.
 
-    Per slot `start`, then per step `root`, `forward` as often as wanted, and `keep`; then `free`.
+    Per slot: `start`, then per step `root`, any number of `forward`, and `commit`; then `free`.
 
     Args:
-        lm: of `DraftContext.load_lm`, or a fork of the target.
+        lm: from `DraftContext.load_lm`, or a fork of the target.
     """
 
     def __init__(self, lm: LM):
         self.lm = lm
-        #: Nodes fed since the root, of every row; those of `forward` count from 0 in the order they are fed.
+        #: Nodes fed to every row since the root; `forward` numbers nodes from 0 in the order they are fed.
         self.fed = 0
 
     @property
     def passes(self) -> int:
-        """Forward passes made so far, prefill not counted."""
+        """Forward passes so far, without prefill."""
         return self.lm.passes
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed the first tokens of prompts whose slots begin soon, see `Prefills.prefill`."""
+        """Feed the first tokens of prompts before their slots `start`, see `Prefills.prefill`."""
         if (feed := getattr(self.lm, "prefill", None)) is not None:
             feed(prompts)
 
@@ -50,14 +50,14 @@ class DraftModel:
         self.lm.free(row)
 
     def root(self, sequences: Sequences) -> Tensor:
-        """Feed and keep what was committed since this model last looked; logits ``[B, V]`` after the last token.
+        """Feed and commit the tokens committed since the last call; return logits ``[B, V]`` after the last token.
 
-        The logits of a free slot mean nothing.
+        The logits of a free slot are meaningless.
         """
         missing = [h[held:] for h, held in zip(sequences.history, self.lm.lengths, strict=True)]
         counts = [len(tokens) for tokens in missing]  # 0 for a free slot
         width = max(counts)
-        # The last column says where a row ends: one copy to the device.
+        # The last column holds the last index of a row: one copy to the device.
         padded = [[*tokens, *[0] * (width - len(tokens)), max(len(tokens) - 1, 0)] for tokens in missing]
         fed = on_device(padded, sequences.device)
         logits, _ = self.lm.forward(fed[:, :-1])
@@ -68,37 +68,37 @@ class DraftModel:
         return take_rows(logits, fed[:, -1])
 
     def forward(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Feed nodes ``[B, W]``, see `LM.forward`; logits ``[B, W, V]`` after each of them."""
+        """Feed nodes ``[B, W]``, see `LM.forward`; return logits ``[B, W, V]`` after each of them."""
         self.fed += tokens.shape[1]
         return self.lm.forward(tokens, parents)[0]
 
     def chain(self, sequences: Sequences, gamma: int, sampling: Sampling, rng: StepRng) -> Draft:
-        """The whole of ``propose`` for a drafter of plain chains: gamma tokens for every row that has room for them.
+        """Draft a chain of gamma tokens per row, or its limit: a complete ``propose`` for a plain chain drafter.
 
-        Drawn from the law that ``sampling`` makes of this model's logits; at temperature 0 the argmax, a point mass.
+        Tokens are drawn from ``sampling.probs`` of this model's logits; at temperature 0 the argmax, a point mass.
         """
         policy = LengthPolicy(gamma, sequences.batch_size)
-        wanted = policy.wanted(sequences.limit, sequences.occupied)
-        if not max(wanted):
+        lengths = policy.draft_lengths(sequences.limit, sequences.occupied)
+        if not max(lengths):
             return Draft.empty(sequences.batch_size, sequences.device)
-        return grow_chain(self.root(sequences), self.forward, wanted, policy, sampling, rng)
+        return grow_chain(self.root(sequences), self.forward, lengths, policy, sampling, rng)
 
     def commit(
-        self, verdict: Verdict, accepted: Sequence[int], place: Tensor | None = None, depth: int | None = None
+        self, verdict: Verdict, accepted: Sequence[int], fed_index: Tensor | None = None, depth: int | None = None
     ) -> None:
-        """Keep the accepted nodes that were fed, and drop the others.
+        """Commit the accepted nodes that were fed, and drop the others.
 
         Args:
             accepted: tau of every row, on the host.
-            place: ``[B, N]`` of a tree, in which order each node of the draft was fed, -1 = never; ``None`` = a chain,
-                whose nodes were fed in their own order.
-            depth: levels of a tree that were fed for certain; a chain's are counted.
+            fed_index: ``[B, N]`` for a tree, the position of each node in the order of feeding, -1 = not fed;
+                ``None`` = a chain, fed in its own order.
+            depth: number of levels of a tree that were fed completely; counted for a chain.
         """
         if not self.fed:
             return
         counts = [min(tau, self.fed if depth is None else depth) for tau in accepted]
-        if place is None or verdict.path is None:
+        if fed_index is None or verdict.path is None:
             self.lm.commit(counts)
             return
-        path = functional.pad(place, (1, 0), value=-1).gather(1, verdict.path + 1)
+        path = functional.pad(fed_index, (1, 0), value=-1).gather(1, verdict.path + 1)
         self.lm.commit(counts, path[:, : max(counts)])

@@ -1,4 +1,4 @@
-"""The base of length policies: how long a draft should be. This one is ``static``."""
+"""The base class of length policies, which set the length of each draft; itself the policy ``static``."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ from ...framework.contracts.drafter import DraftContext
 
 
 class LengthPolicy:
-    """How long drafts are; one for a drafter, with a state for each slot where it needs any. This one is ``static``.
+    """Draft lengths of one drafter, with per-slot state if a subclass needs it. The base class is ``static``.
 
     Args:
-        gamma: most tokens of a draft.
+        gamma: maximum draft length.
         batch_size: B.
 
     Attributes:
-        fixed: is the length settled by gamma and the row's limit alone? Then the drafts are replayable.
-        asks: does `goes_on` ever say no? Then the device is asked once for each drafted token.
-        keeps_last: is the token after which a row stops part of the draft?
-        anywhere: does `goes_on` ask for law and token alone, wherever in a draft they stand?
-        adapts: does the length depend on how earlier steps went, or on what else is decoded?
-        remembers: do other sequences change its lengths, those before it (until `reset`) or beside it?
+        fixed: True if gamma and the row's limit determine the length, so that drafts are replayable.
+        stops_early: True if `goes_on` can return False. Costs one host sync per drafted token.
+        keeps_last: True if the token at which a row stops stays in the draft.
+        position_free: True if `goes_on` depends on logits, q and token only, not on the position in the draft.
+        adapts: True if the length depends on earlier steps or on the other rows.
+        remembers: True if other sequences change the lengths, earlier ones (until `reset`) or those in the batch.
     """
 
-    fixed, asks, keeps_last, anywhere, adapts, remembers = True, False, True, True, False, False
+    fixed, stops_early, keeps_last, position_free, adapts, remembers = True, False, True, True, False, False
 
     def __init__(self, gamma: int, batch_size: int):
         self.gamma, self.batch_size = gamma, batch_size
 
     def load(self, context: DraftContext) -> None:
-        """Ask for what it needs beside its options, once. Raises UsageError where that is not there."""
+        """Load what the policy needs beside its options, once. Raises UsageError if it cannot be loaded."""
 
     def start(self, row: int) -> None:
-        """Slot ``row`` starts a new sequence."""
+        """Start a new sequence in slot ``row``."""
 
     def reset(self) -> None:
-        """Forget what earlier sequences taught, see `Drafter.reset`."""
+        """Forget state learnt from earlier sequences, see `Drafter.reset`."""
 
-    def wanted(self, limit: Sequence[int], rows: int) -> list[int]:
-        """Most tokens that each row drafts this step, given ``sequences.limit``; ``rows`` slots hold a sequence."""
+    def draft_lengths(self, limit: Sequence[int], rows: int) -> list[int]:
+        """Maximum draft length of each row in this step.
+
+        Args:
+            limit: ``sequences.limit``.
+            rows: number of occupied slots.
+        """
         return [min(self.gamma, most) for most in limit]
 
     def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
-        """``[B]`` bool: draft another one after ``token [B]``, which was drawn from ``q [B, V]``?
+        """``[B]`` bool: True to draft another token after ``token [B]``, drawn from ``q [B, V]``.
 
-        ``logits [B, V]`` are what ``q`` was made from; at temperature 0 ``q`` is their softmax.
+        ``q`` was computed from ``logits [B, V]``; at temperature 0 it is their softmax.
         """
-        raise NotImplementedError("a policy that never asks")
+        raise NotImplementedError("this policy does not stop early")
 
-    def observe(self, accepted: Sequence[int], wanted: Sequence[int]) -> None:
-        """The step is over: per slot tau, and what `wanted` had said."""
+    def observe(self, accepted: Sequence[int], lengths: Sequence[int]) -> None:
+        """Update the state after a step, given tau of each slot and the `draft_lengths` of the step."""

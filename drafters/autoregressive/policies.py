@@ -1,25 +1,24 @@
-"""How long a draft should be: policies that every autoregressive drafter takes, as ``policy: {name: ..., ...}``.
+"""Length policies of the autoregressive drafters, option ``policy: {name: ..., ...}``.
 
-``static``: gamma tokens, always.
+``static``: always gamma tokens.
 
 ``confidence``, ``stop: after``. J. Mamou et al., "Dynamic Speculation Lookahead Accelerates Speculative Decoding of
-Large Language Models", 2024, and the confidence stop of transformers' assisted generation. After drawing a token
-whose probability under the drafter's own law is below the threshold, the row stops. The token stays in the draft: a
-token that was looked at and thrown away biases the output.
+Large Language Models", 2024, and the confidence stop of transformers' assisted generation. The row stops after
+drawing a token with q(token) below the threshold. The token stays in the draft: discarding a token because of its
+value biases the output.
 
 ``confidence``, ``stop: before``. The fallback policy of S. Kim et al., "Speculative Decoding with Big Little Decoder",
-NeurIPS 2023. The row stops before it draws from a law Q with max_x Q(x) below the threshold. That decision depends on
-the prefix alone: given x_1 .. x_i the draft ends after x_i or goes on, whatever x_{i+1} would be, so each token that is
-kept still follows its Q and losslessness stands.
+NeurIPS 2023. The row stops before it draws from a distribution Q with max_x Q(x) below the threshold. The decision
+depends on the prefix x_1 .. x_i only, not on x_{i+1}, so every drafted token follows its Q and decoding stays lossless.
 
 ``heuristic``. The schedule ``heuristic_transient`` of transformers' assisted generation (J. Gante, "Assisted
-Generation: a new direction toward low-latency text generation", 2023): two tokens more after a step in which
-everything drafted was accepted, else one fewer, at least one. The length is settled before the first token is drawn,
-by steps that are over: given the committed tokens and the length, a step is a static one, so losslessness stands.
+Generation: a new direction toward low-latency text generation", 2023): two tokens more after a
+step that accepted the whole draft, else one fewer, at least one. The length is fixed before the first token is drawn,
+from earlier steps: given the committed tokens and the length, a step is a static one, so decoding stays lossless.
 
-``learnt-threshold``: ``confidence`` with a threshold that follows from which drafted tokens were accepted
-(`learnt_threshold`). ``disco``: after each token a trained classifier is asked (`disco`). ``batch-size``: a length
-for each number of sequences that are decoded side by side (`batch_size`).
+``learnt-threshold``: ``confidence`` with a threshold learnt from accepted and rejected tokens (`learnt_threshold`).
+``disco``: a trained classifier decides after each token (`disco`). ``batch-size``: a length for each number of running
+sequences (`batch_size`).
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from .disco import Disco
 from .learnt_threshold import LearntThreshold
 from .length_policy import LengthPolicy
 
-#: Tokens more after a draft that was accepted whole, and fewer after another.
+#: Change of the length after a draft that was accepted whole, and after any other.
 MORE, FEWER = 2, 1
-#: Tokens of a sequence's first draft under the heuristic, where there is no other wish.
+#: Default length of a sequence's first draft under ``heuristic``.
 START = 5
 
 
 class ConfidenceLength(LengthPolicy):
-    """Until the drafter is unsure."""
+    """Stops when the drafter's probability falls below a threshold."""
 
-    fixed, asks = False, True
+    fixed, stops_early = False, True
 
     def __init__(self, gamma: int, batch_size: int, threshold: float, stop: Literal["after", "before"]):
         super().__init__(gamma, batch_size)
@@ -58,7 +57,7 @@ class ConfidenceLength(LengthPolicy):
 
 
 class HeuristicLength(LengthPolicy):
-    """After the fate of the last draft."""
+    """Follows the acceptance of the last draft."""
 
     fixed, adapts = False, True
 
@@ -70,18 +69,18 @@ class HeuristicLength(LengthPolicy):
     def start(self, row: int) -> None:
         self._length[row] = self._start
 
-    def wanted(self, limit: Sequence[int], rows: int) -> list[int]:
+    def draft_lengths(self, limit: Sequence[int], rows: int) -> list[int]:
         return [min(pair) for pair in zip(limit, self._length, strict=True)]
 
-    def observe(self, accepted: Sequence[int], wanted: Sequence[int]) -> None:
-        for row, (tau, drafted) in enumerate(zip(accepted, wanted, strict=True)):
+    def observe(self, accepted: Sequence[int], lengths: Sequence[int]) -> None:
+        for row, (tau, drafted) in enumerate(zip(accepted, lengths, strict=True)):
             if drafted:
-                after = drafted + MORE if tau == drafted else self._length[row] - FEWER
-                self._length[row] = max(1, min(after, self.gamma))
+                length = drafted + MORE if tau == drafted else self._length[row] - FEWER
+                self._length[row] = max(1, min(length, self.gamma))
 
 
 class Static(StrategyConfig):
-    """gamma tokens."""
+    """Always gamma tokens."""
 
     name: Literal["static"] = "static"
 
@@ -90,16 +89,16 @@ class Static(StrategyConfig):
 
 
 class Confidence(StrategyConfig):
-    """Until the drafter is unsure; gamma is the most."""
+    """Up to gamma tokens, until the drafter is unsure."""
 
     name: Literal["confidence"] = "confidence"
     stop: Literal["after", "before"] = Field(
         "after",
-        description="after: keep the token that was drawn with less probability than the threshold, then stop; "
-        "before: stop instead of drawing where no token has as much",
+        description="after: keep the token drawn with probability below the threshold, then stop; "
+        "before: do not draw if no token reaches the threshold",
     )
     threshold: float | None = Field(
-        None, ge=0, le=1, description="probability below which a row stops; default 0.4, with stop: before 0.6"
+        None, ge=0, le=1, description="probability below which a row stops; default: 0.4, with stop: before 0.6"
     )
 
     def make(self, gamma: int, batch_size: int) -> LengthPolicy:
@@ -108,18 +107,16 @@ class Confidence(StrategyConfig):
 
 
 class Heuristic(StrategyConfig):
-    """More after a draft that was accepted whole, else fewer; gamma is the most."""
+    """Longer after a draft that was accepted whole, else shorter; at most gamma."""
 
     name: Literal["heuristic"] = "heuristic"
     start_length: int | None = Field(
-        None, ge=1, description=f"tokens of a sequence's first draft; default {START}, or gamma if it is less"
+        None, ge=1, description=f"tokens of a sequence's first draft; default: {START}, at most gamma"
     )
 
     def make(self, gamma: int, batch_size: int) -> LengthPolicy:
         if self.start_length is not None and self.start_length > gamma:
-            raise ValueError(
-                f"start_length ({self.start_length}) is more than gamma ({gamma}), the most a draft may have"
-            )
+            raise ValueError(f"start_length ({self.start_length}) is more than gamma ({gamma}); write at most gamma")
         return HeuristicLength(gamma, batch_size, self.start_length)
 
 
@@ -127,9 +124,9 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-#: Their names, for people.
+#: Their names, as text.
 POLICIES = "static, heuristic, confidence, learnt-threshold, disco or batch-size"
-#: The key ``policy`` of a drafter's config: a name, or a mapping with ``name`` and the policy's own keys.
+#: The option ``policy`` of a drafter: a name, or a mapping with ``name`` and the policy's own options.
 Policy = Annotated[
     Static | Confidence | Heuristic | LearntThreshold | Disco | BatchSize,
     Field(discriminator="name"),

@@ -1,7 +1,7 @@
-"""Growing a token tree with any autoregressive drafter: fixed shapes, and the dynamic growth of EAGLE-2 and OPT-Tree.
+"""Drafting a token tree with an autoregressive model: static trees, and the dynamic trees of EAGLE-2 and OPT-Tree.
 
-A drafter hands over the logits after the root and ``expand(tokens, parents)``, which feeds new nodes to its model;
-what comes back is the draft and, for every node of it, the place at which that model has seen it (-1 = never).
+The drafter passes the logits after the root and ``expand(tokens, parents)``, which feeds new nodes to its model. The
+result is the draft and, for every node, its position in the order of feeding (-1 = not fed).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Lim
 from ...framework.util.static_trees import TreeShape, tree_constant, tree_families
 from ...framework.util.tensors import Gathered, columns
 
-#: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents count the nodes fed so far, -1 = the root.
+#: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents index the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
 #: A node and its children.
 Family = tuple[int, list[int]]
@@ -41,7 +41,7 @@ SIBLING_KINDS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A fixed tree: per level, the parent of each node (its index in the level above) and its rank among siblings."""
+    """A static tree: per level, the parent of each node (index in its level) and the rank among siblings."""
 
     parents: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -56,24 +56,24 @@ class Shape:
 
     @cached_property
     def children(self) -> TreeShape:
-        """How many children each node has, see `fixed_tree`."""
-        above = [1, *map(len, self.ranks)]
-        return tuple(tuple(map(level.count, range(width))) for width, level in zip(above, self.parents, strict=False))
+        """Number of children of each node, level by level, see `Draft.children`."""
+        sizes = [1, *map(len, self.ranks)]
+        return tuple(tuple(map(level.count, range(width))) for width, level in zip(sizes, self.parents, strict=False))
 
     def cut(self, levels: int) -> Shape:
-        """Its first levels."""
+        """Return the first ``levels`` levels."""
         return Shape(self.parents[:levels], self.ranks[:levels])
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> Shape:
-        """Every node of level i has ``children[i]`` children: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
+        """Build a tree with ``children[i]`` children per node of level i: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
 
         Raises:
-            ValueError: a number below 1, or a tree larger than `util.limits` allow.
+            ValueError: a number is below 1, or the tree exceeds `util.limits`.
         """
         check_most(MOST_LEVELS, len(children), "levels")
         if min(children, default=1) < 1:
-            raise ValueError(f"branching must hold positive numbers, got {list(children)!r:.80}")
+            raise ValueError(f"branching is {list(children)!r:.80}; all numbers must be positive")
         check_most(MOST_SIBLINGS, max(children, default=0), "children of a node")
         check_size(sum(accumulate(children, mul)))  # before anything is built
         parents, ranks, width = [], [], 1
@@ -85,42 +85,42 @@ class Shape:
 
     @classmethod
     def choices(cls, paths: Sequence[Sequence[int]], contiguous: bool = False) -> Shape:
-        """Medusa's choice lists (T. Cai et al. 2024): a node is the list of ranks that lead to it.
+        """Build a tree from Medusa's choice lists (T. Cai et al. 2024): a node is the list of ranks on its path.
 
         Raises:
-            ValueError: a list is empty or given twice, its parent is missing, or (``contiguous``) a rank is; or the
-                tree is larger than `util.limits` allow.
+            ValueError: a list is empty or duplicated, its parent is missing, or (``contiguous``) an earlier sibling
+                is; or the tree exceeds `util.limits`.
         """
         check_size(len(paths))
         check_most(MOST_LEVELS, max(map(len, paths), default=0), "levels")
         check_most(MOST_SIBLINGS, max((rank + 1 for path in paths for rank in path), default=0), "ranks of siblings")
-        wanted = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
-        if len(wanted) != len(paths) or any(not path or min(path) < 0 for path in wanted):
-            raise ValueError("choices must be distinct lists of ranks, each of at least one rank, counted from 0")
-        known = set(wanted)
+        nodes_by_level = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        if len(nodes_by_level) != len(paths) or any(not path or min(path) < 0 for path in nodes_by_level):
+            raise ValueError("choices must be distinct, non-empty lists of ranks, counted from 0")
+        all_nodes = set(nodes_by_level)
         parents, ranks = [], []
-        above: list[tuple[int, ...]] = [()]
-        for depth in range(1, len(wanted[-1]) + 1 if wanted else 1):
-            level = [path for path in wanted if len(path) == depth]
+        parent_level: list[tuple[int, ...]] = [()]
+        for depth in range(1, len(nodes_by_level[-1]) + 1 if nodes_by_level else 1):
+            level = [path for path in nodes_by_level if len(path) == depth]
             for path in level:
-                if depth > 1 and path[:-1] not in known:
-                    raise ValueError(f"choices hold {list(path)} but not its parent {list(path[:-1])}")
-                if contiguous and path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                if depth > 1 and path[:-1] not in all_nodes:
+                    raise ValueError(f"choices hold {list(path)} but not its parent {list(path[:-1])}; add it")
+                if contiguous and path[-1] and (*path[:-1], path[-1] - 1) not in all_nodes:
                     raise ValueError(
-                        f"choices hold {list(path)} but no elder sibling of rank {path[-1] - 1}; only siblings "
-                        "'top-k' may leave out ranks"
+                        f"choices hold {list(path)} but not its sibling of rank {path[-1] - 1}; only siblings "
+                        "'top-k' may skip ranks"
                     )
-            parents.append(tuple(above.index(path[:-1]) for path in level))
+            parents.append(tuple(parent_level.index(path[:-1]) for path in level))
             ranks.append(tuple(path[-1] for path in level))
-            above = level
+            parent_level = level
         return cls(tuple(parents), tuple(ranks))
 
 
 def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, contiguous: bool = False) -> Shape:
-    """The tree that a config describes: by ``choices`` if there are any, else by its ``branching``.
+    """Build the tree of a config, from ``choices`` if given, else from ``branching``.
 
     Raises:
-        ValueError: they describe none, see `Shape`.
+        ValueError: they do not describe a tree, see `Shape`.
     """
     if choices is not None:
         return Shape.choices(choices, contiguous=contiguous)
@@ -129,19 +129,19 @@ def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, cont
 
 
 def check_size(nodes: int) -> None:
-    """Raise ValueError for a draft that is too large to be meant."""
+    """Raise ValueError for a draft with too many nodes."""
     check_most(MOST_NODES, nodes, "nodes")
 
 
 def check_most(limit: Limit, n: int, what: str) -> None:
-    """Raise ValueError for a draft with more of something than there may be."""
+    """Raise ValueError if ``n``, the draft's number of ``what``, exceeds ``limit``."""
     if reason := limit.refusal(n):
         count = n if n < 10**12 else "more than 10^12"
         raise ValueError(f"the draft has {count} {what}; {reason}")
 
 
 def check_candidates(depth: int, top_k: int, nodes: int) -> None:
-    """Raise ValueError for a dynamic tree that keeps more nodes than it looks at, or too many."""
+    """Raise ValueError for a dynamic tree that keeps more nodes than it has candidates, or too many."""
     candidates = top_k + (depth - 1) * top_k**2
     if nodes > candidates:
         raise ValueError(f"depth {depth} and top_k {top_k} give {candidates} nodes, not {nodes}")
@@ -149,62 +149,60 @@ def check_candidates(depth: int, top_k: int, nodes: int) -> None:
     check_most(MOST_NODES, (depth - 1) * top_k, "expanded nodes")
 
 
-def dynamic_room(depth: int, top_k: int, nodes: int) -> int:
-    """Tokens that the slots of a dynamic tree's model need beyond the ``nodes`` of its draft."""
+def dynamic_slack(depth: int, top_k: int, nodes: int) -> int:
+    """Tokens per slot that the model of a dynamic tree is fed beyond the ``nodes`` of the draft."""
     return max((depth - 1) * top_k - nodes, 0)
 
 
-def most_expanded(depth: int, nodes: int) -> int:
-    """Most nodes that the model of an optimal tree is fed (`grow_dynamic` without ``top_k``)."""
-    # A node of level i that is among the best has i - 1 ancestors that are, too.
+def max_expanded(depth: int, nodes: int) -> int:
+    """Maximum number of nodes fed to the model of an OPT-Tree (`grow_dynamic` without ``top_k``)."""
+    # A node of level i among the best has i - 1 ancestors among the best.
     return sum(_width(nodes - level + 1, nodes) for level in range(1, min(depth - 1, nodes) + 1))
 
 
-def _width(wanted: int, most: int) -> int:
-    """A level's width, rounded up to a power of two: a pass is recorded for each width there is."""
-    return min(1 << (wanted - 1).bit_length(), most) if wanted else 0
+def _width(n: int, most: int) -> int:
+    """Round a level's width up to a power of two, at most ``most``: one CUDA graph is captured per width."""
+    return min(1 << (n - 1).bit_length(), most) if n else 0
 
 
-def grow_fixed(
+def grow_static(
     shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: StepRng
 ) -> tuple[Draft, Tensor]:
-    """A tree of a fixed shape, level by level; all nodes but the last level are fed.
+    """Draft a static tree, level by level; all nodes except the last level are fed.
 
     Args:
         root: ``[B, V]`` logits after the last committed token.
-        sampling: warps the logits into the law that siblings are drawn from (top-k siblings rank the logits).
-        limit: ``[B]`` most levels of each row.
+        sampling: warps the logits into the distribution that siblings are drawn from (top-k siblings rank the logits).
+        limit: ``[B]`` maximum number of levels of each row.
 
     Returns:
-        the draft, and ``[B, N]`` the index at which each node was fed, -1 for the last level.
+        the draft, and ``[B, N]`` the position of each node in the order of feeding, -1 for the last level.
     """
     children, b = shape.children, len(root)
     parents, depth, ancestor_mask, fed = (
         tree_constant(children, what, root.device) for what in ("parents", "depth", "ancestor_mask", "fed")
     )
-    logits, above, first = root[:, None], -1, 0  # of the level above: its first node
-    tokens, drawn, laws, finite = [], [], Gathered(shape.nodes), []
+    logits, parent_first, first = root[:, None], -1, 0  # index of the first node of the parent level, of this level
+    tokens, drawn, q_rows, finite = [], [], Gathered(shape.nodes), []
     for level, ranks in zip(tree_families(children), shape.ranks, strict=True):
         if siblings == "top-k":
-            token, some, fine = _most_probable(logits, level, above, ranks)
+            token, exists, sound = _most_probable(logits, level, parent_first, ranks)
         else:
-            token, some, rows, fine = _drawn(logits, level, above, siblings, sampling, rng)
-            laws.add(*(row[:, None] for row in rows))
-            del rows  # the next level's take their place
+            token, exists, rows, sound = _drawn(logits, level, parent_first, siblings, sampling, rng)
+            q_rows.add(*(row[:, None] for row in rows))
+            del rows  # free memory for the next level's
         tokens.append(token)
-        drawn.append(some)
-        finite.append(fine)
-        above, first = first, first + len(ranks)
+        drawn.append(exists)
+        finite.append(sound)
+        parent_first, first = first, first + len(ranks)
         if first < shape.nodes:
-            logits = expand(token, parents[above:first].expand(b, -1))
-    there = torch.cat(drawn, 1) & (depth[1:] <= limit[:, None])
+            logits = expand(token, parents[parent_first:first].expand(b, -1))
+    exists = torch.cat(drawn, 1) & (depth[1:] <= limit[:, None])
     draft = Draft(
         tokens=torch.cat(tokens, 1),
         parents=parents.expand(b, -1),
-        valid=~(ancestor_mask & ~there[:, None]).any(
-            2
-        ),  # what hangs below a node that is not there is not there either
-        q=None if siblings == "top-k" else laws.tensor(),
+        valid=~(ancestor_mask & ~exists[:, None]).any(2),  # descendants of a missing node are invalid, too
+        q=None if siblings == "top-k" else q_rows.tensor(),
         kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
         levels=len(children),
         children=None if shape.is_path else children,
@@ -214,43 +212,44 @@ def grow_fixed(
 
 
 def _most_probable(
-    logits: Tensor, level: Sequence[Family], above: int, ranks: Sequence[int]
+    logits: Tensor, level: Sequence[Family], parent_first: int, ranks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes of a level by their ``ranks``; see `_drawn`."""
+    """Choose the nodes of a level by their ``ranks``; arguments and results as in `_drawn`, without q."""
     most = max(ranks) + 1
     ranked = ordered(logits, most)
     scores = logits.gather(2, ranked)
-    places = [(parent - above) * most for parent, nodes in level for _ in nodes]
-    chosen = [place + rank for place, rank in zip(places, ranks, strict=True)]
+    offsets = [(parent - parent_first) * most for parent, nodes in level for _ in nodes]
+    chosen = [offset + rank for offset, rank in zip(offsets, ranks, strict=True)]
     token, score = (columns(values.flatten(1), chosen) for values in (ranked, scores))
     return token, score > -torch.inf, ~scores[..., 0].isnan()  # a NaN is ranked first
 
 
 def _drawn(
-    logits: Tensor, level: Sequence[Family], above: int, siblings: Siblings, sampling: Sampling, rng: StepRng
+    logits: Tensor, level: Sequence[Family], parent_first: int, siblings: Siblings, sampling: Sampling, rng: StepRng
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
-    """The nodes of a level, drawn at the same time but for siblings, which come one after the other.
+    """Draw the nodes of a level; children of different parents in parallel, siblings one after the other.
 
     Args:
-        logits: ``[B, P, V]`` of the nodes of the level above, of which ``above`` is the first one's number.
+        logits: ``[B, P, V]`` after the nodes of the parent level.
+        parent_first: index of the first node of the parent level.
 
     Returns:
-        tokens and whether there is one, both ``[B, W]``; the W laws ``[B, V]``; whether logits were free of NaN
+        tokens ``[B, W]``; True if a node exists, ``[B, W]``; the W rows of q ``[B, V]``; True if logits were finite,
         ``[B, P]``.
     """
-    left, fine = sampling.checked_probs(logits)
-    level = sorted(level, key=lambda family: -len(family[1]))  # who has one more child is at the front
-    left, some = columns(left, [parent - above for parent, _ in level]), torch.ones_like(fine)
-    token, found = some, {}
+    left, sound = sampling.checked_probs(logits)
+    level = sorted(level, key=lambda family: -len(family[1]))  # parents with more children first
+    left, exists = columns(left, [parent - parent_first for parent, _ in level]), torch.ones_like(sound)
+    token, drawn = exists, {}
     for rank in range(len(level[0][1])):
         nodes = [children[rank] for _, children in level if rank < len(children)]
         n = len(nodes)
         if rank:
             left = left[:, :n].scatter(2, token[:, :n, None], 0.0)
             mass = left.sum(2)
-            some = mass > 0
-            left.div_((mass + ~some)[..., None])  # without mass there is nothing to draw
-        # Of a greedy draft all siblings but the youngest are the most probable ones.
+            exists = mass > 0
+            left.div_((mass + ~exists)[..., None])  # a row without mass stays 0: no token is left
+        # In a greedy draft all siblings except the last are the most probable ones.
         taken = sum(rank + 1 < len(children) for _, children in level) if siblings == "greedy" else 0
         parts: list[tuple[Tensor, Tensor]] = []
         if taken:
@@ -259,14 +258,14 @@ def _drawn(
         if taken < n:
             parts.append((draw_each(rng, left[:, taken:n], "draft", nodes[taken:]), left[:, taken:n]))
         token = torch.cat([part for part, _ in parts], 1) if len(parts) > 1 else parts[0][0]
-        laws = [row for _, rows in parts for row in rows.unbind(1)]
-        found |= {node: (token[:, i], some[:, i], laws[i]) for i, node in enumerate(nodes)}
-    tokens, there, rows = zip(*(found[node] for node in sorted(found)), strict=True)
-    return torch.stack(tokens, 1), torch.stack(there, 1), list(rows), fine
+        q_rows = [row for _, rows in parts for row in rows.unbind(1)]
+        drawn |= {node: (token[:, i], exists[:, i], q_rows[i]) for i, node in enumerate(nodes)}
+    tokens, existing, rows = zip(*(drawn[node] for node in sorted(drawn)), strict=True)
+    return torch.stack(tokens, 1), torch.stack(existing, 1), list(rows), sound
 
 
 def ordered(scores: Tensor, k: int) -> Tensor:
-    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest id (not so topk)."""
+    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest index (unlike topk)."""
     best = []
     for _ in range(k):
         best.append(scores.argmax(-1))
@@ -284,63 +283,66 @@ def grow_dynamic(
     *,
     threshold: float = 0.0,
 ) -> tuple[Draft, Tensor]:
-    """A tree whose shape follows the drafter's confidence: the dynamic tree of EAGLE-2, or the optimal one of OPT-Tree.
+    """Draft a tree whose shape depends on the drafter's confidence: EAGLE-2's dynamic tree, or OPT-Tree. Point masses.
 
-    EAGLE-2 (Y. Li, F. Wei, C. Zhang, H. Zhang, EMNLP 2024, section 4). Expansion: of each level's candidates the
-    ``top_k`` with the largest joint probability are fed, each gets its ``top_k`` most probable children. Re-ranking:
-    of all candidates the ``nodes`` with the largest joint probability are kept; a parent is never less probable than
-    its child, so they form a tree. Point masses.
+    EAGLE-2 (Y. Li, F. Wei, C. Zhang, H. Zhang, EMNLP 2024, section 4). Expansion: the ``top_k`` candidates of a level
+    with the largest joint probability are fed, and each gets its ``top_k`` most probable children. Re-ranking: the
+    ``nodes`` candidates with the largest joint probability are kept; a parent is at least as probable as its child, so
+    they form a tree.
 
-    OPT-Tree (J. Wang et al., TACL 2025), without ``top_k``: of each level those are fed that are among the ``nodes``
-    best so far, each gets its ``nodes`` most probable children. So what is kept is the tree with the largest sum of
-    joint probabilities, which is the expected number of accepted tokens if the target says what the drafter says. A row
-    grows on while a level adds at least ``threshold`` to its sum. The host asks once a level how wide the next one is.
+    OPT-Tree (J. Wang et al., TACL 2025), without ``top_k``: the candidates of a level among the ``nodes`` best so far
+    are fed, and each gets its ``nodes`` most probable children. The result is the tree with the largest sum of joint
+    probabilities, the expected number of accepted tokens if the target's distribution were the drafter's. A row stops
+    once a level adds less than ``threshold`` to its sum. One host sync per level, for the width of the next one.
 
     Args:
         root: ``[B, V]`` logits after the last committed token.
-        limit: ``[B]`` most levels of each row.
+        limit: ``[B]`` maximum number of levels of each row.
+
+    Returns:
+        the draft, and ``[B, N]`` the position of each node in the order of feeding, -1 = not fed.
     """
     b, device = root.shape[0], root.device
     rows = torch.arange(b, device=device)[:, None]
-    born = min(nodes, root.shape[1]) if top_k is None else top_k
-    score, token = root.float().log_softmax(-1).topk(born)
+    n_children = min(nodes, root.shape[1]) if top_k is None else top_k
+    score, token = root.float().log_softmax(-1).topk(n_children)
     finite = ~score.isnan().any(1)
     tokens, scores, parents, fed, levels = [token], [score], [torch.full_like(token, -1)], [], [1]
-    first, seen = 0, 0  # index of the current level's first candidate; nodes that were fed
+    first, n_fed = 0, 0  # index of the current level's first candidate; number of nodes fed
     total, going = torch.zeros_like(limit, dtype=score.dtype), torch.ones_like(limit, dtype=torch.bool)
     for level in range(1, depth):
-        score, width = scores[-1], born
+        score, width = scores[-1], n_children
         if top_k is None:
             joint = torch.cat(scores, 1)
             best = _best(joint, nodes)
-            before, total = total, joint.gather(1, best).exp().sum(1)
-            going = going & (total - before >= threshold)
+            previous, total = total, joint.gather(1, best).exp().sum(1)
+            going = going & (total - previous >= threshold)
             kept = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, best, True)[:, first:]
             kept = kept & (going & (limit > level))[:, None] & (score > -torch.inf)
             width = _width(int(kept.sum(1).max()), min(nodes, score.shape[1]))
             if not width:
                 break
-            score = score.masked_fill(~kept, -torch.inf)  # and so are the children of a node that is only padding
+            score = score.masked_fill(~kept, -torch.inf)  # this masks the children of padding nodes, too
         frontier = score.topk(width).indices
         candidate = first + frontier
-        place = torch.full((b, tokens[-1].shape[1]), -1, dtype=torch.long, device=device)
-        place.scatter_(1, frontier, torch.arange(width, device=device).expand_as(frontier) + seen)
-        seen += width
-        fed.append(place)
-        above = parents[-1].gather(1, frontier)
-        # The parent's own place among the fed nodes: parents are indices of candidates.
-        at = torch.cat(fed, 1).gather(1, above.clamp(min=0)) if level > 1 else above
-        logits = expand(tokens[-1].gather(1, frontier), torch.where(above >= 0, at, -1))
-        logp, child = logits.float().log_softmax(-1).topk(born, -1)
+        position = torch.full((b, tokens[-1].shape[1]), -1, dtype=torch.long, device=device)
+        position.scatter_(1, frontier, torch.arange(width, device=device).expand_as(frontier) + n_fed)
+        n_fed += width
+        fed.append(position)
+        parent = parents[-1].gather(1, frontier)
+        # `parents` index candidates; `expand` takes indices of fed nodes.
+        fed_parent = torch.cat(fed, 1).gather(1, parent.clamp(min=0)) if level > 1 else parent
+        logits = expand(tokens[-1].gather(1, frontier), torch.where(parent >= 0, fed_parent, -1))
+        logp, child = logits.float().log_softmax(-1).topk(n_children, -1)
         finite = finite & ~logp.isnan().flatten(1).any(1)
         first += tokens[-1].shape[1]
         joint = (score.gather(1, frontier)[..., None] + logp).view(b, -1)
         scores.append(joint)
         tokens.append(child.reshape(b, -1))
-        parents.append(candidate[..., None].expand(-1, -1, born).reshape(b, -1))
+        parents.append(candidate[..., None].expand(-1, -1, n_children).reshape(b, -1))
         levels.append(level + 1)
     fed.append(torch.full_like(tokens[-1], -1))
-    token, parent, place = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(fed, 1)
+    token, parent, fed_index = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(fed, 1)
     generation = torch.cat([torch.full_like(t, level) for t, level in zip(tokens, levels, strict=True)], 1)
     joint = torch.cat(scores, 1).masked_fill(generation > limit[:, None], -torch.inf)
     best = _best(joint, nodes).sort(1).values  # back into topological order
@@ -354,9 +356,9 @@ def grow_dynamic(
         levels=levels[-1],
         finite=finite,
     )
-    return draft, place.gather(1, best)
+    return draft, fed_index.gather(1, best)
 
 
 def _best(joint: Tensor, nodes: int) -> Tensor:
-    """Indices of the ``nodes`` largest; stable, so that of equals the parent comes first."""
+    """Indices of the ``nodes`` largest; the sort is stable, so a parent comes before an equal child."""
     return joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes]

@@ -1,1 +1,1 @@
-"""Drafters with a draft model that shares the target's tokenizer."""
+"""Drafters with a draft model that has the target's tokenizer."""

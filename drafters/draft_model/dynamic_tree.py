@@ -1,8 +1,8 @@
-"""A draft model drafts the dynamic tree of EAGLE-2.
+"""``draft-model-dynamic-tree``: a draft model drafts the dynamic tree of EAGLE-2.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP
-2024, section 4. The shape follows the drafter's confidence; nodes are point masses, because they are chosen by
-their probability.
+2024, section 4. The shape depends on the drafter's confidence; nodes are chosen by probability, so they are
+point masses.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.draft_model import DraftModel
-from ..autoregressive.trees import check_candidates, dynamic_room, grow_dynamic
+from ..autoregressive.trees import check_candidates, dynamic_slack, grow_dynamic
 
 
 class DraftModelDynamicTree(Drafter):
-    """Expands the ``top_k`` most probable nodes of each level, keeps the ``nodes`` most probable of all."""
+    """Expands the ``top_k`` most probable nodes of each level and keeps the ``nodes`` most probable of all."""
 
     name = "draft-model-dynamic-tree"
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a model that shares the target's tokenizer")
         depth: int = Field(
-            default=4, ge=1, le=MOST_LEVELS, description="levels of the tree, one pass of the small model each"
+            default=4, ge=1, le=MOST_LEVELS, description="levels of the tree, one pass of the draft model each"
         )
         top_k: int = Field(
-            default=4, ge=1, le=MOST_SIBLINGS, description="nodes expanded per level, and children of each"
+            default=4, ge=1, le=MOST_SIBLINGS, description="nodes expanded per level, and children per node"
         )
         nodes: int = Field(default=12, ge=1, le=MOST_NODES, description="nodes kept")
-        temperature: None = Field(None, description="ranking does not depend on it")
+        temperature: None = Field(None, description="not used: the ranking does not depend on it")
 
         @model_validator(mode="after")
         def _enough(self) -> Any:
@@ -48,10 +48,10 @@ class DraftModelDynamicTree(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        # More nodes may be fed than are kept.
-        room = dynamic_room(self.config.depth, self.config.top_k, self.config.nodes)
-        self.model = DraftModel(context.load_lm(self.config.model, room=room))
-        self._place: Tensor | None = None
+        # More nodes can be fed than are kept.
+        slack = dynamic_slack(self.config.depth, self.config.top_k, self.config.nodes)
+        self.model = DraftModel(context.load_lm(self.config.model, room=slack))
+        self._fed_index: Tensor | None = None
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -72,17 +72,17 @@ class DraftModelDynamicTree(Drafter):
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         depth = min(self.config.depth, max(sequences.limit))
-        self._place = None
+        self._fed_index = None
         if depth == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         root, limit = self.model.root(sequences), on_device(sequences.limit, sequences.device)
         top_k = min(self.config.top_k, root.shape[1])
-        draft, self._place = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.forward, limit)
+        draft, self._fed_index = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.forward, limit)
         return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        if self._place is not None:
-            # Only leaves may never have been fed, so all but the last accepted node are kept for certain.
-            self.model.commit(verdict, [max(tau - 1, 0) for tau in accepted], self._place)
+        if self._fed_index is not None:
+            # Only a leaf can be without feeding, so all accepted nodes except the last were fed.
+            self.model.commit(verdict, [max(tau - 1, 0) for tau in accepted], self._fed_index)

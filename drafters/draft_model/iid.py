@@ -1,7 +1,7 @@
-"""A draft model draws K sequences, independently.
+"""``draft-model-iid``: a draft model draws K independent sequences.
 
 Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023; X. Miao et al.,
-"SpecInfer", ASPLOS 2024. Prefixes on which sequences agree are one node each, so the target evaluates them once.
+"SpecInfer", ASPLOS 2024. A common prefix of sequences is stored once, so the target evaluates it once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .draft_model import ChainConfig, DraftModelChain
 
 
 class DraftModelIid(Drafter):
-    """K sequences of gamma tokens from gamma passes over K rows each. At temperature 0, or K = 1: one chain."""
+    """K sequences of gamma tokens, from gamma passes over K tokens per slot. At temperature 0, or K = 1: one chain."""
 
     name = "draft-model-iid"
 
@@ -42,10 +42,10 @@ class DraftModelIid(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self.chain = DraftModelChain(config, context)  # what is left of it for one sequence
+        self.chain = DraftModelChain(config, context)  # the case of one sequence
         self.model, self.sampling = self.chain.model, self.chain.sampling
-        #: Of the last draft: in which order its nodes were fed, ``[B, N]``, and how many levels; None for a chain.
-        self._place: Tensor | None = None
+        #: Of the last draft: positions of its nodes in the order of feeding ``[B, N]`` (None for a chain), levels fed.
+        self._fed_index: Tensor | None = None
         self._levels = 0
 
     @classmethod
@@ -72,42 +72,44 @@ class DraftModelIid(Drafter):
         self.chain.free(row)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        self._place = None
+        self._fed_index = None
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        law, laws = self.sampling.probs(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
-        laws.add(law)
-        tokens = [draw_each(rng, law.expand(-1, k, -1), "draft", range(k))]
-        order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # as nodes are fed
+        probs, q_rows = self.sampling.probs(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
+        q_rows.add(probs)
+        tokens = [draw_each(rng, probs.expand(-1, k, -1), "draft", range(k))]
+        order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # of feeding
         for i in range(1, steps):
-            above = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
-            law = self.sampling.probs(self.model.forward(tokens[-1], above))
-            laws.add(law)
-            tokens.append(draw_each(rng, law, "draft", range(i * k, i * k + k)))
+            parents = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
+            probs = self.sampling.probs(self.model.forward(tokens[-1], parents))
+            q_rows.add(probs)
+            tokens.append(draw_each(rng, probs, "draft", range(i * k, i * k + k)))
         length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
-        q = laws.tensor()
+        q = q_rows.tensor()
         draft = Draft.iid(torch.stack(tokens, 2), length, q)
         draft.finite = self.sampling.sound(q).all(1)
-        # Of the sequences through a node, any one was fed; the first level is 0 .. K - 1, and so on.
+        # All sequences of a shared node were fed; any of their positions will do. Level i holds i K .. i K + K - 1.
         assert draft.sequences is not None
-        slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # past its end a sequence lands in a spare column
-        place = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
-        self._place = place.scatter_(1, slot, _fed(k, steps, slot.device).expand_as(slot))[:, : draft.width]
+        slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # -1 (past the end) maps to a spare column
+        fed_index = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
+        self._fed_index = fed_index.scatter_(1, slot, _fed_order(k, steps, slot.device).expand_as(slot))[
+            :, : draft.width
+        ]
         self._levels = steps - 1
         return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        if self._place is None:
+        if self._fed_index is None:
             self.chain.observe(sequences, draft, verdict, accepted, scores)
         else:
-            self.model.commit(verdict, accepted, self._place, self._levels)
+            self.model.commit(verdict, accepted, self._fed_index, self._levels)
 
 
 @cache
-def _fed(k: int, steps: int, device: torch.device) -> Tensor:
-    """``[k * steps]``: when each token of k sequences was fed, -1 for the last of each, which was not."""
+def _fed_order(k: int, steps: int, device: torch.device) -> Tensor:
+    """``[k * steps]``: position of each token of k sequences in the order of feeding; -1 for the last, not fed."""
     with torch.inference_mode(False):
         return on_device([i * k + j if i < steps - 1 else -1 for j in range(k) for i in range(steps)], device)

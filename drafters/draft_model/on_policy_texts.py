@@ -1,4 +1,4 @@
-"""What a student says now: answers drawn from its own law, for on-policy distillation."""
+"""Answers sampled from the current student, for on-policy distillation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 def own_answers(
     student: Any, prompts: Sequence[Sequence[int]], most: Sequence[int], eos: Sequence[int]
 ) -> list[list[int]]:
-    """An answer to each prompt, token after token from the student's whole law at temperature 1.
+    """Sample an answer to each prompt from the student at temperature 1, without truncation.
 
-    Random numbers are PyTorch's. The student is in eval mode meanwhile.
+    Uses PyTorch's random numbers; puts the student into eval mode for the call.
 
     Args:
         student: a causal LM of transformers.
-        prompts: token ids, none empty.
-        most: longest answer to each, at least 1; an end-of-sequence token in it counts, and is its last.
+        prompts: token ids, not empty.
+        most: maximum length of each answer, at least 1, including the end-of-sequence token.
         eos: ids that end an answer.
     """
     from transformers import GenerationConfig
@@ -28,8 +28,8 @@ def own_answers(
     width = max(map(len, prompts))
     ids = [[*[0] * (width - len(prompt)), *prompt] for prompt in prompts]
     mask = [[*[0] * (width - len(prompt)), *[1] * len(prompt)] for prompt in prompts]
-    # All that might cut or bend the law is said: transformers has defaults of its own for what is left out.
-    how = GenerationConfig(
+    # Explicit values for all options that change the distribution: the defaults come from the model's own config.
+    config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -45,10 +45,10 @@ def own_answers(
     student.eval()
     try:
         tensors = [torch.tensor(rows, dtype=torch.long, device=student.device) for rows in (ids, mask)]
-        said: Tensor = student.generate(tensors[0], attention_mask=tensors[1], generation_config=how)
+        output: Tensor = student.generate(tensors[0], attention_mask=tensors[1], generation_config=config)
     finally:
         student.train(training)
-    return [_until_end(answer[:longest], eos) for answer, longest in zip(said[:, width:].tolist(), most, strict=True)]
+    return [_until_end(answer[:longest], eos) for answer, longest in zip(output[:, width:].tolist(), most, strict=True)]
 
 
 def _until_end(answer: list[int], eos: Sequence[int]) -> list[int]:

@@ -1,14 +1,14 @@
-"""A draft model that learns from the verified tokens while requests run.
+"""``online``: a draft model trained on its rejections while requests run.
 
 X. Liu, L. Hu, P. Bailis, A. Cheung, Z. Deng, I. Stoica, H. Zhang, "Online Speculative Decoding", ICML 2024
-(arXiv:2310.07177), algorithm 1. Where a draft was rejected, the text up to there and the target's law of the next token
-go into a buffer. Every so many steps the drafter is distilled on the buffer, one step of AdamW down the mean KL(p, q),
-and the buffer is empty again.
+(arXiv:2310.07177), algorithm 1. At each rejection, the text so far and the target's distribution of the next token go
+into a buffer. Every ``every`` steps the draft model takes one step of AdamW on the mean KL(p, q) over the buffer, and
+the buffer is cleared.
 
-Each step's q is what its tokens were drawn from, by the weights of that step, and an update comes after a step is
-over; so every lossless rule stays lossless. What differs from the paper: laws are the target's at temperature 1 (its
-logits), whatever it is sampled at; embedding and head are not trained; keys and values of committed tokens stay those
-of the weights that computed them, so that an update costs no pass over them.
+The q of a step comes from the weights its tokens were drawn with, and updates happen between steps, so lossless
+verifiers stay lossless. Differences from the paper: p is the target's distribution at temperature 1, at any sampling
+temperature; embedding and head are not trained; cached keys and values of committed tokens are not recomputed after an
+update.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .draft_model import ChainConfig
 
 
 class Rejected(NamedTuple):
-    """A place where a draft was rejected: the text before it, and what the target says there.
+    """A training example from one rejection.
 
     Attributes:
-        sequence: a number that all places of one sequence share.
-        tokens: prompt and output up to there.
-        logits: ``[V]``, the target's.
+        sequence: number of the sequence.
+        tokens: prompt and output up to the rejected token.
+        logits: ``[V]``, the target's logits after ``tokens``.
     """
 
     sequence: int
@@ -46,22 +46,22 @@ class Rejected(NamedTuple):
 
 
 class Online(ChainDrafter):
-    """`draft-model` whose weights learn from rejected tokens; what it learnt is kept across sequences until `reset`."""
+    """`draft-model` with online distillation; the weights are kept across sequences until `reset`."""
 
     name = "online"
 
     class Config(ChainConfig):
-        every: int = Field(default=8, ge=1, le=1_000_000, description="rounds between updates of its weights")
-        buffer: int = Field(
-            default=64, ge=1, le=4096, description="most rejections an update learns from: the latest ones"
+        every: int = Field(default=8, ge=1, le=1_000_000, description="steps between updates of the weights")
+        buffer: int = Field(default=64, ge=1, le=4096, description="number of latest rejections an update learns from")
+        learning_rate: float = Field(
+            default=1e-4, gt=0, le=10, description="learning rate of AdamW; an update is one step"
         )
-        learning_rate: float = Field(default=1e-4, gt=0, le=10, description="of AdamW, an update a step")
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         with torch.inference_mode(False), torch.no_grad():
-            self._begun_with = [weight.detach().clone() for weight in self.learner.weights]
-        self._sequence, self._lengths = [0] * context.batch_size, [0] * context.batch_size
+            self._initial_weights = [weight.detach().clone() for weight in self.learner.weights]
+        self._sequence, self._history_lengths = [0] * context.batch_size, [0] * context.batch_size
         self._sequences = 0
         self.reset()
 
@@ -74,18 +74,18 @@ class Online(ChainDrafter):
         return replace(super().traits(config, sampling), replayable=False, adapts=True)
 
     def reset(self) -> None:
-        """Weights, optimiser and buffer are again those of a new drafter."""
+        """Restore the initial weights and optimiser, and clear the buffer."""
         super().reset()
         self.rejected: deque[Rejected] = deque(maxlen=self.config.buffer)
         self._steps = 0
         with torch.inference_mode(False), torch.no_grad():
-            # Steps are smaller than half precision resolves: they add up here.
-            wide = [w.to(torch.promote_types(w.dtype, torch.float32), copy=True) for w in self._begun_with]
-            for weight, first in zip(self.learner.weights, self._begun_with, strict=True):
+            # Master weights in float32: steps are smaller than the resolution of half precision.
+            master = [w.to(torch.promote_types(w.dtype, torch.float32), copy=True) for w in self._initial_weights]
+            for weight, first in zip(self.learner.weights, self._initial_weights, strict=True):
                 weight.copy_(first)
-        self._wide = [weight.requires_grad_() for weight in wide]
+        self._master_weights = [weight.requires_grad_() for weight in master]
         self._optimizer = torch.optim.AdamW(
-            self._wide, lr=self.config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            self._master_weights, lr=self.config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
@@ -94,7 +94,7 @@ class Online(ChainDrafter):
         self._sequence[row] = self._sequences
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        self._lengths = [len(history) for history in sequences.history]
+        self._history_lengths = [len(history) for history in sequences.history]
         return super().propose(sequences, rng)
 
     def observe(
@@ -104,9 +104,9 @@ class Online(ChainDrafter):
         if not draft.width:
             return
         for row, history in enumerate(sequences.history):
-            tau, kept = accepted[row], self._lengths[row] + accepted[row]
-            # One that ended before the rejection, or failed, holds no token that was said there.
-            if tau < self._wanted[row] and len(history) > kept:
+            tau, kept = accepted[row], self._history_lengths[row] + accepted[row]
+            # A sequence that ended before the rejection, or failed, has no token at that position.
+            if tau < self._draft_lengths[row] and len(history) > kept:
                 self.rejected.append(Rejected(self._sequence[row], history[:kept], scores.logits[row, tau].clone()))
         self._steps += 1
         if self._steps % self.config.every == 0 and self.rejected:
@@ -114,30 +114,30 @@ class Online(ChainDrafter):
             self.rejected.clear()
 
     def _learn(self) -> None:
-        """One step down the mean of KL(p, q) over the buffer; one pass for each sequence in it."""
-        of: dict[int, list[Rejected]] = {}
-        for one in self.rejected:
-            of.setdefault(one.sequence, []).append(one)
+        """Take one step on the mean KL(p, q) over the buffer, with one forward pass per sequence."""
+        by_sequence: dict[int, list[Rejected]] = {}
+        for example in self.rejected:
+            by_sequence.setdefault(example.sequence, []).append(example)
         weights = self.learner.weights
         with torch.inference_mode(False), torch.enable_grad():
-            for wide in self._wide:
-                wide.grad = torch.zeros_like(wide)
-            for places in of.values():
-                logits = self.learner.logits(places[-1].tokens, [len(one.tokens) - 1 for one in places])
-                p, q = _law(torch.stack([one.logits for one in places]).clone()), _law(logits.detach())
+            for master in self._master_weights:
+                master.grad = torch.zeros_like(master)
+            for examples in by_sequence.values():
+                logits = self.learner.logits(examples[-1].tokens, [len(x.tokens) - 1 for x in examples])
+                p, q = _probs(torch.stack([x.logits for x in examples]).clone()), _probs(logits.detach())
                 # The gradient of KL(p, q) with respect to the logits of q.
-                slope = ((q - p) / len(self.rejected)).to(logits.dtype)
-                found = torch.autograd.grad(logits, weights, slope, allow_unused=True)
-                for wide, gradient in zip(self._wide, found, strict=True):
-                    if gradient is not None and wide.grad is not None:
-                        wide.grad += gradient
-            torch.nn.utils.clip_grad_norm_(self._wide, 1.0)
+                grad_logits = ((q - p) / len(self.rejected)).to(logits.dtype)
+                gradients = torch.autograd.grad(logits, weights, grad_logits, allow_unused=True)
+                for master, gradient in zip(self._master_weights, gradients, strict=True):
+                    if gradient is not None and master.grad is not None:
+                        master.grad += gradient
+            torch.nn.utils.clip_grad_norm_(self._master_weights, 1.0)
             self._optimizer.step()
             with torch.no_grad():
-                for weight, wide in zip(weights, self._wide, strict=True):
-                    weight.copy_(wide)
+                for weight, master in zip(weights, self._master_weights, strict=True):
+                    weight.copy_(master)
 
 
-def _law(logits: Tensor) -> Tensor:
-    """``[n, V]``, at temperature 1, in at least float32."""
+def _probs(logits: Tensor) -> Tensor:
+    """Softmax of ``[n, V]`` logits in at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)

@@ -1,14 +1,14 @@
 """Distil a draft model drafter from the target.
 
-The student starts as a few of the target's own layers with the target's embedding, final norm and head; the
-embedding (tied to the head) stays the target's and is not stored. It learns to match the target's whole law on
-text the target wrote: Y. Zhou et al., "DistillSpec: Improving Speculative Decoding via Knowledge Distillation",
-2024. Untrained, such a student accepts next to nothing.
+The student is initialised with a few of the target's layers and shares its embedding, final norm and head; the
+embedding (tied to the head) is frozen and not stored. It is trained on the target's full distribution over text
+written by the target: Y. Zhou et al., "DistillSpec: Improving Speculative Decoding via Knowledge Distillation",
+2024. Without training, almost none of such a student's tokens are accepted.
 
-What is learnt is chosen as there: the divergence (word by word, or of whole sequences, which is ``nll`` on what the
-target wrote), and who wrote the texts: the target, the student itself as it is at that step (``on_policy: 1``), or each
-a share. A student that is to draft beside others learns what they miss (``misses_of``): the boost-tuning of X. Miao et
-al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and Verification",
+As in that paper, the divergence is an option (token by token, or sequence-level, which is ``nll`` on the target's
+texts), and so is the author of the texts: the target, the current student (``on_policy: 1``), or a mixture. A student
+that drafts beside others learns the tokens that they miss (``misses_of``): the boost-tuning of X. Miao et al.,
+"SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and Verification",
 ASPLOS 2024, section 3.
 """
 
@@ -36,23 +36,23 @@ from .on_policy_texts import own_answers
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelTraining(TrainingConfig):
-    """How to distil a draft model. The head is most of the cost, which ``sampled_vocab`` lowers."""
+    """Options of ``crossdraft train draft-model``. Most of the cost is the head; ``sampled_vocab`` reduces it."""
 
     name = "draft-model"
 
     divergence: str = option(
         "forward-kl",
-        "what is minimised between the target's law and the student's; nll: of whole sequences, -log q of the texts",
+        "divergence between the distributions of target and student; nll: sequence-level, -log q of the texts",
         choices=(*get_args(Divergence), "nll"),
     )
     on_policy: float = option(
         0.0,
-        "share of the texts of a step whose answers the student writes itself, as it is then (1: on-policy)",
+        "share of the answers of a step that are sampled from the current student (1: on-policy)",
         at_least=0,
         at_most=1,
     )
     misses_of: str = option(
-        "", "small LMs made before this one, with commas between: learn what none of them says (boost-tuning)"
+        "", "other draft models, separated by commas: learn the tokens that none of them predicts (boost-tuning)"
     )
     layers: tuple[int, ...] = option(
         (),
@@ -63,7 +63,7 @@ class DraftModelTraining(TrainingConfig):
     )
     sampled_vocab: int = option(
         2048,
-        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
         at_least=0,
         at_most=10_000_000,
     )
@@ -72,18 +72,17 @@ class DraftModelTraining(TrainingConfig):
         super().__post_init__()
         if self.on_policy and self.divergence == "nll":
             raise UsageError(
-                f"--on-policy {self.on_policy:g}: must be 0 with --divergence nll, which would teach the student "
-                "what it says already"
+                f"--on-policy {self.on_policy:g}: must be 0 with --divergence nll; a student does not learn from its "
+                "own samples"
             )
         if self.on_policy and self.misses_of:
             raise UsageError(
-                f"--on-policy {self.on_policy:g}: must be 0 with --misses-of, because what others miss is told by the "
-                "target's texts"
+                f"--on-policy {self.on_policy:g}: must be 0 with --misses-of; misses are found on the target's texts"
             )
 
     @property
     def others(self) -> list[str]:
-        """The small LMs of ``misses_of``."""
+        """The draft models of ``misses_of``."""
         return [name.strip() for name in self.misses_of.split(",") if name.strip()]
 
     def fitted(self, target: LoadedModel) -> Self:
@@ -95,25 +94,25 @@ class DraftModelTraining(TrainingConfig):
 
 
 class DraftModelTrainee(Trainee):
-    """The student of :func:`student_of`."""
+    """Distils the student of :func:`student_of`."""
 
     def __init__(self, target: LoadedModel, recipe: DraftModelTraining):
         super().__init__(target, recipe)
         self.drafter = {"name": "draft-model"}
         self.student: Any = student_of(target.model, recipe.layers)
         self._others = {name: self._load(name) for name in recipe.others}
-        # By text and length of its answer: it follows from them, and need not be found again in each epoch.
+        # Cache over epochs, by token ids and length of the answer.
         self._missed: dict[tuple[tuple[int, ...], int], Tensor] = {}
         if self._others:
             names = ", ".join(map(public, self._others))
-            self.measured_by += f", where the most probable token of none of {names} is the text's"
+            self.measured_by += f", restricted to tokens that none of {names} ranks first"
 
     def _load(self, name: str) -> LoadedModel:
-        """Another student of this target."""
+        """Load another student of this target."""
         if not shares_embedding(name, self.target):
             raise UsageError(
-                f"{name} has an embedding of its own; a student shares the target's, as models written by "
-                "crossdraft train draft-model do"
+                f"{name} has an embedding of its own; name a student that shares the target's, as "
+                "crossdraft train draft-model writes"
             )
         return load_model(name, dtype=torch.float32, share_with=self.target)
 
@@ -138,19 +137,19 @@ class DraftModelTrainee(Trainee):
         self._rows = SampledHead(self.head, occurring, self.recipe.sampled_vocab, self.recipe.seed)
 
     def rewritten(self, texts: Sequence[Text], step: int) -> Sequence[Text]:
-        """Each answer is the student's own with probability ``on_policy``, and no longer than the target's was."""
+        """Replace each answer, with probability ``on_policy``, by a student's sample, at most as long."""
         share = self.recipe.on_policy
         if not share:
             return texts
         chosen = [i for i, draw in enumerate(torch.rand(len(texts)).tolist()) if draw < share]
         if not chosen:
             return texts
-        mine, found = [texts[i] for i in chosen], list(texts)
-        prompts, most = [text.prompt for text in mine], [len(text.response) for text in mine]
+        originals, result = [texts[i] for i in chosen], list(texts)
+        prompts, most = [text.prompt for text in originals], [len(text.response) for text in originals]
         answers = own_answers(self.student, prompts, most, self.target.eos_token_ids)
-        for i, text, answer in zip(chosen, mine, answers, strict=True):
-            found[i] = Text(text.prompt, answer, "student")
-        return found
+        for i, text, answer in zip(chosen, originals, answers, strict=True):
+            result[i] = Text(text.prompt, answer, "student")
+        return result
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         states, target = self._states(batch)
@@ -165,13 +164,13 @@ class DraftModelTrainee(Trainee):
         return list(overlap(states[None], target, self.head, self.head))
 
     def _states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``[tokens, H]`` final hidden states of student and target that predict response tokens to be learnt."""
+        """``[tokens, H]`` final hidden states of student and target at the positions to learn."""
         learnt = self._learnt(batch)
         out = self.student.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
         return out.last_hidden_state[learnt], batch.hidden[learnt][:, 0]
 
     def _learnt(self, batch: Batch) -> Tensor:
-        """``[n, L]`` bool: `Batch.predicts`, without what others say already."""
+        """``[n, L]`` bool: `Batch.predicts`, without tokens that another draft model ranks first."""
         if not self._others:
             return batch.predicts
         learnt = batch.predicts.clone()
@@ -185,13 +184,13 @@ class DraftModelTrainee(Trainee):
 
     @torch.no_grad()
     def _misses(self, ids: Tensor, predicts: Tensor) -> Tensor:
-        """``[L]`` bool: of what ``predicts [L]`` says, where no other's most probable token is the next of ``ids``."""
+        """``[L]`` bool: positions of ``predicts [L]`` at which no other model ranks the next token of ``ids`` first."""
         missed = predicts.clone()
-        places = predicts.nonzero().squeeze(1)
+        positions = predicts.nonzero().squeeze(1)
         for other in self._others.values():
-            states = other.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, places]
-            said = (states @ self.head.to(states.dtype).T).argmax(-1)
-            missed[places] &= said != ids[0, places + 1]
+            states = other.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, positions]
+            predicted = (states @ self.head.to(states.dtype).T).argmax(-1)
+            missed[positions] &= predicted != ids[0, positions + 1]
         return missed
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
@@ -205,24 +204,24 @@ class DraftModelTrainee(Trainee):
         start = r.start_from and f"another draft model (`{self.start_name}`)"
         start = start or f"the target's layers {', '.join(map(str, r.layers))}"
         return (
-            f"A draft model drafter for {self.target_name}",
+            f"A draft model for {self.target_name}",
             f"A causal LM of {len(r.layers)} layers ({size / 1e6:.1f} M trained parameters) that drafts for "
             f"`{self.target_name}`. It starts from {start} and shares the target's embedding and "
             "head, which are not stored here.",
             f"{_objective(r)} on response tokens (DistillSpec){_sources(r)}, over the tokens that occur in the texts "
-            f"and {r.sampled_vocab} random ones a step standing for the rest (0: the full vocabulary)",
+            f"and {r.sampled_vocab} random ones per step for the rest (0: the full vocabulary)",
         )
 
 
 def _objective(recipe: DraftModelTraining) -> str:
-    """What is minimised, for people."""
+    """Name of the objective."""
     if recipe.divergence == "nll":
         return "sequence-level -log q"
     return f"jsd with beta {recipe.beta:g}" if recipe.divergence == "jsd" else recipe.divergence
 
 
 def _sources(recipe: DraftModelTraining) -> str:
-    """Which of them, and of whose texts, where these are not simply all."""
+    """Suffix that describes a selection of tokens or texts, empty for all of them."""
     if recipe.on_policy:
         return f", {recipe.on_policy:.0%} of the answers written by the student itself at each step"
     if recipe.others:
@@ -231,18 +230,18 @@ def _sources(recipe: DraftModelTraining) -> str:
 
 
 def student_of(target: Any, layers: Sequence[int]) -> Any:
-    """A model with ``layers`` of ``target``, sharing its embedding tensor.
+    """Build a model from ``layers`` of ``target`` that shares its embedding tensor.
 
     Raises:
-        UsageError: a layer the target does not have, or an untied head (the student could not share it).
+        UsageError: the target lacks a layer, or its head is not tied to the embedding.
     """
     config = copy.deepcopy(target.config)
     count = config.num_hidden_layers
     if not layers or any(not 0 <= i < count for i in layers):
-        raise UsageError(f"--layers must name layers 0 to {count - 1} of the target, got {list(layers)}")
+        raise UsageError(f"--layers {list(layers)}: must name layers of the target, 0 to {count - 1}")
     if target.get_input_embeddings().weight is not target.get_output_embeddings().weight:
         raise UsageError(
-            "the target's head is not tied to its embedding; a student that shares both needs tied weights"
+            "the target's head is not tied to its embedding, but a student shares both; use a target with tied weights"
         )
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):

@@ -1,9 +1,8 @@
-"""What drafters share that draft a whole block in one pass of their head: DFlash, DSpark and parallel EAGLE.
+"""The base class of drafters that draft a block in one pass of their head: DFlash, DSpark and parallel EAGLE.
 
-The head is fed the target's features of the tokens that were committed since, and the block behind them; what it
-computes for the block is dropped again. Where a token of the block is told nothing of the tokens before it, their laws
-are independent given the text, and exactly these are reported; where it is told (DSpark), the law that is reported is
-the corrected one that the token was drawn from.
+The head is fed the target's features of the newly committed tokens, followed by the block; keys and values of the block
+are dropped. If the tokens of a block are not conditioned on each other, their distributions are independent given the
+text, and q holds exactly these; if they are (DSpark), q holds the corrected distribution of each draw.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.length_policy import LengthPolicy
 from ..autoregressive.policies import POLICIES, Policy, Static
-from .feature_head import widened
+from .feature_head import expand_vocab
 from .feature_reader import FeatureReader
 
-#: A block is at most this long unless gamma says so.
+#: Maximum draft length if gamma is not set.
 MOST_BLOCK = 16
 
 
 class BlockConfig(StrategyConfig):
-    """Options of the drafters of blocks."""
+    """Options of the block drafters."""
 
     model: str = Field(description="name, directory or Hub id of the drafter's checkpoint")
     layers: tuple[int, ...] | None = Field(
         None,
-        description="the target's hidden states that it reads (0 = embeddings, i = output of layer i); a refusal says "
-        "which ones its checkpoint names",
+        description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i); the error "
+        "message without it lists those of the checkpoint",
     )
     gamma: int | None = Field(
         None,
         ge=0,
         le=MOST_LEVELS,
-        description=f"draft length; default: the whole block, {MOST_BLOCK} at most",
+        description=f"draft length; default: the whole block, at most {MOST_BLOCK}",
     )
     policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
     temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        self.started(1)
+        self.make_policy(1)
         return self
 
     @property
-    def most(self) -> int:
-        """The longest draft there can be."""
+    def max_gamma(self) -> int:
+        """Maximum draft length."""
         return MOST_BLOCK if self.gamma is None else self.gamma
 
-    def started(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
-        """The length policy. Raises ValueError for options that do not fit ``gamma``, `most` by default."""
-        return self.policy.make(self.most if gamma is None else gamma, batch_size)
+    def make_policy(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
+        """Make the length policy. Raises ValueError if its options do not fit ``gamma`` (default: `max_gamma`)."""
+        return self.policy.make(self.max_gamma if gamma is None else gamma, batch_size)
 
 
 class BlockDrafter(FeatureReader):
-    """Base of the drafters of blocks: a subclass loads its head, feeds it, and says what a block is."""
+    """Base of the block drafters. A subclass loads its head, feeds it, and defines `block`."""
 
     Config = BlockConfig
     config: BlockConfig
@@ -76,43 +75,43 @@ class BlockDrafter(FeatureReader):
         own, block = self.config, self.block()
         if block is not None and own.gamma is not None and own.gamma > block:
             raise UsageError(
-                f"drafter '{self.name}' is to draft {own.gamma} tokens, but the blocks of '{own.model}' hold {block}; "
-                "shorten gamma"
+                f"drafter '{self.name}': gamma is {own.gamma}, but the blocks of '{own.model}' draft {block} tokens; "
+                f"write at most {block}"
             )
-        gamma = own.most if block is None else min(own.most, block)
+        gamma = own.max_gamma if block is None else min(own.max_gamma, block)
         try:
-            self.policy = own.started(context.batch_size, gamma)
+            self.policy = own.make_policy(context.batch_size, gamma)
         except ValueError as error:
             raise UsageError(f"drafter '{self.name}' drafts {gamma} tokens with '{own.model}': {error}") from None
         self.policy.load(context)
-        #: Features that a row is fed at most in a pass: what a step commits.
-        self._most = gamma + 1
-        self.lm = context.slots(self.head, room=self._most + (gamma + 1 if block is None else block + 1))
-        # Rotary positions go on beyond the length they were trained on; the target's context bounds every sequence.
+        #: Maximum number of features per row and pass: the tokens that a step commits.
+        self._max_features = gamma + 1
+        self.lm = context.slots(self.head, room=self._max_features + (gamma + 1 if block is None else block + 1))
+        # Rotary positions may exceed the training length; the target's context length bounds every sequence.
         self.lm.context_length = None
 
     @abstractmethod
     def block(self) -> int | None:
-        """Tokens that a block of the head drafts; ``None`` = as many as one likes."""
+        """Number of tokens that a block drafts; ``None`` = any number."""
 
     @abstractmethod
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
-        """Feed and keep each row's ``features [n, H]``, 0 of them to `_most`, with a block of ``steps`` behind them.
+        """Feed and commit each row's ``features [n, H]``, 0 <= n <= `_max_features`, followed by a block of ``steps``.
 
         Returns:
-            logits ``[B, steps or more, Vd]`` of the block's drafts, and what else `following` reads of them.
+            logits ``[B, steps or more, Vd]`` of the block, and its states, if `next_logits` needs them.
         """
 
-    def following(self, logits: Tensor, states: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """What says the logits ``[B, 1, Vd]`` of the block's next token, once it is told the token ``[B, 1]`` before.
+    def next_logits(self, logits: Tensor, states: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Return a function from a drawn token ``[B, 1]`` to the logits ``[B, 1, Vd]`` of the block's next one.
 
-        ``logits`` and ``states`` as `feed` returned them. Here: the logits as they are, whatever was drawn.
+        ``logits`` and ``states`` are those of `feed`. The base class ignores the token.
         """
         rows = iter(logits.split(1, 1))
         return lambda token: next(rows)
 
-    def drafts(self, sequences: Sequences) -> list[bool]:
-        """Which rows know enough to draft."""
+    def can_draft(self, sequences: Sequences) -> list[bool]:
+        """True for rows with enough context to draft."""
         return [True] * sequences.batch_size
 
     @classmethod
@@ -121,39 +120,39 @@ class BlockDrafter(FeatureReader):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        # Never replayable: where a step started decides which features are the target's, and with it the laws.
+        # Never replayable: q depends on where the step started, since features up to there are the target's.
         return DraftTraits(
             kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
-            nodes=config.most,
+            nodes=config.max_gamma,
             hidden_layers=cls.layers(config),
-            adapts=config.started(1).adapts,
+            adapts=config.make_policy(1).adapts,
         )
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
-        return config.started(1).remembers
+        return config.make_policy(1).remembers
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        able = self.drafts(sequences)
-        limit = [most if some else 0 for most, some in zip(sequences.limit, able, strict=True)]
-        self._wanted = self.policy.wanted(limit, sequences.occupied)
-        steps = max(self._wanted)
+        ready = self.can_draft(sequences)
+        limit = [limit if able else 0 for limit, able in zip(sequences.limit, ready, strict=True)]
+        self._draft_lengths = self.policy.draft_lengths(limit, sequences.occupied)
+        steps = max(self._draft_lengths)
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
-        features = self._taken()
-        while max(map(len, features)) > self._most:  # steps without drafts, in which nothing was fed
-            early = [max(min(len(row) - self._most, self._most), 0) for row in features]
-            self.feed(sequences, [row[:n] for row, n in zip(features, early, strict=True)], 1)
-            features = [row[n:] for row, n in zip(features, early, strict=True)]
-        following = self.following(*self.feed(sequences, features, steps))
+        features = self._pop_pending()
+        while max(map(len, features)) > self._max_features:  # after steps without drafts, which feed nothing
+            counts = [max(min(len(row) - self._max_features, self._max_features), 0) for row in features]
+            self.feed(sequences, [row[:n] for row, n in zip(features, counts, strict=True)], 1)
+            features = [row[n:] for row, n in zip(features, counts, strict=True)]
+        next_logits = self.next_logits(*self.feed(sequences, features, steps))
         ids, vocab_size = self.head.target_ids, self.context.vocab_size
 
         def expand(token: Tensor) -> Tensor:
-            return widened(following(token), ids, vocab_size)
+            return expand_vocab(next_logits(token), ids, vocab_size)
 
         roots = on_device([h[-1] if h else 0 for h in sequences.history], sequences.device)
-        draft = grow_chain(expand(roots[:, None])[:, 0], expand, self._wanted, self.policy, self.sampling, rng)
-        if draft.finite is not None and not all(able):  # the logits of a row that knows too little mean nothing
-            draft.finite = draft.finite | ~on_device(able, sequences.device).bool()
+        draft = grow_chain(expand(roots[:, None])[:, 0], expand, self._draft_lengths, self.policy, self.sampling, rng)
+        if draft.finite is not None and not all(ready):  # the logits of other rows are meaningless
+            draft.finite = draft.finite | ~on_device(ready, sequences.device).bool()
         return draft

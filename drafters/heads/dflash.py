@@ -1,18 +1,17 @@
-"""DFlash: a few layers that read the target's features denoise a whole block of tokens in one pass.
+"""DFlash: a few layers on the target's features denoise a block of tokens in one pass.
 
 J. Chen, Y. Liang, Z. Liu, "DFlash: Block Diffusion for Flash Speculative Decoding", 2026, arXiv:2602.06036. With g_t =
-norm(fc([h_t of several layers])) of the tokens t < n that are committed, and the block x = [root, MASK, .., MASK] at
+norm(fc([h_t of several layers])) of the committed tokens t < n, and the block x = [root, MASK, .., MASK] at
 positions n, n + 1, ..,
 
     keys and values of every layer: W_k g_t, W_v g_t of the text, W_k norm(x), W_v norm(x) of the block,
-    queries: of the block alone, each of which sees the text and the whole block,
+    queries: of the block, each attends to the text and to the whole block,
 
     logits = W norm(out), W the target's head, e the target's embedding.
 
-Position n + i of the block predicts the token that stands there, i = 1, 2, ..; in heads that sample from the anchor
-(DeepSpec's) position n + i predicts the one after, so the root's own position drafts too. The tokens of a block are
-told nothing of each other: their laws are independent given the text, and each is reported as it is. The authors draft
-greedily, which is `temperature: 0`.
+Position n + i of the block predicts its own token, i = 1, 2, ..; in heads that sample from the anchor (DeepSpec's),
+position n + i predicts the next one, so the root's position drafts, too. The tokens of a block are not conditioned on
+each other: their distributions are independent given the text. The authors draft greedily, which is `temperature: 0`.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from .misconfigurations import draft_vocabulary, other_embedding, other_layers, 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint
 
-#: What only DSpark's checkpoints hold.
+#: Key prefixes of DSpark's checkpoints.
 DSPARK = ("markov_head.", "confidence_head.")
 
 
 @dataclass
 class BlockOutput:
-    """What a pass over a block gives: ``logits [B, S, Vd]`` of its S drafts, and the last layer's normed ``states``."""
+    """Output of a pass over a block: ``logits [B, S, Vd]`` of its S drafts, and the last layer's normed ``states``."""
 
     logits: Tensor | None
     states: Tensor
@@ -57,16 +56,15 @@ class DFlashHead(Head):
     """The drafter of DFlash as a plain module.
 
     Args:
-        config: of its decoder layers, of `make_config`; all of them attend over everything.
-        embedding: ``[V, H]``, used as it is (the target's own, usually) and never trained; ``scale``: what the target
-            multiplies it by.
+        config: config of the decoder layers, from `make_config`; all layers use full attention.
+        embedding: ``[V, H]``, not copied (usually the target's) and frozen; ``scale``: the target's embedding scale.
         feature_size: width of the concatenated features, L x Ht.
-        head: ``[Vd, H]``, used as it is.
-        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = the same ids.
-        block_size: tokens of a block, the root included.
-        mask_token: the id that stands for a token to be drafted.
+        head: ``[Vd, H]``, not copied.
+        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = identical ids.
+        block_size: tokens of a block, including the root.
+        mask_token: id of the mask token.
         from_anchor: the root's position drafts, too.
-        fc_bias: ``fc`` has a bias; ``biased``: attention projections that have one.
+        fc_bias: ``fc`` has a bias; ``biased``: names of the attention projections with a bias.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class DFlashHead(Head):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """``hidden [.., L, Ht]``, the target's hidden states of the L layers asked for -> features ``[.., H]``."""
+        """Compute features ``[.., H]`` from ``hidden [.., L, Ht]``, the target's hidden states of L layers."""
         return self.hidden_norm(self.fc(hidden.to(self.dtype).flatten(-2)))
 
     def forward(
@@ -113,15 +111,15 @@ class DFlashHead(Head):
         first: Tensor | None = None,
         **_: Any,
     ) -> BlockOutput:
-        """Feed features, and a block behind them.
+        """Feed features, followed by a block.
 
         Args:
-            input_ids: ``[B, W]``, of which the block's tokens are read.
-            features: ``[B, W, H]``, fused; what lies in the block or behind it is not read.
+            input_ids: ``[B, W]``; only the block's tokens are read.
+            features: ``[B, W, H]``, fused; only those before the block are read.
             position_ids: ``[B, W]``.
             past_key_values: a transformers cache.
-            attention_mask: additive ``[B, 1, W, keys]``, causal: what the last position of a block may see, all see.
-            first: ``[B]``, where in its row the block begins; ``None`` = there is none, keys and values are all.
+            attention_mask: additive ``[B, 1, W, keys]``, causal; the row of the block's last position is used for all.
+            first: ``[B]``, index of the block's first position; ``None`` = no block, keys and values only.
         """
         cos, sin = self.rotary_emb(features, position_ids)
         layers: Any = self.layers
@@ -130,15 +128,15 @@ class DFlashHead(Head):
                 self._keys(layer.self_attn, i, features, cos, sin, past_key_values)
             return BlockOutput(None, features)
         rows = torch.arange(len(first), device=first.device)[:, None]
-        place = first[:, None] + torch.arange(self.block_size, device=first.device)
+        index = first[:, None] + torch.arange(self.block_size, device=first.device)
         assert attention_mask is not None
-        mask = attention_mask[rows[:, 0], :, place[:, -1]][:, :, None].expand(-1, -1, self.block_size, -1)
-        hidden = self.embed_tokens(input_ids[rows, place]) * self.scale
+        mask = attention_mask[rows[:, 0], :, index[:, -1]][:, :, None].expand(-1, -1, self.block_size, -1)
+        hidden = self.embed_tokens(input_ids[rows, index]) * self.scale
         for i, layer in enumerate(layers):
             block = layer.input_layernorm(hidden)
-            read = features.scatter(1, place[..., None].expand_as(block), block)
-            keys, values = self._keys(layer.self_attn, i, read, cos, sin, past_key_values)
-            queries = _heads(layer.self_attn, "q", block, cos[rows, place], sin[rows, place])
+            x = features.scatter(1, index[..., None].expand_as(block), block)
+            keys, values = self._keys(layer.self_attn, i, x, cos, sin, past_key_values)
+            queries = _heads(layer.self_attn, "q", block, cos[rows, index], sin[rows, index])
             attended = self._attention(layer.self_attn, queries, keys, values, mask)
             hidden = hidden + layer.self_attn.o_proj(attended)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -146,14 +144,14 @@ class DFlashHead(Head):
         return BlockOutput(self.lm_head(states), states)
 
     def _keys(
-        self, attention: Any, index: int, read: Tensor, cos: Tensor, sin: Tensor, cache: Any
+        self, attention: Any, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of what a layer reads ``[B, W, H]``, behind those in the cache."""
-        values = attention.v_proj(read).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        return cache.update(_heads(attention, "k", read, cos, sin), values, index)
+        """Compute keys and values of ``x [B, W, H]`` and append them to the cache; return all of them."""
+        values = attention.v_proj(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        return cache.update(_heads(attention, "k", x, cos, sin), values, layer)
 
     def _attention(self, attention: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """``[B, block, heads x dim]``, by the function that transformers' own layers of this config call."""
+        """Attention output ``[B, block, heads x dim]``, by transformers' attention function of the config."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -161,11 +159,11 @@ class DFlashHead(Head):
         return out.flatten(2)
 
 
-def _heads(attention: Any, kind: str, read: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries (``q``) or keys (``k``) ``[B, heads, W, dim]``, normed where the layer norms them, and rotated."""
+def _heads(attention: Any, kind: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries (``q``) or keys (``k``) ``[B, heads, W, dim]``, rotated, after the layer's norm if it has one."""
     from transformers.models.llama.modeling_llama import rotate_half
 
-    heads = getattr(attention, f"{kind}_proj")(read).unflatten(-1, (-1, attention.head_dim))
+    heads = getattr(attention, f"{kind}_proj")(x).unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{kind}_norm", None)
     heads = (heads if norm is None else norm(heads)).transpose(1, 2)
     return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
@@ -175,7 +173,7 @@ class DFlash(BlockDrafter):
     """Drafts a chain: the tokens of one block, drawn independently.
 
     Checkpoints: the authors' (``z-lab/*-DFlash``), DeepSpec's and those of vllm-project/speculators. ``embed_tokens``
-    and ``lm_head`` are the target's where they are left out.
+    and ``lm_head`` default to the target's.
     """
 
     name = "dflash"
@@ -190,14 +188,14 @@ class DFlash(BlockDrafter):
         yield Misconfiguration(
             f"the root's position {'drafts, too' if drafts else 'does not draft'}",
             f"write sample_from_anchor: {str(drafts).lower()} into the heads' config.json",
-            change=lambda given: given.with_config(sample_from_anchor=drafts),
+            change=lambda heads: heads.with_config(sample_from_anchor=drafts),
         )
 
     def load(self) -> DFlashHead:
         checkpoint = self.context.load_heads(self.config.model)
         tensors = renamed(checkpoint.tensors)
         if any(key.startswith(DSPARK) for key in tensors):
-            raise checkpoint.refused("they are DSpark's (markov_head, confidence_head); take drafter 'dspark'")
+            raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
         head = DFlashHead(**backbone(checkpoint, tensors, self.context.target_model, self.config.layers))
         checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
         return head
@@ -208,7 +206,7 @@ class DFlash(BlockDrafter):
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
         self.policy.start(row)
-        features = self._none() if len(prompt) == 1 else self._features(hidden)
+        features = self._no_features() if len(prompt) == 1 else self._features(hidden)
         self.lm.start(row, prompt, features=features)
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
@@ -230,17 +228,17 @@ class DFlash(BlockDrafter):
 def backbone(
     checkpoint: Checkpoint, tensors: dict[str, Tensor], target: Any, layers: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    """The arguments of `DFlashHead` for a checkpoint; takes embedding and head out of its ``tensors``.
+    """Collect the arguments of `DFlashHead` for a checkpoint; removes embedding and head from its ``tensors``.
 
     Raises:
-        ModelError: sizes or options that are missing, or that no such head has; hidden states that it was not told.
+        ModelError: sizes or options are missing or not supported, or ``layers`` is not given.
     """
     config = layer_config(checkpoint, tensors)
     kinds = getattr(config, "layer_types", None) or ()
     if other := sorted(set(kinds) - {"full_attention"}):
-        raise checkpoint.refused(f"they have layers of type {', '.join(other)}; only full_attention is read here")
+        raise checkpoint.refused(f"they have layers of type {', '.join(other)}; only full_attention is supported")
     if not kinds and getattr(config, "sliding_window", None):
-        raise checkpoint.refused("config.json names a sliding_window; only layers that attend over everything are read")
+        raise checkpoint.refused("config.json has a sliding_window; only full attention is supported")
     source = target.get_input_embeddings()
     embedding, output = source.weight, target.get_output_embeddings().weight
     vocab, size = len(output), config.hidden_size
@@ -248,80 +246,83 @@ def backbone(
     own = "embed_tokens.weight" in tensors
     embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
     head = table(checkpoint, tensors, "lm_head.weight", output, (vocab if ids is None else len(ids), size))
-    read = told_layers(checkpoint, target, layers, config.num_hidden_layers)
+    layers = check_layers(checkpoint, target, layers, config.num_hidden_layers)
     return {
         "config": config,
         "embedding": embed,
-        "feature_size": len(read) * target.config.get_text_config().hidden_size,
+        "feature_size": len(layers) * target.config.get_text_config().hidden_size,
         "head": head,
         "target_ids": ids,
         "block_size": _number(checkpoint, "block_size", 2, MOST_LEVELS),
         "mask_token": _number(checkpoint, "mask_token_id", 0, vocab - 1),
         "from_anchor": _from_anchor(checkpoint, tensors),
-        # Some targets scale what their embedding says, and heads that borrow it read it so.
+        # Some targets scale their embedding; heads that share it need the same scale.
         "scale": 1.0 if own else float(getattr(source, "embed_scale", 1.0)),
         "fc_bias": "fc.bias" in tensors,
         "biased": biased(tensors),
     }
 
 
-def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the config says of the block: at the top or, in the authors' newer files, in ``dflash_config``."""
+def merged_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's config, merged with ``dflash_config``, which holds block options in newer files."""
     nested = checkpoint.config.get("dflash_config") or {}
     if not isinstance(nested, dict):
-        raise checkpoint.refused(f"dflash_config is {nested!r:.80} in config.json; it is a mapping")
+        raise checkpoint.refused(f"dflash_config is {nested!r:.80} in config.json; it must be a mapping")
     return {**checkpoint.config, **nested}
 
 
 def _number(checkpoint: Checkpoint, key: str, least: int, most: int) -> int:
-    value = settings_of(checkpoint).get(key)
+    value = merged_config(checkpoint).get(key)
     if type(value) is not int or not least <= value <= most:
-        what = "config.json lacks" if value is None else f"config.json says {value!r:.80} for"
+        what = "config.json lacks" if value is None else f"config.json has {value!r:.80} for"
         raise checkpoint.refused(f"{what} {key}, a whole number from {least} to {most}")
     return value
 
 
 def _from_anchor(checkpoint: Checkpoint, tensors: Iterable[str]) -> bool:
-    """Does the root's position draft? DeepSpec's heads do, its DFlash ones too, and say so by their class alone."""
-    said = settings_of(checkpoint).get("sample_from_anchor")
-    if said is not None:
-        return bool(said)
+    """True if the root's position drafts. In DeepSpec's heads it does, which only their class name shows."""
+    value = merged_config(checkpoint).get("sample_from_anchor")
+    if value is not None:
+        return bool(value)
     classes = str(checkpoint.config.get("architectures"))
     return "DSpark" in classes or any(key.startswith(DSPARK) for key in tensors)
 
 
-def told_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None, drafting: int) -> tuple[int, ...]:
-    """The hidden states of the target that the heads are to be given: ``layers``, which has to be said.
+def check_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None, drafting: int) -> tuple[int, ...]:
+    """Return ``layers``, the hidden states of the target that the heads read, after checks.
 
     Raises:
-        ModelError: it was not said; the sentence has what the config says, or follows from ``drafting`` layers.
+        ModelError: ``layers`` is not given or not valid; the message has the value of the config, or the default for
+            ``drafting`` layers.
     """
     depth = target.config.get_text_config().num_hidden_layers
     if layers is None:
         raise checkpoint.refused(
-            f"which hidden states of the target they read has to be said; write layers: "
+            f"the option layers is missing, the hidden states of the target that they read; write layers: "
             f"{named_layers(checkpoint, depth, drafting)}"
         )
-    if strange := [i for i in layers if not -depth - 1 <= i <= depth]:
-        raise checkpoint.refused(f"layers {strange} are to be read, but the target has hidden states 0 to {depth}")
+    if invalid := [i for i in layers if not -depth - 1 <= i <= depth]:
+        raise checkpoint.refused(
+            f"layers has {invalid}, but the target has hidden states 0 to {depth}; name some of these"
+        )
     return layers
 
 
 def named_layers(checkpoint: Checkpoint, depth: int, drafting: int) -> list[int]:
-    """The hidden states that the config says the heads read, as `BlockConfig.layers` counts them.
+    """Hidden states that the heads read according to their config, in the numbering of `BlockConfig.layers`.
 
-    ``aux_hidden_state_layer_ids`` (speculators) are these numbers; ``target_layer_ids`` (the authors, DeepSpec) name
-    outputs of layers, -1 = the embedding. Where neither is there they are as many as layers, evenly from 1 to
-    ``depth`` - 3, the authors' rule.
+    ``aux_hidden_state_layer_ids`` (speculators) has this numbering; ``target_layer_ids`` (the authors, DeepSpec) number
+    outputs of layers, -1 = the embedding. Default, as the authors': one per layer of the head, evenly from 1 to
+    ``depth`` - 3.
     """
-    settings = settings_of(checkpoint)
-    for key, by in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        found = settings.get(key)
-        if found is None:
+    settings = merged_config(checkpoint)
+    for key, offset in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
+        ids = settings.get(key)
+        if ids is None:
             continue
-        if not isinstance(found, list) or not all(type(i) is int and 0 <= i + by <= depth for i in found):
-            raise checkpoint.refused(f"config.json says {found!r:.80} for {key}, which are no layers of this target")
-        return [i + by for i in found]
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i + offset <= depth for i in ids):
+            raise checkpoint.refused(f"config.json has {ids!r:.80} for {key}, which are not layers of this target")
+        return [i + offset for i in ids]
     if drafting == 1:
         return [depth // 2 + 1]
     return [round(1 + i * (depth - 4) / (drafting - 1)) + 1 for i in range(drafting)]

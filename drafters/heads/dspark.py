@@ -1,4 +1,4 @@
-"""DSpark: DFlash's block, whose tokens are drawn one after the other, each told the one before it.
+"""DSpark: DFlash's block with tokens drawn sequentially, each conditioned on the previous one.
 
 DeepSeek-AI, "DSpark", 2026, arXiv:2607.05147. With h_k the last layer's state of the block's position k, l_k its logits
 and x_{k-1} the token drafted before it (the root, for the first),
@@ -8,9 +8,9 @@ and x_{k-1} the token drafted before it (the root, for the first),
     rnn:      [g; c; o] = W_j [z_{k-1}; W1[x_{k-1}]; h_k],  z_k = s(g) * z_{k-1} + (1 - s(g)) * tanh(c),
               logits_k = l_k + W2 tanh(o),   z before the block 0,
 
-W1 and W2 of low rank, s the logistic function. The law of a token is that of its corrected logits: this is what it is
-drawn from, and what is reported. A confidence head, s(w [h_k; W1[x_{k-1}]]), expects how probably token k will be
-accepted; it sees the tokens before k alone, so a draft may end where it falls below a threshold (`confidence`).
+W1 and W2 of low rank, s the logistic function. A token is drawn from the distribution of its corrected logits, which is
+the q of the draft. A confidence head, s(w [h_k; W1[x_{k-1}]]), predicts the probability that token k is accepted; it
+depends on the tokens before k only, so a draft may end when it falls below a threshold (`confidence`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ...framework.contracts.drafter import DraftContext, StrategyConfig
 from ..autoregressive.length_policy import LengthPolicy
 from ..autoregressive.policies import Static
 from .blocks import BlockConfig
-from .dflash import DSPARK, DFlash, DFlashHead, backbone, settings_of
+from .dflash import DSPARK, DFlash, DFlashHead, backbone, merged_config
 from .eagle_weights import renamed
 
-#: What a Markov head of each kind holds besides ``markov_w1`` and ``markov_w2``.
+#: Key of each kind of Markov head, besides ``markov_w1`` and ``markov_w2``.
 _KINDS = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
 
 
 class MarkovHead(nn.Module):
-    """What the token before says of the next one.
+    """A correction of the logits by the previous token.
 
     Args:
         kind: ``vanilla``, ``gated`` or ``rnn``.
@@ -52,24 +52,24 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def forward(self, token: Tensor, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What is added to the logits ``[B, Vd]`` after ``token [B]``, where the block's state is ``state [B, H]``.
+        """Compute the correction ``[B, Vd]`` after ``token [B]``, given the block's ``state [B, H]``.
 
-        ``memory [B, r]``: of the rnn, from the step before; ``None`` at the first. Returns the new one beside it.
+        ``memory [B, r]`` is the rnn's state, ``None`` for the first token; the new one is returned, too.
         """
-        before = self.markov_w1(token)
+        embedded = self.markov_w1(token)
         if self.kind == "vanilla":
-            return self.markov_w2(before), None
+            return self.markov_w2(embedded), None
         if self.kind == "gated":
-            gate = torch.sigmoid(self.gate_proj(torch.cat([state, before], -1)))
-            return self.markov_w2(gate * before), None
-        memory = torch.zeros_like(before) if memory is None else memory
-        gate, candidate, out = self.joint_proj(torch.cat([memory, before, state], -1)).chunk(3, -1)
+            gate = torch.sigmoid(self.gate_proj(torch.cat([state, embedded], -1)))
+            return self.markov_w2(gate * embedded), None
+        memory = torch.zeros_like(embedded) if memory is None else memory
+        gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, state], -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return self.markov_w2(torch.tanh(out)), gate * memory + (1 - gate) * torch.tanh(candidate)
 
 
 class ConfidenceHead(nn.Module):
-    """How probably the next token of a block will be accepted, from ``[h_k; W1[x_{k-1}]]`` or ``h_k`` alone."""
+    """Probability that the next token of a block is accepted, from ``[h_k; W1[x_{k-1}]]`` or ``h_k``."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -83,8 +83,8 @@ class DSparkHead(DFlashHead):
     """The drafter of DSpark as a plain module; the other arguments are those of `DFlashHead`.
 
     Args:
-        kind, rank: of the Markov head; rank 0 = there is none.
-        confidence: width of what the confidence head reads; 0 = there is none.
+        kind, rank: of the Markov head; rank 0 = no Markov head.
+        confidence: input width of the confidence head; 0 = no confidence head.
     """
 
     def __init__(self, config: Any, embedding: Tensor, *more: Any, kind: str, rank: int, confidence: int, **named: Any):
@@ -94,7 +94,7 @@ class DSparkHead(DFlashHead):
         self.confidence_head = ConfidenceHead(confidence) if confidence else None
 
     def expected(self, token: Tensor, state: Tensor) -> Tensor:
-        """``[B]``: how probably what follows ``token [B]`` will be accepted, ``state [B, H]`` the block's there."""
+        """``[B]``: probability that the token after ``token [B]`` is accepted, given the block's ``state [B, H]``."""
         assert self.confidence_head is not None
         if self.confidence_head.proj.in_features == state.shape[-1]:
             return self.confidence_head(state)
@@ -102,14 +102,14 @@ class DSparkHead(DFlashHead):
         return self.confidence_head(torch.cat([state, self.markov_head.markov_w1(token)], -1))
 
 
-class Expected(LengthPolicy):
-    """Until the confidence head expects too little; what it says of the token at hand is put here before it is drawn.
+class ExpectedAcceptance(LengthPolicy):
+    """Stops when the confidence head predicts a probability of acceptance below a threshold.
 
     Attributes:
-        expected: ``[B]``, of the token at hand.
+        expected: ``[B]``, the prediction for the next token, set before it is drawn.
     """
 
-    fixed, asks, keeps_last, anywhere = False, True, False, False
+    fixed, stops_early, keeps_last, position_free = False, True, False, False
 
     def __init__(self, gamma: int, batch_size: int, threshold: float):
         super().__init__(gamma, batch_size)
@@ -122,7 +122,7 @@ class Expected(LengthPolicy):
 
 
 class DSpark(DFlash):
-    """Drafts a chain: the tokens of one block, each drawn from a law that knows the token before it.
+    """Drafts a chain: the tokens of one block, each drawn given the previous one.
 
     Checkpoints: DeepSpec's, SpecForge's and those of vllm-project/speculators.
     """
@@ -134,7 +134,7 @@ class DSpark(DFlash):
             None,
             gt=0,
             le=1,
-            description="end a draft before the first token of which the confidence head expects less; default: never",
+            description="end a draft before the first token with a predicted acceptance below this; default: never",
         )
 
         @model_validator(mode="after")
@@ -143,61 +143,61 @@ class DSpark(DFlash):
                 raise ValueError("policy and confidence both end a draft; give one of them")
             return self
 
-        def started(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
+        def make_policy(self, batch_size: int, gamma: int | None = None) -> LengthPolicy:
             if self.confidence is None:
-                return super().started(batch_size, gamma)
-            return Expected(self.most if gamma is None else gamma, batch_size, self.confidence)
+                return super().make_policy(batch_size, gamma)
+            return ExpectedAcceptance(self.max_gamma if gamma is None else gamma, batch_size, self.confidence)
 
     config: Config  # type: ignore[assignment]
     head: DSparkHead
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self.lm.hidden_layers = (-1,)  # what the Markov head reads of the block
+        self.lm.hidden_layers = (-1,)  # input of the Markov head
 
     def load(self) -> DSparkHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
         tensors = renamed(checkpoint.tensors)
         if not any(key.startswith(DSPARK) for key in tensors):
-            raise checkpoint.refused("they have neither markov_head nor confidence_head; take drafter 'dflash'")
+            raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")
-        said = settings_of(checkpoint).get("markov_head_type", kind)
-        if rank and said != kind:
-            raise checkpoint.refused(f"markov_head_type is {said!r:.80} in config.json, but the tensors are {kind}'s")
+        configured = merged_config(checkpoint).get("markov_head_type", kind)
+        if rank and configured != kind:
+            raise checkpoint.refused(
+                f"markov_head_type is {configured!r:.80} in config.json, but the tensors are those of {kind}"
+            )
         if kind == "rnn" and not options["from_anchor"]:
-            raise checkpoint.refused("an rnn as markov_head is read only where the root's position drafts, too")
+            raise checkpoint.refused("a markov_head of type rnn is supported only with sample_from_anchor")
         if self.config.confidence is not None and not width:
-            raise checkpoint.refused("there is no confidence_head in them; leave out confidence")
+            raise checkpoint.refused("they lack a confidence_head; leave out confidence")
         size = options["config"].hidden_size
         if width not in (0, size, size + rank):
-            raise checkpoint.refused(
-                f"confidence_head reads {width} numbers, neither the block's {size} nor those and the rank"
-            )
+            raise checkpoint.refused(f"confidence_head has input width {width}, which must be {size} or {size + rank}")
         head = DSparkHead(**options, kind=kind, rank=rank, confidence=width)
         checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
         return head
 
-    def following(self, logits: Tensor, states: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def next_logits(self, logits: Tensor, states: Tensor | None) -> Callable[[Tensor], Tensor]:
         assert states is not None
         rows = iter(zip(logits.unbind(1), states.unbind(1), strict=True))
         memory: Tensor | None = None
 
-        def after(token: Tensor) -> Tensor:
+        def corrected(token: Tensor) -> Tensor:
             nonlocal memory
-            said, state = next(rows)
-            if isinstance(self.policy, Expected):
+            row, state = next(rows)
+            if isinstance(self.policy, ExpectedAcceptance):
                 self.policy.expected = self.head.expected(token[:, 0], state)
             if self.head.markov_head is not None:
-                more, memory = self.head.markov_head(token[:, 0], state, memory)
-                said = said + more
-            return said[:, None]
+                correction, memory = self.head.markov_head(token[:, 0], state, memory)
+                row = row + correction
+            return row[:, None]
 
-        return after
+        return corrected
 
 
 def _width(tensors: dict[str, Tensor], name: str) -> int:
-    """The last side of a weight, 0 = there is none."""
-    found = tensors.get(f"{name}.weight")
-    return found.shape[-1] if found is not None and found.dim() else 0
+    """Last dimension of a weight, 0 if it is missing."""
+    weight = tensors.get(f"{name}.weight")
+    return weight.shape[-1] if weight is not None and weight.dim() else 0

@@ -1,14 +1,14 @@
-"""EAGLE: a decoder layer that continues the target's last features drafts tokens.
+"""EAGLE: an autoregressive head of one decoder layer on the target's last features.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", ICML 2024,
 section 4.1. With f the target's last hidden states, after its final norm, and e the token embedding,
 
     f'_{t+1} = Layer(fc([e(x_{t+1}); f_t])),   logits = W f'_{t+1},   W the target's head,
 
-and where the target has not been, f' takes the place of f. The same weights draw EAGLE-2's dynamic trees (Y. Li et
-al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP 2024). Where a checkpoint has HASS's
-norms (L. Zhang et al., "Learning Harmonized Representations for Speculative Sampling", ICLR 2025), they are applied: to
-the embeddings, before the layer, and before the head.
+and f' replaces f for drafted tokens. The same weights draft EAGLE-2's dynamic trees (Y. Li et al., "EAGLE-2: Faster
+Inference of Language Models with Dynamic Draft Trees", EMNLP 2024). The norms of HASS (L. Zhang et al., "Learning
+Harmonized Representations for Speculative Sampling", ICLR 2025) are applied if a checkpoint has them: to the
+embeddings, before the layer, and before the head.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class EagleHead(FeatureHead):
     """The head of EAGLE-1 and EAGLE-2 as a plain module; ``forward`` is :meth:`FeatureHead.forward`.
 
     Args:
-        config: of its decoder layers, from :func:`~crossdraft.drafters.heads.eagle_weights.make_config`.
-        embedding, head: ``[V, H]``, used as they are (the target's own, usually) and never trained.
+        config: config of the decoder layers, from :func:`~crossdraft.drafters.heads.eagle_weights.make_config`.
+        embedding, head: ``[V, H]``, not copied (usually the target's) and frozen.
         fc_bias: ``fc`` has a bias.
-        input_norm: the first layer has its input norm, which the authors leave out.
+        input_norm: the first layer has its input norm, which the authors omit.
         embedding_norm, head_norm: HASS's norms of the embeddings and before the head.
-        biased: attention projections that have a bias.
+        biased: names of the attention projections with a bias.
     """
 
     target_ids = None
@@ -95,21 +95,21 @@ class EagleHead(FeatureHead):
             )
         return out
 
-    def scored(self, out: Tensor) -> Tensor:
+    def head_input(self, out: Tensor) -> Tensor:
         return self.pre_lm_head_layernorm(out)
 
     def save(self, directory: Path | str) -> None:
-        """Write the authors' layout: ``fc.*`` and ``layers.*``; embedding and head are the target's and left out."""
+        """Write the authors' layout: ``fc.*`` and ``layers.*``, without embedding and head, which are the target's."""
         tensors = {key: t for key, t in self.state_dict().items() if not key.startswith(("embed_tokens.", "lm_head."))}
         more = {"vocab_size": len(self.embed_tokens.weight), "bias": self.fc.bias is not None}
         write(directory, config_json(self.config, "LlamaForCausalLM", **more), tensors)
 
 
 class Eagle(FeatureDrafter):
-    """Drafts a chain, a fixed tree or EAGLE-2's dynamic tree with an EAGLE-1 or EAGLE-2 head.
+    """Drafts a chain, a static tree or EAGLE-2's dynamic tree with an EAGLE-1 or EAGLE-2 head.
 
     Checkpoints: the authors' (``fc.*``, ``layers.*``), and those of vllm-project/speculators up to 0.3
-    (``fusion_fc.*``, ``transformer.*``). ``embed_tokens`` and ``lm_head`` are the target's where they are left out.
+    (``fusion_fc.*``, ``transformer.*``). ``embed_tokens`` and ``lm_head`` default to the target's.
     """
 
     name = "eagle"
@@ -125,13 +125,13 @@ class Eagle(FeatureDrafter):
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
         tensors = renamed(checkpoint.tensors)
         if is_eagle3(tensors):
-            raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); take drafter 'eagle3'")
+            raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
         config = layer_config(checkpoint, tensors)
         embedding, size = target.get_input_embeddings().weight, config.hidden_size
         shape = (self.context.vocab_size, size)
         if embedding.shape[1] != size:
             raise checkpoint.refused(
-                f"they read features of width {size}, but the target's are {embedding.shape[1]} wide"
+                f"they read features of width {size}, but the target's have width {embedding.shape[1]}"
             )
         embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, shape)
         output = table(checkpoint, tensors, "lm_head.weight", target.get_output_embeddings().weight, shape)

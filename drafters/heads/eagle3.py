@@ -1,12 +1,12 @@
-"""EAGLE-3: a decoder layer that reads features of three of the target's layers drafts tokens.
+"""EAGLE-3: an autoregressive head of one decoder layer on features of three of the target's layers.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", 2025, section 3. With g_t = fc([low_t; middle_t; high_t]) and e the token embedding,
 
     o_{t+1} = Layer([norm(e(x_{t+1})); norm(g_t)]) + residual g_t,   logits = W norm(o_{t+1}),
 
-and where the target has not been, its place is taken by the head's own output: g_{t+1} = o_{t+1}. W may cover the most
-frequent tokens alone; q is 0 elsewhere.
+and the head's own output replaces the target's features for drafted tokens: g_{t+1} = o_{t+1}. W may cover only the
+most frequent tokens; q is 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
-#: Low, middle, high, as the authors count: the inputs of layers 2, L // 2 and L - 3.
+#: Low, middle and high features, as the authors count them: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)
 
 
@@ -48,17 +48,17 @@ class Eagle3Head(FeatureHead):
     """The head of EAGLE-3 as a plain module; ``forward`` is :meth:`FeatureHead.forward`.
 
     Args:
-        config: of its decoder layers, from :func:`~crossdraft.drafters.heads.eagle_weights.make_config`.
-        embedding: ``[V, H]``, used as it is (the target's own, usually) and never trained.
+        config: config of the decoder layers, from :func:`~crossdraft.drafters.heads.eagle_weights.make_config`.
+        embedding: ``[V, H]``, not copied (usually the target's) and frozen.
         feature_size: width of the concatenated features, L x Ht.
-        head: ``[Vd, H]``, used as it is; ``None`` = a head of its own, with ``target_ids`` or V rows.
-        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = the same ids.
+        head: ``[Vd, H]``, not copied; ``None`` = a new one, with a row per id of ``target_ids``, or V rows.
+        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = identical ids.
         norm_before_residual: the residual of the first layer is the normed feature.
-        norm_before_fc: one norm over the concatenated features; ``fc_norm``: one for each of so many layers.
-        feed_normed: what is fed back is the output after the last norm.
-        head_norm: the last norm comes before the head.
+        norm_before_fc: one norm over the concatenated features; ``fc_norm``: number of norms, one per layer.
+        feed_normed: the normed output is fed back.
+        head_norm: the last norm is applied before the head.
         fc_bias: ``fc`` has a bias.
-        biased: attention projections that have a bias.
+        biased: names of the attention projections with a bias.
     """
 
     def __init__(
@@ -121,23 +121,25 @@ class Eagle3Head(FeatureHead):
     def recurrent(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.feed_normed else out
 
-    def scored(self, out: Tensor) -> Tensor:
+    def head_input(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.head_norm else out
 
     def save(self, directory: Path | str, *, layers: tuple[int, ...] | None = None) -> None:
-        """Write the authors' layout: ``midlayer.*``, ``d2t`` and ``t2d``, the embedding left out.
+        """Write the authors' layout: ``midlayer.*``, ``d2t`` and ``t2d``, without the embedding.
 
-        ``layers``: the hidden states it was trained on, if they are not 2, L // 2 and L - 3 (written as "inputs of
-        layer i", which an id 1 in the first place would not mean).
+        Args:
+            layers: the hidden states it was trained on, if not 2, L // 2 and L - 3; written as "input of layer i".
 
         Raises:
-            ValueError: something that this layout cannot say: ``layers`` that start with 1 (its readers take that for
-                "output of layer 1"), or that the normed output is fed back.
+            ValueError: the layout cannot represent the head: ``layers`` starts with 1 (read as "output of layer 1"),
+                or `feed_normed`.
         """
         if layers and layers[0] == 1:
-            raise ValueError("layers cannot start with 1: in this layout that means the output of layer 1, which is 2")
+            raise ValueError(
+                "layers cannot start with 1: in this layout 1 means the output of layer 1, which is hidden state 2"
+            )
         if self.feed_normed:
-            raise ValueError("this layout cannot say that the normed output is fed back (feed_normed)")
+            raise ValueError("this layout cannot represent feed_normed, a normed output that is fed back")
         rows, vocab = len(self.lm_head.weight), len(self.embed_tokens.weight)
         tensors = {
             key.replace("layers.0.", "midlayer.", 1): tensor
@@ -159,7 +161,7 @@ class Eagle3Head(FeatureHead):
 
 
 class Eagle3(FeatureDrafter):
-    """Drafts a chain, a fixed tree or EAGLE-2's dynamic tree with an EAGLE-3 head.
+    """Drafts a chain, a static tree or EAGLE-2's dynamic tree with an EAGLE-3 head.
 
     Checkpoints: the authors' (``midlayer.*``), SpecForge's, and those of vllm-project/speculators (``layers.0.*``).
     """
@@ -182,8 +184,8 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         depth = target_model.config.get_text_config().num_hidden_layers
-        yield from other_layers(_read(config.layers, depth), depth)
-        yield from eagle3_norms(heads, len(_read(config.layers, depth)))
+        yield from other_layers(_resolved(config.layers, depth), depth)
+        yield from eagle3_norms(heads, len(_resolved(config.layers, depth)))
         yield from rotary_bases(heads, target_model)
         yield from draft_vocabulary(heads)
         yield from other_embedding(heads)
@@ -196,21 +198,23 @@ class Eagle3(FeatureDrafter):
 def read_head(
     checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None = None, make: type[Eagle3Head] = Eagle3Head
 ) -> Eagle3Head:
-    """The head in ``checkpoint``.
+    """Read the head of ``checkpoint``.
 
     Args:
-        target: a causal LM of transformers, whose embedding it takes if it has none.
-        layers: the hidden states that it is to be given, if not `LAYERS`.
-        make: `Eagle3Head`, or what is more than one.
+        target: a causal LM of transformers; its embedding is used if the checkpoint has none.
+        layers: the hidden states that the head reads, if not `LAYERS`.
+        make: `Eagle3Head` or a subclass.
 
     Raises:
-        ModelError: no EAGLE-3 head, names or shapes that do not fit, or a head that was made for other hidden states.
+        ModelError: not an EAGLE-3 head, names or shapes do not fit, or the head was trained on other hidden states.
     """
     raw, tensors = checkpoint.config, renamed(checkpoint.tensors)
     if not is_eagle3(tensors):
-        raise checkpoint.refused("they are no EAGLE-3 heads: neither midlayer.hidden_norm nor layers.0.hidden_norm")
+        raise checkpoint.refused(
+            "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
+        )
     if make is Eagle3Head and "mask_hidden" in tensors:
-        raise checkpoint.refused("they are P-EAGLE's (mask_hidden); take drafter 'p-eagle'")
+        raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
     config = layer_config(checkpoint, tensors)
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     size, vocab = config.hidden_size, len(output)
@@ -221,7 +225,7 @@ def read_head(
     width = _feature_size(checkpoint, target, layers)
     for key, name in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
         if raw.get(key) and not any(tensor.startswith(name) for tensor in tensors):
-            raise checkpoint.refused(f"config.json says {key}, but there is no tensor {name}*")
+            raise checkpoint.refused(f"config.json has {key}, but the tensors {name}* are missing")
     feed_normed, head_norm = _normed(raw)
     head = make(
         config,
@@ -242,41 +246,41 @@ def read_head(
 
 
 def _normed(config: dict[str, Any]) -> tuple[bool, bool]:
-    """Is the normed output fed back, and is the output normed before the head? What ``norm_output`` says.
+    """Read ``norm_output``: True if the normed output is fed back, and True if the output is normed before the head.
 
-    One key, two meanings. In EAGLE-3.1, and wherever such heads are served, true is that the normed output is fed back;
-    it is normed before the head in any case. SpecForge's earlier heads say false where it is not normed there. Those of
-    EAGLE-3.1 name ``fc_norm`` beside it, and speculators' are EAGLE-3.1's.
+    The key has two meanings. In EAGLE-3.1 and in serving engines, true means that the normed output is fed back; the
+    output is normed before the head in any case. In SpecForge's earlier heads, false means that it is not normed
+    there. Heads of EAGLE-3.1 have ``fc_norm``, too, or are written by speculators.
     """
-    said = config.get("norm_output")
+    value = config.get("norm_output")
     newer = "speculators_config" in config or "fc_norm" in config
-    return bool(said), said is None or bool(said) or newer
+    return bool(value), value is None or bool(value) or newer
 
 
 def named_layers(checkpoint: Checkpoint) -> list[int] | None:
-    """The hidden states that the config says the head reads, as `Config.layers` counts them; None = it does not say."""
+    """Hidden states of the checkpoint's config, in the numbering of `Config.layers`; None if it has none."""
     settings = {**checkpoint.config, **(checkpoint.config.get("eagle_config") or {})}
-    named = settings.get("eagle_aux_hidden_state_layer_ids")
-    if not named:
+    ids = settings.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
         return None
-    # Ids are written as "input of layer i", which is hidden state i, or, starting with 1, as outputs.
-    outputs = named[0] == 1 and "speculators_config" not in checkpoint.config
-    return [i + 1 if outputs else i for i in named]
+    # Ids number inputs of layers, which are hidden states, or, if they start with 1, outputs.
+    outputs = ids[0] == 1 and "speculators_config" not in checkpoint.config
+    return [i + 1 if outputs else i for i in ids]
 
 
-def _read(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """The hidden states of a target with ``depth`` layers, or `LAYERS`, counted from its embedding."""
+def _resolved(layers: tuple[int, ...] | None, depth: int) -> list[int]:
+    """Resolve ``layers`` (default: `LAYERS`) for a target of ``depth`` layers; 0 = its embedding."""
     return [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in layers or LAYERS]
 
 
 def _feature_size(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None) -> int:
-    """L x Ht. Raises ModelError where the checkpoint names other hidden states and ``layers`` says nothing."""
+    """L x Ht. Raises ModelError if ``layers`` is not given and the checkpoint was trained on other hidden states."""
     text = target.config.get_text_config()
     depth = text.num_hidden_layers
-    read = _read(layers, depth)
-    wanted = named_layers(checkpoint)
-    if wanted and layers is None and wanted != read:
+    used = _resolved(layers, depth)
+    trained = named_layers(checkpoint)
+    if trained and layers is None and trained != used:
         raise checkpoint.refused(
-            f"they read the hidden states {wanted} of the target, not {read}; write layers: {wanted}"
+            f"they read the hidden states {trained} of the target, not {used}; write layers: {trained}"
         )
-    return len(read) * text.hidden_size
+    return len(used) * text.hidden_size

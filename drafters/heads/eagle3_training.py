@@ -1,10 +1,9 @@
 """Train an EAGLE-3 head for a frozen target.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test", 2025, section 3.2. The head is run several times over each text: first on the target's features,
-then each time on its own output of the pass before, with the text's tokens one place further on, which is what it
-meets when it drafts. A later pass sees the keys of the first one up to its own position, and of the passes since only
-those of its own chain.
+Training-Time Test", 2025, section 3.2. The head runs several times over each text: first on the target's features,
+then on its own output of the previous pass with the text's tokens shifted by one, as in drafting. A later pass attends
+to the keys of the first one up to its own position, and in the passes since only to those of its own chain.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from .eagle_weights import make_config
 
 
 def default_layers(depth: int) -> tuple[int, ...]:
-    """The hidden states that an EAGLE-3 head of a target of ``depth`` layers reads."""
+    """Default hidden states of an EAGLE-3 head for a target of ``depth`` layers."""
     return tuple(int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in LAYERS)
 
 
 def _rope_theta(config: Any) -> float:
-    """The target's, which the weights that the head starts from were made for; 10000 where it has not just one."""
+    """The target's ``rope_theta``, which fits the initial weights; 10000 if it has several."""
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return float(theta) if isinstance(theta, int | float) else 10000.0
 
 
 @torch.no_grad()
 def start_as_last_layer(target: Any, head: Eagle3Head) -> None:
-    """Let the head begin as the target's last layer on the highest of its features, as far as shapes allow.
+    """Initialise the head with the target's last layer on the highest feature, as far as shapes allow.
 
-    Where attention reads [embedding; feature], the feature's half takes the target's weights. A head that starts from
-    random weights needs many more steps to get as far.
+    Where attention reads [embedding; feature], the feature's half gets the target's weights. Random initialisation
+    needs many more steps.
     """
     decoder, layer, size = target.get_decoder(), head.layers[0], head.fc.out_features
     norm = getattr(decoder, "norm", None)
-    # Gemma's norms multiply by 1 + weight; what is copied from such a layer would mean something else here.
+    # Gemma's norms multiply by 1 + weight; copied weights would be wrong.
     if norm is None or not torch.allclose(norm(torch.ones_like(norm.weight)), norm.weight, rtol=0.02):
         return
-    theirs = decoder.layers[-1].state_dict() | {"norm.weight": norm.weight}
-    # What the target norms before its layers: features before the last one, embeddings before the first.
-    theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight")
-    theirs["input_layernorm.weight"] = decoder.layers[0].state_dict().get("input_layernorm.weight")
+    source_state = decoder.layers[-1].state_dict() | {"norm.weight": norm.weight}
+    # Input norms: that of the last layer for features, that of the first one for embeddings.
+    source_state["hidden_norm.weight"] = source_state.get("input_layernorm.weight")
+    source_state["input_layernorm.weight"] = decoder.layers[0].state_dict().get("input_layernorm.weight")
     for name, weight in [*layer.named_parameters(), ("norm.weight", head.norm.weight)]:
-        source = theirs.get(name)
+        source = source_state.get(name)
         if source is None:
             continue
         if source.shape == weight.shape:
@@ -70,20 +69,23 @@ def start_as_last_layer(target: Any, head: Eagle3Head) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Training(TrainingConfig):
-    """How to train an EAGLE-3 head."""
+    """Options of ``crossdraft train eagle3``."""
 
     name = "eagle3"
 
     learning_rate: float = option(1e-3, "of AdamW at its peak", above=0, at_most=10)
     unroll: int = option(
         0,
-        "times the head is run over a text, drafting so many tokens (default: 3 on a CPU, else 5)",
+        "passes of the head over a text, one per drafted token (default: 3 on a CPU, else 5)",
         at_least=0,
         at_most=64,
     )
-    decay: float = option(0.8, "weight of a run's loss, relative to that of the run before it", at_least=0, at_most=1)
+    decay: float = option(0.8, "weight of a pass's loss relative to the previous pass's", at_least=0, at_most=1)
     draft_vocab: int = option(
-        8192, "most frequent response tokens that the head knows (0: all tokens)", at_least=0, at_most=10_000_000
+        8192,
+        "size of the head's vocabulary: the most frequent response tokens (0: all tokens)",
+        at_least=0,
+        at_most=10_000_000,
     )
     layers: tuple[int, ...] = option(
         (),
@@ -106,7 +108,7 @@ class Eagle3Training(TrainingConfig):
 
 
 class Eagle3Trainee(Trainee):
-    """A head with one decoder layer like the target's, and the target's rows of its vocabulary to start from."""
+    """A head with one decoder layer like the target's; its LM head starts as the target's rows."""
 
     student: Eagle3Head
 
@@ -116,8 +118,8 @@ class Eagle3Trainee(Trainee):
         layers, depth, vocab = recipe.layers, text.num_hidden_layers, len(self.head)
         if len(layers) != 3 or any(not 0 <= i < depth for i in layers) or layers[0] == 1:
             raise UsageError(
-                f"--layers must name three of the target's hidden states 0 to {depth - 1}, the first of them not 1 "
-                f"(readers of EAGLE-3 configs take that for 2), got {','.join(map(str, layers))}"
+                f"--layers {','.join(map(str, layers))}: must name three of the hidden states 0 to {depth - 1}, the "
+                "first of them not 1 (readers of EAGLE-3 configs interpret it as 2)"
             )
         self.hidden_layers = (*layers, -1)
         self.drafter = {"name": "eagle3"} if layers == default_layers(depth) else {"name": "eagle3", "layers": layers}
@@ -139,22 +141,24 @@ class Eagle3Trainee(Trainee):
         checkpoint, read = load_checkpoint(name), list(self.recipe.layers)
         if (named := named_layers(checkpoint)) and named != read:
             raise UsageError(
-                f"{name} reads the hidden states {named}, not {read}; say --layers {','.join(map(str, named))}"
+                f"{name} reads the hidden states {named}, not {read}; add --layers {','.join(map(str, named))}"
             )
         head = read_head(checkpoint, self.target.model, self.drafter.get("layers"))
         if head.feed_normed:
-            raise UsageError(f"{name} feeds its normed output back, which the layout that is written cannot say")
+            raise UsageError(
+                f"{name} feeds its normed output back (feed_normed), which the written layout cannot represent"
+            )
         size = self.target.model.config.get_text_config().hidden_size
         if head.config.hidden_size != size:
             raise UsageError(f"{name} has hidden states of size {head.config.hidden_size}, the target of {size}")
         self._start = head.to(self.head.device, torch.float32)
-        # Read heads hold their tables as they are, perhaps the target's own.
+        # The table may be the target's own tensor: copy it.
         self._start.lm_head.weight = nn.Parameter(head.lm_head.weight.detach().clone())
 
     def prepare(self, texts: Sequence[Text]) -> None:
         self.student = self._new(texts) if self._start is None else self._start
         ids = self.student.target_ids
-        #: The target's rows of the drafted tokens, and whether a token is one of them.
+        #: The target's rows of the head's vocabulary; ``_known [V]`` marks its tokens.
         self._rows = self.head if ids is None else self.head[ids]
         self._known = torch.ones(len(self.head), dtype=torch.bool, device=self.head.device)
         if ids is not None:
@@ -166,27 +170,27 @@ class Eagle3Trainee(Trainee):
         self._no_bias = torch.zeros(len(self._rows), device=self.head.device)
 
     def _new(self, texts: Sequence[Text]) -> Eagle3Head:
-        """A head with the most frequent tokens of the texts as its vocabulary."""
-        wanted, vocab = self.recipe.draft_vocab, len(self.head)
+        """Make a head whose vocabulary is the most frequent tokens of the texts."""
+        size, vocab = self.recipe.draft_vocab, len(self.head)
         ids = None
-        if 0 < wanted < vocab:
+        if 0 < size < vocab:
             responses = (token for text in texts for token in text.response)
-            ids = most_frequent(responses, wanted, vocab).to(self.head.device)
+            ids = most_frequent(responses, size, vocab).to(self.head.device)
         embedding: Any = self.target.model.get_input_embeddings()
         width = self.head.shape[1] * (len(self.hidden_layers) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
-            # In float32, like what is trained.
+            # In float32, as all trained weights.
             return Eagle3Head(self._config, embedding.weight.float(), width, target_ids=ids).to(self.head.device)
 
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens that the head does not know are left out, and chains through them: neither comes up in drafting."""
+        """Compute the loss without tokens outside the head's vocabulary and chains through them, never drafted."""
         r = self.recipe
         states, keep, target, tokens = self._unrolled(batch)
         known = self._known[tokens]
-        for s in range(r.unroll):  # a chain of s tokens and the one that is drafted
-            before = functional.pad(known, (s, 0), value=True)[:, : known.shape[1]]
-            keep[s:] &= before
+        for s in range(r.unroll):  # s drafted tokens and the next one
+            prefix = functional.pad(known, (s, 0), value=True)[:, : known.shape[1]]
+            keep[s:] &= prefix
         flat = batch.predicts.sum(1)[:, None] > torch.arange(known.shape[1], device=known.device)
         loss, same = distil_many(
             states[:, flat],
@@ -204,28 +208,31 @@ class Eagle3Trainee(Trainee):
     def acceptance(self, batch: Batch) -> list[Tensor]:
         states, keep, target, _ = self._unrolled(batch)
         flat = keep.any(0)
-        found = overlap(states[:, flat], target[flat], self.student.lm_head.weight, self.head, self.student.target_ids)
-        return [same[kept] for same, kept in zip(found, keep[:, flat], strict=True)]
+        overlaps = overlap(
+            states[:, flat], target[flat], self.student.lm_head.weight, self.head, self.student.target_ids
+        )
+        return [same[kept] for same, kept in zip(overlaps, keep[:, flat], strict=True)]
 
     def _unrolled(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The training-time test, K passes, for the R response tokens of the longest response.
+        """Run the training-time test, K passes, for the R tokens of the longest response.
 
-        Returns what the head reads to draft token i of a response in pass s, ``[K, n, R, H]``, that is with s tokens
-        of the text drafted before it; whether there is such a draft, ``[K, n, R]`` bool; the target's last hidden
-        states for the same tokens, ``[n, R, H]``; and the tokens ``[n, R]``.
+        Returns:
+            inputs of the LM head for token i of a response in pass s, after s drafted tokens, ``[K, n, R, H]``; True
+            if this draft exists, ``[K, n, R]``; the target's last hidden states for the same tokens, ``[n, R, H]``;
+            and the tokens ``[n, R]``.
         """
         from transformers import DynamicCache
 
         ids, hidden, head = batch.ids, batch.hidden, self.student
         n, width = ids.shape
         pairs, count = width - 1, int(batch.predicts.sum(1).max())
-        # Row r is the pair that drafts token r of the response at once: two places before it. Rows of short responses
-        # run over the end; they are nothing's keys but their own, and left out.
+        # Row r is the pair that drafts token r of the response in the first pass, two positions before it. Rows beyond
+        # a short response attend to themselves only, and are masked.
         first = batch.predicts.int().argmax(1) - 1
         rows = first[:, None] + torch.arange(count, device=ids.device)
 
         def at(values: Tensor, shift: int) -> Tensor:
-            """``[n, L, ..]`` -> ``[n, R, ..]``, so many places after each row."""
+            """Gather ``[n, R, ..]`` from ``[n, L, ..]``, ``shift`` positions after each row."""
             index = (rows + shift).clamp(0, values.shape[1] - 1)
             return values[torch.arange(n, device=ids.device)[:, None], index]
 
@@ -234,16 +241,16 @@ class Eagle3Trainee(Trainee):
         features = head.fuse(hidden[:, :-1, :-1])
         out = at(head.advance(head.embed_tokens(ids[:, 1:]), features, positions, None, cache), 0)
         own = torch.eye(count, dtype=torch.bool, device=ids.device).expand(n, -1, -1)
-        seen = positions[:, None] <= rows[..., None]  # keys of the first pass, by row
+        visible = positions[:, None] <= rows[..., None]  # keys of the first pass, by row
         states, keep = [], []
         for s in range(self.recipe.unroll):
             if s:
-                seen = torch.cat([seen, own], -1)
+                visible = torch.cat([visible, own], -1)
                 embeds = head.embed_tokens(at(ids, 1 + s))
-                out = head.advance(embeds, head.recurrent(out), rows + s, seen[:, None], cache)
-            # Row r drafts token r + s, where responses have as many.
+                out = head.advance(embeds, head.recurrent(out), rows + s, visible[:, None], cache)
+            # Row r drafts token r + s.
             shift = min(s, count)
-            states.append(functional.pad(head.scored(out)[:, : count - shift], (0, 0, shift, 0)))
+            states.append(functional.pad(head.head_input(out)[:, : count - shift], (0, 0, shift, 0)))
             inside = (rows >= 0) & (rows < pairs - s)
             drafts = at(functional.pad(batch.drafts(s), (0, s)), 0) & inside
             keep.append(functional.pad(drafts[:, : count - shift], (shift, 0)))
@@ -259,8 +266,8 @@ class Eagle3Trainee(Trainee):
         return (
             f"An EAGLE-3 head for {self.target_name}",
             f"One decoder layer ({size / 1e6:.1f} M trained parameters) that drafts for `{self.target_name}`. It reads "
-            f"the target's hidden states {', '.join(map(str, r.layers))}, knows {len(self._rows)} tokens, and takes "
-            f"the target's embedding, which is not stored here.{layers}",
+            f"the target's hidden states {', '.join(map(str, r.layers))}, has a vocabulary of {len(self._rows)} tokens "
+            f"and shares the target's embedding, which is not stored here.{layers}",
             f"{r.divergence} on response tokens, over the head's vocabulary; training-time test of {r.unroll} passes, "
             f"pass k weighted by {r.decay:g}^k",
         )

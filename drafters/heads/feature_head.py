@@ -1,8 +1,8 @@
-"""Heads that are a decoder layer over pairs of token and feature: the module, and its slots.
+"""Heads made of decoder layers over pairs of token and feature: the module, and its slots.
 
-A *pair* is the token at t + 1 and the feature at t: the target's own hidden state where the token before it is
-committed, the head's own output where it is drafted. Pair t sits in slot t of the head's cache, at position t; a
-constant shift of all positions is nothing to rotary embeddings.
+A *pair* is the token at t + 1 and the feature at t: the target's hidden state if token t is committed, the head's own
+output if it is drafted. Pair t has index t in the head's cache, and position t; rotary embeddings are invariant to the
+constant shift.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...framework.contracts.draft import on_device
 
 @dataclass
 class HeadOutput:
-    """What a pass of a head gives.
+    """Output of a head's forward pass.
 
     Attributes:
-        logits: ``[B, W, Vd]`` of the token after each pair (fewer positions with ``logits_to_keep``).
-        features: ``[B, W, H]``, what takes the target's place in the next pair.
+        logits: ``[B, W, Vd]`` after each pair (fewer positions with ``logits_to_keep``).
+        features: ``[B, W, H]``, the features of the next pairs of drafted tokens.
     """
 
     logits: Tensor
@@ -36,13 +36,13 @@ class HeadOutput:
 
 
 class Head(nn.Module):
-    """What every head is that has decoder layers of its own.
+    """Base of the heads with decoder layers of their own.
 
     Attributes:
-        config: a transformers config of its decoder layers.
-        embed_tokens: ``[V, H]``, frozen; the target's own tensor where the heads bring none.
+        config: transformers config of the decoder layers.
+        embed_tokens: ``[V, H]``, frozen; the target's tensor if the checkpoint has none.
         lm_head: ``[Vd, H]``; the same.
-        target_ids: ``[Vd]`` int64, the target's id of each row of ``lm_head``; ``None`` where they are the same ids.
+        target_ids: ``[Vd]`` int64, the target's id of each row of ``lm_head``; ``None`` = identical ids.
     """
 
     config: Any
@@ -63,25 +63,27 @@ class Head(nn.Module):
 
 
 class FeatureHead(Head, ABC):
-    """Base of the heads that draft token by token: they run over whole sequences or, with a cache, piece by piece."""
+    """Base of the heads that draft token by token; they run over whole sequences or, with a cache, incrementally."""
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """``hidden [.., L, Ht]``, the target's hidden states of the L layers asked for -> features ``[.., H]``."""
+        """Compute features ``[.., H]`` from ``hidden [.., L, Ht]``, the target's hidden states of L layers."""
         return hidden.to(self.dtype).flatten(-2)
 
     @abstractmethod
     def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
-        """The decoder layers over pairs: ``embeds [B, W, H]`` and ``features [B, W, H]`` -> ``[B, W, H]``.
+        """Run the decoder layers on pairs of ``embeds [B, W, H]`` and ``features [B, W, H]``; return ``[B, W, H]``.
 
-        ``mask``: what the layers take, or a dict of it by layer type; ``cache``: transformers' cache or ``None``.
+        Args:
+            mask: attention mask of the layers, or a dict of masks by layer type.
+            cache: a transformers cache, or ``None``.
         """
 
     def recurrent(self, out: Tensor) -> Tensor:
-        """The feature ``[B, W, H]`` that is fed back, from the last layer's output."""
+        """Compute the features ``[B, W, H]`` to feed back from the last layer's output."""
         return out
 
-    def scored(self, out: Tensor) -> Tensor:
-        """What ``lm_head`` reads, from the last layer's output."""
+    def head_input(self, out: Tensor) -> Tensor:
+        """Compute the input of ``lm_head`` from the last layer's output."""
         return out
 
     def forward(
@@ -94,43 +96,43 @@ class FeatureHead(Head, ABC):
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> HeadOutput:
-        """Score what follows each pair.
+        """Compute logits of the token after each pair.
 
         Args:
-            input_ids: ``[B, W]`` the tokens, each one position after its feature.
+            input_ids: ``[B, W]`` tokens, each one position after its feature.
             features: ``[B, W, H]`` fused features of the target, or the head's own.
             attention_mask: additive ``[B, 1, W, keys]``; ``None`` = causal over the W pairs (then without a cache).
             position_ids: ``[B, W]``; 0, 1, .. by default.
             past_key_values: a transformers cache that the layers append to.
-            logits_to_keep: the last so many positions, 0 = all; ``[B]`` or ``[B, n]`` = one or n positions of each row.
+            logits_to_keep: number of last positions, 0 = all; ``[B]`` or ``[B, n]`` = one or n positions of each row.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        mask = self._windows(input_ids.shape[1]) if attention_mask is None else attention_mask
+        mask = self._sliding_masks(input_ids.shape[1]) if attention_mask is None else attention_mask
         out = self.advance(self.embed_tokens(input_ids), features, position_ids, mask, past_key_values)
         if isinstance(logits_to_keep, Tensor):
             rows = torch.arange(len(out), device=out.device)[:, None]
             kept = out[rows, logits_to_keep.view(len(out), -1)]
         else:
             kept = out[:, -logits_to_keep:]
-        return HeadOutput(self.lm_head(self.scored(kept)), self.recurrent(out))
+        return HeadOutput(self.lm_head(self.head_input(kept)), self.recurrent(out))
 
-    def _windows(self, width: int) -> dict[str, Tensor | None] | None:
-        """Masks by layer type for W pairs without a cache, if there are sliding layers: those do not follow from W."""
+    def _sliding_masks(self, width: int) -> dict[str, Tensor | None] | None:
+        """Masks by layer type for W pairs without a cache; ``None`` without sliding layers."""
         kinds = getattr(self.config, "layer_types", None) or ()
         if "sliding_attention" not in kinds or getattr(self.config, "use_sliding_window", True) is False:
             return None
-        near = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        near &= near.triu(1 - self.config.sliding_window)
+        window = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        window &= window.triu(1 - self.config.sliding_window)
         mask = torch.zeros(width, width, dtype=self.dtype, device=self.device)
-        mask = mask.masked_fill(~near, torch.finfo(self.dtype).min)[None, None]
+        mask = mask.masked_fill(~window, torch.finfo(self.dtype).min)[None, None]
         return {"full_attention": None, "sliding_attention": mask}
 
 
 class FeatureLM:
     """B slots of a head, used like an :class:`~crossdraft.framework.contracts.lm.LM` but counting pairs, not tokens.
 
-    Drafted nodes take their parent's feature by themselves, so that trees grow as with any model.
+    `forward` feeds each drafted node its parent's feature, so chains and trees are drafted as with any model.
 
     Args:
         lm: slots of the head, from `DraftContext.slots`.
@@ -141,8 +143,8 @@ class FeatureLM:
         self.head, self.vocab_size, self.batch_size = head, vocab_size, lm.batch_size
         self._lm = lm
         self._lm.hidden_layers = (-1,)
-        # Heads name the length they were trained on; rotary positions go on beyond it, and the target's own context
-        # bounds every sequence.
+        # A head's context length is its training length, which rotary positions may exceed; the target's context
+        # length bounds every sequence.
         self._lm.context_length = None
         self.device = self._lm.device
 
@@ -155,24 +157,24 @@ class FeatureLM:
         return self._lm.passes
 
     def start(self, row: int, tokens: Sequence[int], features: Tensor) -> None:
-        """Slot ``row`` starts over with the pairs of all ``tokens`` but the last, ``features [len(tokens) - 1, H]``."""
+        """Start slot ``row`` with the pairs of all ``tokens`` except the last, ``features [len(tokens) - 1, H]``."""
         self._lm.start(row, tokens, features=features)
 
     def commit(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> Tensor:
-        """Feed and keep the first ``counts[b]`` pairs of each row; logits ``[B, V]`` after the last one.
+        """Feed and commit the first ``counts[b]`` pairs of each row; return logits ``[B, V]`` after the last one.
 
-        ``tokens [B, W]`` and ``features [B, W, H]`` are padded; the logits of a row without pairs mean nothing.
+        ``tokens [B, W]`` and ``features [B, W, H]`` are padded; the logits of a row without pairs are meaningless.
         """
         last = on_device(list(counts), self.device).clamp(min=1) - 1
         logits, hidden = self._lm.forward(tokens, features=features, logits_to_keep=last)
         assert hidden is not None
         self._lm.commit(counts)
-        #: ``[B, 1 + grown, H]``: the feature after the last pair, then those of the nodes grown since.
+        #: ``[B, 1 + n, H]``: the feature after the last pair, then those of the n nodes drafted since.
         self._features = hidden[torch.arange(len(last), device=self.device), last]
-        return widened(logits, self.head.target_ids, self.vocab_size)[:, 0]
+        return expand_vocab(logits, self.head.target_ids, self.vocab_size)[:, 0]
 
     def forward(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Add drafted nodes, see :meth:`LM.forward`; returns logits ``[B, W, V]``. A chain grows one node at a time."""
+        """Feed drafted nodes, see :meth:`LM.forward`; return logits ``[B, W, V]``. Without parents, W = 1."""
         if parents is None:
             features = self._features[:, -1:]
         else:
@@ -180,7 +182,7 @@ class FeatureLM:
         logits, hidden = self._lm.forward(tokens, parents, features=features)
         assert hidden is not None
         self._features = torch.cat([self._features, hidden[:, :, 0]], 1)
-        return widened(logits, self.head.target_ids, self.vocab_size)
+        return expand_vocab(logits, self.head.target_ids, self.vocab_size)
 
     def forget(self) -> None:
         """Drop all drafted nodes."""
@@ -190,13 +192,13 @@ class FeatureLM:
         self._lm.free(row)
 
 
-def widened(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits ``[.., Vd]`` of a reduced vocabulary, ``ids [Vd]`` -> ``[.., V]``; ``ids`` None = they are whole.
+def expand_vocab(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Expand logits ``[.., Vd]`` of the reduced vocabulary ``ids [Vd]`` to ``[.., V]``; ``ids`` None = not reduced.
 
-    -inf elsewhere: q is 0 there, and [p - q]+ covers the rest.
+    Other tokens get -inf: q is 0 there, and the residual [p - q]+ covers them.
     """
     if ids is None:
         return logits
-    wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    wide[..., ids] = logits
-    return wide
+    expanded = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    expanded[..., ids] = logits
+    return expanded

@@ -1,8 +1,8 @@
-"""What every drafter holds whose head reads the target's hidden states: those that were committed and not yet fed.
+"""The base class of drafters whose head reads the target's hidden states: a buffer of features not yet fed.
 
-The features of committed tokens are the target's own, from the very pass that verified them: of the accepted path of a
-step, the root first. They wait here until the head is fed again, so its keys and values depend on the committed
-tokens alone, whatever was drafted and rejected on the way.
+The features of committed tokens come from the target's pass that verified them: the root and the accepted path of each
+step. They are buffered until the head's next pass, so its cache depends on the committed tokens only, not on earlier
+drafts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..autoregressive.length_policy import LengthPolicy
 
 
 class FeatureReader(Drafter):
-    """Base of the drafters with a head over features. A subclass loads the head and makes ``lm`` and ``policy``.
+    """Base of the drafters with a head on features. A subclass loads the head and creates ``lm`` and ``policy``.
 
     Attributes:
-        head: the module, on the target's device; it has ``embed_tokens``, ``dtype`` and ``fuse``.
-        lm: its slots, whatever they count.
+        head: the module, on the target's device, with ``embed_tokens``, ``dtype`` and ``fuse``.
+        lm: slots of the head.
     """
 
     config: Any
@@ -37,26 +37,26 @@ class FeatureReader(Drafter):
         if context.target_model is None:
             raise ModelError(
                 f"drafter '{self.name}' reads the features of its target and shares its embedding, but this target is "
-                "no transformers model"
+                "not a transformers model; use another drafter"
             )
         self.head = self.load().to(context.device).eval()
-        # Parameters alone: a rotary embedding in bfloat16 would put tokens in the wrong places. And none of the
-        # target's, whose embedding and head need not be of one precision.
+        # Cast parameters only: rotary buffers in bfloat16 would give wrong positions. The target's parameters stay as
+        # they are: its embedding and head may differ in precision.
         shared = {id(weight) for weight in context.target_model.parameters()}
         for weight in self.head.parameters():
             if id(weight) not in shared:
                 weight.data = weight.data.to(self.head.dtype)
         self.sampling = context.sampling.at(self.config.temperature)
-        self._wanted = [0] * context.batch_size
+        self._draft_lengths = [0] * context.batch_size
         self._pending: list[list[Tensor]] = [[] for _ in range(context.batch_size)]  # features not yet fed
 
     @abstractmethod
     def load(self) -> Any:
-        """The head. Raises ModelError for a checkpoint that does not fit."""
+        """Load the head. Raises ModelError if the checkpoint does not fit."""
 
     @classmethod
     def layers(cls, config: Any) -> tuple[float, ...]:
-        """The layers whose hidden states the head reads, see `DraftTraits.hidden_layers`."""
+        """Layers whose hidden states the head reads, see `DraftTraits.hidden_layers`."""
         return (-1,)
 
     def reset(self) -> None:
@@ -83,10 +83,10 @@ class FeatureReader(Drafter):
         for row, (history, tau) in enumerate(zip(sequences.history, accepted, strict=True)):
             if history:
                 self._pending[row].append(features[row, : tau + 1])
-        self.policy.observe(accepted, self._wanted)
+        self.policy.observe(accepted, self._draft_lengths)
 
     def _features(self, hidden: Tensor | None) -> Tensor:
-        """Those of a prompt ``[len(prompt) - 1, H]``, from the target's hidden states."""
+        """Features of a prompt ``[len(prompt) - 1, H]``, from the target's hidden states."""
         if hidden is None:
             raise ContractError(
                 f"drafter '{self.name}' needs the target's hidden states of layers {self.layers(self.config)}, but "
@@ -94,20 +94,20 @@ class FeatureReader(Drafter):
             )
         return self.head.fuse(hidden)
 
-    def _taken(self) -> list[Tensor]:
-        """Per row, the features ``[n, H]`` that were committed and not yet fed; from here on they count as fed."""
-        features = [torch.cat(rows) if rows else self._none() for rows in self._pending]
+    def _pop_pending(self) -> list[Tensor]:
+        """Return the pending features ``[n, H]`` of each row, and clear the buffer."""
+        features = [torch.cat(rows) if rows else self._no_features() for rows in self._pending]
         self._pending = [[] for _ in features]
         return features
 
-    def _none(self) -> Tensor:
+    def _no_features(self) -> Tensor:
         return torch.empty(0, self.head.embed_tokens.embedding_dim, dtype=self.head.dtype, device=self.context.device)
 
 
 def last_state(draft: Draft, verdict: Verdict, scores: Scores) -> Tensor:
-    """``[B, Ht]``: the target's hidden state, of the first layer asked for, at its last accepted node (or root)."""
+    """``[B, Ht]``: the target's hidden state of the first requested layer at the last accepted node (or the root)."""
     assert scores.hidden is not None
-    last = verdict.length  # its index in the scores; 0 is the root
+    last = verdict.length  # index in the scores; 0 is the root
     if verdict.path is not None and draft.width:
         node = verdict.path.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
         last = torch.where(last > 0, node + 1, 0)

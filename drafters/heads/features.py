@@ -1,12 +1,11 @@
-"""What drafting heads that read the target's features share: EAGLE-1, -2 and -3, multi-token prediction.
+"""The base class of autoregressive heads on the target's features: EAGLE-1, -2 and -3, multi-token prediction.
 
-Such a head is a decoder layer over *pairs*: the token at t + 1 and the feature at t, the target's own hidden state
-where the token before it is committed, the head's own output where it is drafted. A pair of committed tokens is always
-fed with the target's feature, from the very pass that verified it; what was computed from the head's own is dropped
-after the draft. So the head's keys and values depend on the committed tokens alone, whatever was drafted on the way.
+Such a head is a decoder layer over *pairs* (see `feature_head`). A committed pair is always fed with the target's
+feature, from the pass that verified it; keys and values computed from the head's own features are dropped after the
+draft. So the head's cache depends on the committed tokens only, not on earlier drafts.
 
-A sequence of one token has no pair yet: such a row drafts nothing in its first step, because heads were
-never trained on a token without a feature.
+A sequence of one token has no pair yet, and heads were not trained on a token without a feature: such a row drafts
+nothing in its first step.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from ..autoregressive.trees import (
     Shape,
     Siblings,
     check_candidates,
-    dynamic_room,
+    dynamic_slack,
     grow_dynamic,
-    grow_fixed,
+    grow_static,
     tree_shape,
 )
 from .feature_head import FeatureHead, FeatureLM
@@ -42,32 +41,32 @@ from .feature_reader import FeatureReader
 
 
 class HeadConfig(StrategyConfig):
-    """Options of the drafters with such heads: a chain, a fixed tree or a dynamic tree."""
+    """Options of the drafters with such heads: a chain, a static tree or a dynamic tree."""
 
     model: str = Field(description="name, directory or Hub id of the heads' checkpoint")
     tree: Literal["static", "dynamic"] | None = Field(
-        None, description="static: of branching or choices; dynamic: EAGLE-2's; default: a chain"
+        None, description="static: from branching or choices; dynamic: EAGLE-2's; default: a chain"
     )
     gamma: int = Field(default=5, ge=0, le=MOST_LEVELS, description="a chain's draft length")
     policy: Policy = Field(
         default=Static(),
         description=f"a chain's length policy: {POLICIES}, e.g. {{name: confidence}}",
     )
-    branching: tuple[int, ...] = Field((2, 2, 1), description="static tree: children of every node of level 1, 2, ..")
+    branching: tuple[int, ...] = Field((2, 2, 1), description="static tree: children per node, level by level")
     choices: Choices | None = Field(
         None, description="static tree, instead of branching: nodes as lists of sibling ranks, e.g. [[0], [1], [0, 0]]"
     )
     siblings: Siblings = Field("top-k", description="static tree: top-k (point masses), without-replacement or greedy")
     depth: int = Field(default=4, ge=1, le=MOST_LEVELS, description="dynamic tree: levels, one pass of the head each")
     top_k: int = Field(
-        default=4, ge=1, le=MOST_SIBLINGS, description="dynamic tree: nodes expanded per level, and children of each"
+        default=4, ge=1, le=MOST_SIBLINGS, description="dynamic tree: nodes expanded per level, and children per node"
     )
     nodes: int = Field(default=12, ge=1, le=MOST_NODES, description="dynamic tree: nodes kept")
     temperature: float | None = Field(
         None, ge=0, description="drafting temperature of sampled drafts; default: the target's"
     )
 
-    #: Which kind of draft a key belongs to.
+    #: The kinds of draft that an option applies to.
     _KEYS: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "gamma": (None,),
         "policy": (None,),
@@ -86,7 +85,7 @@ class HeadConfig(StrategyConfig):
         for key, meant in self._KEYS.items():
             if self.tree not in meant and getattr(self, key) != type(self).model_fields[key].default:
                 owners = " or ".join(kinds[kind] for kind in meant)
-                raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}")
+                raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}; leave it out")
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
         if self.tree is None:
@@ -98,16 +97,16 @@ class HeadConfig(StrategyConfig):
         return self
 
     def shape(self) -> Shape:
-        """Of a static tree."""
+        """Build the static tree."""
         return tree_shape(self.branching, self.choices, contiguous=self.siblings != "top-k")
 
-    def chosen(self, target: Sampling) -> Siblings:
-        """How the children of a static tree's nodes are chosen."""
+    def effective_siblings(self, target: Sampling) -> Siblings:
+        """Siblings of a static tree for a target sampled with ``target``: top-k at temperature 0."""
         return "top-k" if target.at(self.temperature).temperature == 0 else self.siblings
 
 
 class FeatureDrafter(FeatureReader):
-    """Base of the drafters with such heads. A subclass says which layers it reads and loads its head."""
+    """Base of the drafters with such heads. A subclass defines `layers` and loads its head."""
 
     Config = HeadConfig
     config: HeadConfig
@@ -116,16 +115,16 @@ class FeatureDrafter(FeatureReader):
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         own = self.config
-        room = dynamic_room(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
-        self.lm = FeatureLM(self.head, context.slots(self.head, room=room), context.vocab_size)
+        slack = dynamic_slack(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
+        self.lm = FeatureLM(self.head, context.slots(self.head, room=slack), context.vocab_size)
         self.policy = own.policy.make(own.gamma, context.batch_size)
         self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None
-        self.siblings: Siblings = own.chosen(context.sampling)
+        self.siblings: Siblings = own.effective_siblings(context.sampling)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        # Never replayable: where a step started decides which features are the target's, and with it the laws.
+        # Never replayable: q depends on where the step started, since features up to there are the target's.
         layers = cls.layers(config)
         if config.tree == "dynamic":
             return DraftTraits(
@@ -139,7 +138,7 @@ class FeatureDrafter(FeatureReader):
                 hidden_layers=layers,
                 adapts=config.policy.make(config.gamma, 1).adapts,
             )
-        shape, siblings = config.shape(), config.chosen(sampling)
+        shape, siblings = config.shape(), config.effective_siblings(sampling)
         return DraftTraits(
             kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
             point_mass=siblings == "top-k",
@@ -157,48 +156,48 @@ class FeatureDrafter(FeatureReader):
         self._pending[row] = []
         self.policy.start(row)
         if len(prompt) == 1:
-            self.lm.start(row, [], self._none())
+            self.lm.start(row, [], self._no_features())
             return
         features = self._features(hidden)
-        # The last pair, the root's, is fed with the first draft.
+        # The last pair, that of the root, is fed with the first draft.
         self.lm.start(row, list(prompt[1:]), features[:-1])
         self._pending[row] = [features[-1:]]
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         has_pair = [len(history) > 1 for history in sequences.history]
-        limit = [most if some else 0 for most, some in zip(sequences.limit, has_pair, strict=True)]
-        self._wanted = self.policy.wanted(limit, sequences.occupied)
+        limit = [limit if ready else 0 for limit, ready in zip(sequences.limit, has_pair, strict=True)]
+        self._draft_lengths = self.policy.draft_lengths(limit, sequences.occupied)
         levels = self._levels(max(limit))
         if levels == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
-        root = self._catch_up(sequences)
-        draft = self._drafted(levels, root, on_device(limit, sequences.device), rng)
-        if draft.finite is not None:  # the logits of a row without a pair mean nothing
+        root = self._feed_pending(sequences)
+        draft = self._draft(levels, root, on_device(limit, sequences.device), rng)
+        if draft.finite is not None:  # the logits of a row without a pair are meaningless
             draft.finite = draft.finite | ~on_device(has_pair, sequences.device).bool()
         self.lm.forget()
         return draft
 
-    def _levels(self, most: int) -> int:
-        """How deep the deepest row may draft, if none may go deeper than ``most``."""
+    def _levels(self, limit: int) -> int:
+        """Number of levels to draft, given the largest limit of the rows."""
         if self.config.tree is None:
-            return max(self._wanted)
-        return min(most, self.config.depth if self.shape is None else len(self.shape.ranks))
+            return max(self._draft_lengths)
+        return min(limit, self.config.depth if self.shape is None else len(self.shape.ranks))
 
-    def _drafted(self, levels: int, root: Tensor, limit: Tensor, rng: StepRng) -> Draft:
+    def _draft(self, levels: int, root: Tensor, limit: Tensor, rng: StepRng) -> Draft:
         own = self.config
         if own.tree is None:
-            return grow_chain(root, self.lm.forward, self._wanted, self.policy, self.sampling, rng)
+            return grow_chain(root, self.lm.forward, self._draft_lengths, self.policy, self.sampling, rng)
         if self.shape is None:
             top_k = min(own.top_k, root.shape[1])
             return grow_dynamic(levels, top_k, own.nodes, root, self.lm.forward, limit)[0]
         shape = self.shape.cut(levels)
-        # A chain's mask is simpler without parents.
+        # A path needs no tree mask.
         expand = (lambda tokens, parents: self.lm.forward(tokens)) if shape.is_path else self.lm.forward
-        return grow_fixed(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
+        return grow_static(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
 
-    def _catch_up(self, sequences: Sequences) -> Tensor:
-        """Feed the pairs that were committed since, with the target's features; logits ``[B, V]`` after the root."""
-        features = self._taken()
+    def _feed_pending(self, sequences: Sequences) -> Tensor:
+        """Feed the newly committed pairs with the target's features; return logits ``[B, V]`` after the root."""
+        features = self._pop_pending()
         counts = [len(rows) for rows in features]
         tokens = [history[held + 1 :] for history, held in zip(sequences.history, self.lm.lengths, strict=True)]
         assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"

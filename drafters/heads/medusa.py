@@ -1,12 +1,12 @@
-"""Medusa: heads on the target's last hidden state draft the next tokens all at once.
+"""Medusa: heads on the target's last hidden state draft the next tokens in parallel.
 
 T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
 Multiple Decoding Heads", ICML 2024. Head i (from 0) at position t predicts token t + 2 + i (section 2.1.1, equation 1);
-token t + 1 is the root, which the target has already chosen. The features of a step's last accepted token come out
-of the target's own pass, so drafting costs the heads alone. A first token without predecessor is not drafted after.
+token t + 1 is the root, already chosen by the target. The features of the last accepted token come from the target's
+own pass, so drafting costs only the heads. A sequence of one token has no feature yet and drafts nothing.
 
-Heads do not see each other's tokens: their laws are independent of one another given the text, and exactly that is
-what a sampled chain reports. Trees hold the most probable tokens of each head (section 2.1.2) and are point masses.
+Heads are not conditioned on each other's tokens: their distributions are independent given the text, which is the q of
+a sampled chain. Trees hold the most probable tokens of each head (section 2.1.2) and are point masses.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ContractError, ModelError, UsageError
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
 from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
-from .feature_head import widened
+from .feature_head import expand_vocab
 from .feature_reader import last_state
 from .medusa_weights import read_heads
 from .misconfigurations import shifted_heads
 
-#: A chain is at most this long unless gamma says so.
+#: Maximum length of a chain if gamma is not set.
 MOST_HEADS = 16
-#: Published trees: how many children, of ranks 0, 1, .., each inner node has.
+#: Published trees: number of children, of ranks 0, 1, .., of each inner node.
 _TREES: dict[str, dict[tuple[int, ...], int]] = {
     "mc_sim_7b_63": {
         **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2},
@@ -55,35 +55,35 @@ TREES: dict[str, Choices] = {
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Choices:
-    """The ``nodes`` paths of ranks that are most probably right, if heads err independently (Medusa, section 2.3.3).
+    """Return the ``nodes`` most probable paths of ranks if heads err independently (Medusa, section 2.3.3).
 
-    A path's probability is the product of its ranks' accuracies, never more than its parent's, so taking the best
-    one left, time and again, yields a tree. Of equals the shorter comes first, then the lower ranks.
+    The probability of a path is the product of its accuracies, at most that of its parent, so greedy selection yields
+    a tree. Ties go to the shorter path, then to the lower ranks.
 
     Args:
-        accuracies: ``[heads][ranks]``, the probability that head i's token of rank k is right.
-        nodes: most nodes; there are fewer if no other path can be right.
+        accuracies: ``[heads][ranks]``, probability that head i's token of rank k is correct.
+        nodes: maximum number of nodes; fewer if all other paths have probability 0.
 
     Returns:
         choice lists, parents first.
     """
     chosen: list[tuple[int, ...]] = []
-    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # the root, which is not counted
-    while waiting and len(chosen) <= nodes:
-        product, depth, path = heapq.heappop(waiting)
+    frontier: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # the root, not counted
+    while frontier and len(chosen) <= nodes:
+        product, depth, path = heapq.heappop(frontier)
         chosen.append(path)
         for rank, accuracy in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
             if accuracy > 0:
-                heapq.heappush(waiting, (product * accuracy, depth + 1, (*path, rank)))
+                heapq.heappush(frontier, (product * accuracy, depth + 1, (*path, rank)))
     return tuple(sorted(chosen[1:], key=lambda path: (len(path), path)))
 
 
 class Medusa(Drafter):
-    """A chain of gamma tokens, one a head; or a tree of the heads' most probable ones.
+    """A chain of gamma tokens, one per head; or a tree of the heads' most probable tokens.
 
-    A chain is sampled, each token from its head's law warped like the target's; at temperature 0 it is the argmax
-    and a point mass. A tree is given as ``choices``, by its ``branching``, or found for a number of ``nodes`` from the
-    accuracies in the heads' config.
+    A chain is sampled, each token from its head's distribution warped like the target's; at temperature 0 it is the
+    argmax, a point mass. A tree is given as ``choices``, by ``branching``, or computed for a number of ``nodes`` from
+    the accuracies in the heads' config.
     """
 
     name = "medusa"
@@ -91,23 +91,26 @@ class Medusa(Drafter):
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of heads made for the target")
         heads: int | None = Field(
-            None, ge=1, le=MOST_LEVELS, description="use so many heads; needed if their config miscounts them"
+            None,
+            ge=1,
+            le=MOST_LEVELS,
+            description="number of heads to use; required if their config has a wrong number",
         )
         gamma: int | None = Field(
             None,
             ge=0,
             le=MOST_LEVELS,
-            description=f"length of a chain; default: one token a head, {MOST_HEADS} at most",
+            description=f"length of a chain; default: one token per head, at most {MOST_HEADS}",
         )
         choices: Choices | Literal["mc_sim_7b_63"] | None = Field(
             None, description="a tree: nodes as lists of ranks, e.g. [[0], [1], [0, 0]], or the published mc_sim_7b_63"
         )
-        branching: tuple[int, ...] | None = Field(None, description="a tree: children of every node of level 1, 2, ..")
+        branching: tuple[int, ...] | None = Field(None, description="a tree: children per node, level by level")
         nodes: int | None = Field(
             None,
             ge=1,
             le=MOST_NODES,
-            description="the best tree of so many nodes, by medusa_accuracies in the heads' config",
+            description="the best tree of this size, by medusa_accuracies in the heads' config",
         )
         temperature: float | None = Field(None, ge=0, description="temperature of a chain; default: the target's")
 
@@ -117,12 +120,14 @@ class Medusa(Drafter):
             if len(given) > 1:
                 raise ValueError(f"{' and '.join(given)} are different shapes; give one of them")
             if self.temperature is not None and given not in ([], ["gamma"]):
-                raise ValueError("temperature is for chains; a tree holds the most probable tokens at any temperature")
+                raise ValueError(
+                    "temperature belongs to a chain; a tree holds the most probable tokens at any temperature"
+                )
             self.shape()
             return self
 
         def shape(self) -> Shape | None:
-            """The tree, if it is known before the heads are."""
+            """Build the tree, if it does not depend on the heads."""
             if self.branching is None and self.choices is None:
                 return None
             choices = TREES[self.choices] if isinstance(self.choices, str) else self.choices
@@ -135,8 +140,8 @@ class Medusa(Drafter):
         target, name = context.target_model, self.config.model
         if target is None:
             raise ModelError(
-                "drafter 'medusa' reads the features of its target, but this target is no transformers model; use "
-                "another drafter"
+                "drafter 'medusa' reads the features of its target, but this target is not a transformers model; "
+                "use another drafter"
             )
         checkpoint = context.load_heads(name)
         self.heads, self._ids = read_heads(checkpoint, target, self.config.heads)
@@ -144,21 +149,21 @@ class Medusa(Drafter):
         self.sampling = context.sampling.at(self.config.temperature)
         size = self.heads.hidden_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._known = [False] * context.batch_size  # has the row a feature?
+        self._has_feature = [False] * context.batch_size
         self._tree = self.config.shape()
         if self.config.nodes is not None:
             self._tree = Shape.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
         if self._tree is not None:
             self.depth = len(self._tree.ranks)
-            self._lay_out(self._tree)
+            self._set_tree(self._tree)
         elif self.config.gamma is None:
             self.depth = min(len(self.heads), MOST_HEADS)
         else:
             self.depth = self.config.gamma
         if self.depth > len(self.heads):
             raise UsageError(
-                f"drafter 'medusa' is to draft {self.depth} tokens deep, but '{name}' has {len(self.heads)} heads, one "
-                "for each token; shorten gamma or the tree"
+                f"drafter 'medusa': the draft is {self.depth} tokens deep, but '{name}' has {len(self.heads)} heads, "
+                "one per token; shorten gamma or the tree"
             )
 
     @classmethod
@@ -186,68 +191,69 @@ class Medusa(Drafter):
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         return shifted_heads(heads)
 
-    def _lay_out(self, tree: Shape) -> None:
-        """Per node of the tree, level by level: parent, level and rank, ``[N]`` each."""
-        parents, levels, ranks, above = [], [], [], 0
-        for level, (of, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+    def _set_tree(self, tree: Shape) -> None:
+        """Store parent, level and rank of each node, ``[N]`` each."""
+        parents, levels, ranks, offset = [], [], [], 0
+        for level, (level_parents, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
             start = len(parents)
-            parents += [above + parent if level else -1 for parent in of]
+            parents += [offset + parent if level else -1 for parent in level_parents]
             levels += [level] * len(rank)
             ranks += rank
-            above = start
+            offset = start
         self._parents, self._levels, self._ranks = (
             on_device(values, self.context.device) for values in (parents, levels, ranks)
         )
         if max(ranks, default=0) >= self.heads.vocab_size:
             raise UsageError(
-                f"drafter 'medusa' is to draft rank {max(ranks)}, but the heads '{self.config.model}' know only "
-                f"{self.heads.vocab_size} tokens"
+                f"drafter 'medusa': the tree has rank {max(ranks)}, but the heads '{self.config.model}' have only "
+                f"{self.heads.vocab_size} tokens; use lower ranks"
             )
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self._known[row] = len(prompt) > 1
-        if self._known[row]:
+        self._has_feature[row] = len(prompt) > 1
+        if self._has_feature[row]:
             if hidden is None:
                 raise ContractError(
                     "drafter 'medusa' needs the target's last hidden state, but the target returned none; build it "
                     "with the drafter's traits.hidden_layers"
                 )
             self._features[row] = hidden[-1, 0]
-        else:  # what the last sequence left may be NaN
+        else:  # the last sequence may have left NaN
             self._features[row] = 0
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._known[row] = False
+        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limits = [
-            min(limit, self.depth) if known else 0 for limit, known in zip(sequences.limit, self._known, strict=True)
+            min(limit, self.depth) if known else 0
+            for limit, known in zip(sequences.limit, self._has_feature, strict=True)
         ]
         steps = max(limits)
         if steps == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         limit = on_device(limits, sequences.device)
-        # All heads that draft, in short steps too: one shape to record.
+        # All heads, in short steps, too: one shape to capture.
         (logits,) = self._run(self._score, {"features": self._features}, self.depth)
         assert logits is not None
         logits = logits[:, :steps]
-        unknown = ~on_device(self._known, sequences.device).bool()  # what is said of such a row means nothing
+        not_ready = ~on_device(self._has_feature, sequences.device).bool()  # logits of such a row are meaningless
         if self._tree is not None:
-            return self._most_probable(self._tree, logits, limit, unknown)
+            return self._most_probable(self._tree, logits, limit, not_ready)
         if self.sampling.temperature == 0:
             best = logits.argmax(-1)
             finite = ~logits.gather(2, best[..., None]).isnan().flatten(1).any(1)
-            return Draft.chain(self._token(best), limit, finite=finite | unknown)
-        q, finite = self.sampling.checked_probs(self._whole(logits))
+            return Draft.chain(self._token(best), limit, finite=finite | not_ready)
+        q, finite = self.sampling.checked_probs(self._expand(logits))
         tokens = torch.stack([rng.draw(q[:, i], "draft", i) for i in range(steps)], 1)
-        return Draft.chain(tokens, limit, q, finite=finite.all(1) | unknown)
+        return Draft.chain(tokens, limit, q, finite=finite.all(1) | not_ready)
 
     def _score(self, steps: int, features: Tensor) -> tuple[Tensor]:
-        """``features [B, H]`` -> logits ``[B, steps, rows]`` of the first ``steps`` heads."""
+        """Logits ``[B, steps, rows]`` of the first ``steps`` heads, from ``features [B, H]``."""
         return (self.heads(features, steps).transpose(0, 1),)
 
-    def _most_probable(self, tree: Shape, logits: Tensor, limit: Tensor, unknown: Tensor) -> Draft:
-        """The tree's levels that some row has room for, filled with each head's tokens by rank."""
+    def _most_probable(self, tree: Shape, logits: Tensor, limit: Tensor, not_ready: Tensor) -> Draft:
+        """Draft the first ``steps`` levels of the tree, with each head's tokens by rank."""
         b, steps, rows = logits.shape
         nodes = sum(map(len, tree.ranks[:steps]))
         level, rank = self._levels[:nodes], self._ranks[:nodes]
@@ -259,36 +265,36 @@ class Medusa(Drafter):
             valid=level < limit[:, None],
             kind=CHAIN if tree.is_path and self.config.nodes is None else DETERMINISTIC,
             levels=steps,
-            finite=~logits.gather(2, best[..., :1]).isnan().flatten(1).any(1) | unknown,
+            finite=~logits.gather(2, best[..., :1]).isnan().flatten(1).any(1) | not_ready,
         )
 
     def _token(self, index: Tensor) -> Tensor:
-        """The target's ids of rows of the heads' logits."""
+        """Map rows of the heads' logits to the target's ids."""
         return index if self._ids is None else self._ids[index]
 
-    def _whole(self, logits: Tensor) -> Tensor:
-        """``[.., rows]`` -> ``[.., V]``: tokens that the heads do not know have logit -inf, so q says 0 of them."""
+    def _expand(self, logits: Tensor) -> Tensor:
+        """Expand ``[.., rows]`` to ``[.., V]``; tokens not_ready to the heads get -inf, so q is 0."""
         missing = self.context.vocab_size - logits.shape[-1]
         if self._ids is None and missing:
             return functional.pad(logits, (0, missing), value=-torch.inf)
-        return widened(logits, self._ids, self.context.vocab_size)
+        return expand_vocab(logits, self._ids, self.context.vocab_size)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
         self._features.copy_(last_state(draft, verdict, scores))
-        self._known = [bool(history) for history in sequences.history]
+        self._has_feature = [bool(history) for history in sequences.history]
 
 
 def _accuracies(checkpoint: Checkpoint) -> list[list[float]]:
-    """``medusa_accuracies`` of the heads' config: per head, how often its token of rank 0, 1, .. is right."""
-    found = checkpoint.config.get("medusa_accuracies")
-    if found is None:
+    """Read ``medusa_accuracies``: per head, the frequency with which its token of rank 0, 1, .. is correct."""
+    accuracies = checkpoint.config.get("medusa_accuracies")
+    if accuracies is None:
         raise checkpoint.refused(
-            "nodes: N needs medusa_accuracies in their config (per head, how often its token of each rank is right), "
-            "and there are none; give choices or branching instead"
+            "their config lacks medusa_accuracies (per head, the accuracy of each rank), which nodes: N needs; give "
+            "choices or branching instead"
         )
-    lists = isinstance(found, list) and all(isinstance(ranks, list) for ranks in found)
-    if not lists or not all(isinstance(a, int | float) and 0 <= a <= 1 for ranks in found for a in ranks):
+    is_nested = isinstance(accuracies, list) and all(isinstance(ranks, list) for ranks in accuracies)
+    if not is_nested or not all(isinstance(a, int | float) and 0 <= a <= 1 for ranks in accuracies for a in ranks):
         raise checkpoint.refused("medusa_accuracies must be a list per head of numbers from 0 to 1, by rank")
-    return found
+    return accuracies

@@ -2,11 +2,11 @@
 
 T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
 Multiple Decoding Heads", ICML 2024, section 2.2.1 (Medusa-1, equation 2: heads weighted by 0.8^k). The heads share the
-target's own head, so a block of H x H is all that is trained of each.
+target's LM head, so only a block of H x H is trained per head.
 
-Where the paper has cross-entropy with the text's token, the heads here learn the target's whole law of that token. On
-text that was sampled from the target at temperature 1 both have the same mean, and this one has less noise. It is the
-law given the tokens in between, which a head does not see: over many texts it learns their average.
+The paper trains on cross-entropy with the text's token; here the loss is the divergence from the target's distribution
+of that token. On text sampled from the target at temperature 1 both have the same mean, and this one has less variance.
+The distribution depends on the tokens in between, which a head does not read: it learns the average over texts.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil_many, overlap
 from .medusa_weights import MedusaHeads, read_heads, save_heads
 
-#: Ranks whose accuracy is measured, for trees.
+#: Number of ranks whose accuracy is measured, for trees.
 RANKS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaTraining(TrainingConfig):
-    """How to train Medusa heads."""
+    """Options of ``crossdraft train medusa``."""
 
     name = "medusa"
 
     learning_rate: float = option(3e-3, "of AdamW at its peak", above=0, at_most=10)
-    heads: int = option(4, "tokens that can be drafted, a head each", at_least=1, at_most=64)
+    heads: int = option(4, "number of heads, each drafts one token", at_least=1, at_most=64)
     head_layers: int = option(1, "residual blocks of each head", at_least=1, at_most=16)
-    decay: float = option(0.8, "weight of a head's loss, relative to that of the head before it", at_least=0, at_most=1)
+    decay: float = option(0.8, "weight of a head's loss relative to the previous head's", at_least=0, at_most=1)
     sampled_vocab: int = option(
         2048,
-        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
         at_least=0,
         at_most=10_000_000,
     )
@@ -54,7 +54,7 @@ class MedusaTraining(TrainingConfig):
 
 
 class MedusaTrainee(Trainee):
-    """Heads that are the identity at first: each then says what the target's own head says."""
+    """Heads initialised to the identity: each computes the logits of the target's own head at first."""
 
     student: MedusaHeads
 
@@ -70,13 +70,13 @@ class MedusaTrainee(Trainee):
         heads, ids = read_heads(load_checkpoint(name), target)
         if ids is not None or f"0.{heads.layers}.weight" in heads.state_dict():
             raise UsageError(
-                f"the heads in {name} have projections of their own; what is trained here shares the target's"
+                f"the heads in {name} have their own projections, not the target's head; start from other heads"
             )
-        mine, theirs = (len(self.student), self.student.layers), (len(heads), heads.layers)
-        if mine != theirs:
+        shape, other = (len(self.student), self.student.layers), (len(heads), heads.layers)
+        if shape != other:
             raise UsageError(
-                f"{name} has {theirs[0]} heads of {theirs[1]} blocks, not {mine[0]} of {mine[1]}; say --heads "
-                f"{theirs[0]} --head-layers {theirs[1]}"
+                f"{name} has {other[0]} heads of {other[1]} blocks, not {shape[0]} of {shape[1]}; add --heads "
+                f"{other[0]} --head-layers {other[1]}"
             )
         self.student = heads.to(torch.float32).requires_grad_(True)
 
@@ -93,21 +93,22 @@ class MedusaTrainee(Trainee):
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
         states, keep, target, _ = self._aligned(batch)
-        found = overlap(states, target, self.head, self.head)
-        return [same[kept] for same, kept in zip(found, keep, strict=True)]
+        overlaps = overlap(states, target, self.head, self.head)
+        return [same[kept] for same, kept in zip(overlaps, keep, strict=True)]
 
     def _aligned(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What draft the same token, side by side, for the n response tokens.
+        """Align heads and target on the n response tokens.
 
-        Returns ``[heads, n, H]``, what each head hands to the projection, ``[heads, n]`` bool, whether that is a
-        draft that can come up, ``[n, H]``, the target's hidden states, and the ``[n]`` tokens.
+        Returns:
+            ``[heads, n, H]`` outputs of each head's blocks; ``[heads, n]`` bool, True if the draft can occur in
+            decoding; ``[n, H]`` the target's hidden states; and the ``[n]`` tokens.
         """
         hidden, predicts = batch.hidden[:, :, 0], batch.predicts
         states, keep = [], []
         for i, head in enumerate(self.student):
-            # The head reads what stands 1 + i places before the target's law of the token.
+            # Head i reads the hidden state 1 + i positions before the target's.
             width = hidden.shape[1]
-            shift = min(1 + i, width)  # texts may be shorter than what a late head looks back
+            shift = min(1 + i, width)  # texts may be shorter than 1 + i
             states.append(functional.pad(head(hidden)[:, : width - shift], (0, 0, shift, 0))[predicts])
             keep.append(functional.pad(batch.drafts(i), (shift, 0))[predicts])
         return torch.stack(states), torch.stack(keep), hidden[predicts], batch.ids.roll(-1, 1)[predicts]
@@ -117,16 +118,16 @@ class MedusaTrainee(Trainee):
         save_heads(directory, bfloat16_copy(self.student), config)  # type: ignore[arg-type]
 
     def accuracies(self, held_out: Iterable[Batch]) -> list[list[float]]:
-        """``[heads][ranks]``, how often head i's token of rank 0, 1, .. is the text's (Medusa, section 2.3.3)."""
+        """``[heads][ranks]``: frequency with which head i's token of rank k is the text's (Medusa, section 2.3.3)."""
         ranks = min(RANKS, len(self.head))
         right = torch.zeros(len(self.student), ranks, dtype=torch.float64)
         count = torch.zeros(len(self.student), 1, dtype=torch.float64)
         for batch in held_out:
             states, keep, _, tokens = self._aligned(batch)
-            for i, (mine, kept) in enumerate(zip(states, keep, strict=True)):
-                for part, said in zip(mine[kept].split(128), tokens[kept].split(128), strict=True):
+            for i, (state, kept) in enumerate(zip(states, keep, strict=True)):
+                for part, token in zip(state[kept].split(128), tokens[kept].split(128), strict=True):
                     best = (part.to(self.head.dtype) @ self.head.T).topk(ranks).indices
-                    right[i] += (best == said[:, None]).double().sum(0).cpu()
+                    right[i] += (best == token[:, None]).double().sum(0).cpu()
                 count[i] += kept.sum().cpu()
         return [[round(a, 5) for a in head] for head in (right / count.clamp(min=1)).tolist()]
 
@@ -138,7 +139,7 @@ class MedusaTrainee(Trainee):
             f"{r.heads} heads of {blocks} each ({size / 1e6:.1f} M parameters) that draft for `{self.target_name}`, "
             'whose head they share (layout "version 2"). `medusa_accuracies` in the config were measured on the '
             "held-out texts, so that the drafter's `nodes: N` finds a tree.",
-            f"{r.divergence} to the target's law of each head's token (Medusa-1), head k weighted by {r.decay:g}^k, "
-            f"over the tokens that occur in the texts and {r.sampled_vocab} random ones a step standing for the rest "
-            "(0: the full vocabulary)",
+            f"{r.divergence} to the target's distribution of each head's token (Medusa-1), head k weighted by "
+            f"{r.decay:g}^k, over the tokens that occur in the texts and {r.sampled_vocab} random ones per step for "
+            "the rest (0: the full vocabulary)",
         )

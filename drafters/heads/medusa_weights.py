@@ -1,13 +1,13 @@
-"""Medusa heads: the module, and the layouts they are published in.
+"""Medusa heads: the module, and its published layouts.
 
 T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", ICML 2024, equation 1. Layouts are told apart by their keys:
+Multiple Decoding Heads", ICML 2024, equation 1. Layouts are detected by their keys:
 
 - v0.1: ``{i}.{j}.linear.weight [H, H]``, ``.bias [H]`` for block j of head i, then ``{i}.{layers}.weight [V, H]``;
-- version 2: the same without the projection, so logits go through the target's own head;
-- Medusa-2: the same behind ``medusa_head.``, inside the checkpoint of a whole fine-tuned model (which is the target);
-- vLLM: ``blocks.{i}.layers.{j}.weight``, ``lm_heads.{i}.weight`` (or one for all heads), ``token_map`` where the
-  heads know only part of the vocabulary, all of it perhaps behind ``medusa_heads.``.
+- version 2: the same without the projection; logits come from the target's own head;
+- Medusa-2: the same with the prefix ``medusa_head.``, in the checkpoint of the fine-tuned target;
+- vLLM: ``blocks.{i}.layers.{j}.weight``, ``lm_heads.{i}.weight`` (or one for all heads), ``token_map`` if the
+  heads have a reduced vocabulary; optional prefix ``medusa_heads.``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _INSIDE, _PREFIX = "medusa_head.", "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _PROJECTION = re.compile(r"lm_heads\.(\d+)\.weight")
 _LINEAR = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-#: What configs call the number of heads and of blocks; vLLM's own names mean something else in a whole model's config.
+#: Config keys of the numbers of heads and blocks; vLLM's names have another meaning in a full model's config.
 _HEADS, _LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(W x + b)``, the identity until it is trained."""
+    """``x + SiLU(W x + b)``, initialised to the identity."""
 
     def __init__(self, size: int, bias: bool = True):
         super().__init__()
@@ -51,18 +51,18 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """Heads on the target's last hidden state; head i, counted from 0, predicts the token i + 2 places on.
+    """Heads on the target's last hidden state; head i, counted from 0, predicts token t + i + 2.
 
     The state dict has the keys of layout v0.1, or of version 2 if the heads have no projection of their own.
 
     Args:
         hidden_size: H.
-        heads: how many.
+        heads: number of heads.
         layers: residual blocks of each head.
-        lm_head: the target's own module ``[.., H] -> [.., V]``, if the heads share it; no part of their state.
+        lm_head: the target's module ``[.., H] -> [.., V]``, if the heads share it; not in their state dict.
         vocab_size: rows of the heads' own projections, if not.
-        bias: whether the blocks have one.
-        one_projection: all heads have the same projection.
+        bias: blocks have a bias.
+        one_projection: all heads share one projection.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MedusaHeads(nn.ModuleList):
         one_projection: bool = False,
     ):
         if (lm_head is None) == (vocab_size is None):
-            raise ValueError("Medusa heads need either the target's lm_head or a vocab_size for projections of theirs")
+            raise ValueError("Medusa heads need either the target's lm_head or a vocab_size for their own projections")
         projections: list[nn.Linear] = []
         if vocab_size is not None:
             projections = [
@@ -91,16 +91,16 @@ class MedusaHeads(nn.ModuleList):
             for i in range(heads)
         )
         self.hidden_size, self.layers = hidden_size, layers
-        #: Entries of a head's logits.
+        #: Number of logits of a head.
         self.vocab_size: int = lm_head.weight.shape[0] if vocab_size is None else vocab_size
-        self._lm_head = (lm_head,)  # in a tuple it is no submodule: it belongs to the target
+        self._lm_head = (lm_head,)  # in a tuple, so that it is not a submodule
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
-        """``hidden [.., H]``, after the target's final norm -> logits ``[heads, .., V]`` of the first ``heads``."""
+        """Compute logits ``[heads, .., V]`` of the first ``heads`` from ``hidden [.., H]``, after the target's norm."""
         out = torch.stack([head(hidden) for head in islice(self, heads)])
         (lm_head,) = self._lm_head
         return out if lm_head is None else lm_head(out)
@@ -110,14 +110,14 @@ def save_heads(directory: Path | str, heads: MedusaHeads, config: Mapping[str, A
     """Write ``heads`` as ``medusa_lm_head.safetensors`` and ``config.json``: version 2, or v0.1 with projections.
 
     Args:
-        config: what else the file should say, e.g. ``base_model_name_or_path`` and ``medusa_accuracies`` (per head,
-            the probability that the token it ranks 0, 1, .. is right).
+        config: further entries, e.g. ``base_model_name_or_path`` and ``medusa_accuracies`` (per head, the accuracy of
+            its token of rank 0, 1, ..).
     """
     from safetensors.torch import save_file
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # Copies, because a projection that all heads have is in the state once for each of them.
+    # Copies: a shared projection occurs once per head.
     state = {key: tensor.detach().cpu().clone() for key, tensor in heads.state_dict().items()}
     save_file(state, directory / "medusa_lm_head.safetensors", metadata={"format": "pt"})
     counts = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.layers, "hidden_size": heads.hidden_size}
@@ -125,18 +125,18 @@ def save_heads(directory: Path | str, heads: MedusaHeads, config: Mapping[str, A
 
 
 def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) -> tuple[MedusaHeads, Tensor | None]:
-    """The heads in ``checkpoint``, on the device and in the dtype of ``target`` (a causal LM of transformers).
+    """Read the heads of ``checkpoint``, on the device and in the dtype of ``target`` (a causal LM of transformers).
 
     Args:
-        heads: how many of them to use. It has to be said where the config names another number than there are
-            tensors for, as in the first uploads (which say 2 and hold 5).
+        heads: number of heads to use; required if the config has another number than the tensors, as in the first
+            uploads (2 instead of 5).
 
     Returns:
         the heads, and the target's id of each row of their logits, ``[rows]`` int64, or None if row = id.
 
     Raises:
-        ModelError: no known layout, names or shapes that do not fit, a number of heads or blocks that the config
-            contradicts, ids outside of the vocabulary, or numbers that are not finite.
+        ModelError: unknown layout; names or shapes do not fit; the config has another number of heads or blocks; ids
+            are outside the vocabulary; or values are not finite.
     """
     lm_head = target.get_output_embeddings()
     vocab_size, hidden_size = lm_head.weight.shape
@@ -145,45 +145,45 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
     if not blocks:
         shown = ", ".join(sorted(tensors)[:4]) or "none"
         raise checkpoint.refused(
-            f"no layout of Medusa heads has these keys: {shown}; known are 0.0.linear.weight (perhaps behind "
+            f"their keys are not a known layout of Medusa heads: {shown}; known are 0.0.linear.weight (optional prefix "
             "medusa_head.) and blocks.0.layers.0.weight"
         )
     layers = 1 + max(checkpoint.number(match[2], match[0]) for match in blocks)
     number = {key: _head(checkpoint, key) for key in tensors}
-    there = 1 + max(number.values())
+    available = 1 + max(number.values())
     names = slice(None if vllm else 1)
     _check_count(checkpoint, "block", _LAYERS[names], layers)
     if heads is None:
-        _check_count(checkpoint, "head", _HEADS[names], there)
-    elif heads > there:
-        raise checkpoint.refused(f"the drafter's config asks for heads: {heads}, but the tensors hold {there}")
-    used = there if heads is None else heads
+        _check_count(checkpoint, "head", _HEADS[names], available)
+    elif heads > available:
+        raise checkpoint.refused(f"heads is {heads}, but the tensors hold {available}; write at most {available}")
+    used = available if heads is None else heads
     tensors = {key: t for key, t in tensors.items() if number[key] < used}
 
     if (weight := tensors.get("0.0.linear.weight")) is not None and weight.shape[-1] != hidden_size:
         raise checkpoint.refused(
-            f"they read features of size {weight.shape[-1]}, but those of the target have size {hidden_size}; take "
-            "the heads that were made for this target"
+            f"they read features of size {weight.shape[-1]}, but those of the target have size {hidden_size}; use "
+            "heads that were trained for this target"
         )
     projections = [key for key in tensors if key.endswith(f".{layers}.weight")]
     rows = len(tensors[projections[0]]) if projections else None
     if token_map is not None:
         token_map = _checked_map(checkpoint, token_map, rows, vocab_size)
-        # Whole projections next to a map are cut down to its ids.
+        # Reduce full projections to the ids of the map.
         tensors |= {key: tensors[key][token_map] for key in projections if len(tensors[key]) > len(token_map)}
         rows = len(token_map)
     if rows is not None and rows > vocab_size:
         raise checkpoint.refused(f"their logits have {rows} entries, but the target's vocabulary has {vocab_size}")
     scale = checkpoint.config.get("logit_scale", 1.0)
     if not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in their config, which is no number")
+        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in their config, which is not a number")
     if projections and scale != 1:
         tensors |= {key: tensors[key] * scale for key in projections}
-    if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise checkpoint.refused(f"{broken[0]} holds numbers that are not finite")
+    if invalid := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise checkpoint.refused(f"{invalid[0]} holds numbers that are not finite")
 
     bias = checkpoint.config.get("medusa_fc_bias") is True or any(match[3] == "bias" for match in blocks)
-    with torch.device("meta"):  # no time spent on numbers that are replaced at once
+    with torch.device("meta"):  # no initialisation: the values are replaced below
         module = MedusaHeads(
             hidden_size,
             used,
@@ -204,7 +204,7 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
 
 
 def _renamed(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None, bool, bool]:
-    """Tensors by their names in v0.1; the token map; is the layout vLLM's; do all heads share one projection?"""
+    """Tensors by their names in v0.1; the token map; True for vLLM's layout; True for one shared projection."""
     inside = {key: t for key, t in checkpoint.tensors.items() if key.startswith(_INSIDE)}
     tensors = {key.removeprefix(_INSIDE).removeprefix(_PREFIX): t for key, t in (inside or checkpoint.tensors).items()}
     layers = [checkpoint.number(match[2], match[0]) for match in map(_BLOCK.fullmatch, tensors) if match]
@@ -213,9 +213,11 @@ def _renamed(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None, 
     config = checkpoint.config
     token_map, part = tensors.pop("token_map", None), config.get("truncated_vocab_size")
     if part is not None and part == config.get("vocab_size"):
-        token_map = None  # there is one, but it is not used
+        token_map = None  # present, but not used
     elif part is not None and token_map is None:
-        raise checkpoint.refused(f"their config says that they know {part} tokens, but no token_map says which")
+        raise checkpoint.refused(
+            f"their config has {part} tokens (truncated_vocab_size), but token_map, which lists them, is missing"
+        )
 
     def name(key: str) -> str:
         if match := _BLOCK.fullmatch(key):
@@ -226,34 +228,35 @@ def _renamed(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None, 
     return {name(key): t for key, t in tensors.items()}, token_map, True, shared
 
 
-def _check_count(checkpoint: Checkpoint, what: str, names: tuple[str, ...], there: int) -> None:
-    """Refuse a config that says, under one of ``names``, another number of heads or blocks than ``there`` are."""
+def _check_count(checkpoint: Checkpoint, what: str, names: tuple[str, ...], count: int) -> None:
+    """Raise ModelError if the config has, under one of ``names``, another number of heads or blocks than ``count``."""
     for name in names:
-        said = checkpoint.config.get(name)
-        if isinstance(said, int) and said != there:
-            advice = f"; if the tensors are right, say heads: {there} in the drafter's config" if what == "head" else ""
+        configured = checkpoint.config.get(name)
+        if isinstance(configured, int) and configured != count:
+            advice = f"; if the tensors are right, write heads: {count} in the recipe" if what == "head" else ""
             raise checkpoint.refused(
-                f"their config says {said} {what}{'s' * (said != 1)} ({name}), but the tensors hold {there}{advice}"
+                f"their config has {configured} {what}{'s' * (configured != 1)} ({name}), but the tensors hold {count}"
+                f"{advice}"
             )
 
 
 def _checked_map(checkpoint: Checkpoint, token_map: Tensor, rows: int | None, vocab_size: int) -> Tensor:
-    """``[ids]`` int64: the target's ids that the heads know; the projections have a row for each, or for all ids."""
+    """Check the map and return the target's ids ``[n]`` int64; the projections have ``rows`` = n or all V."""
     ids = token_map.long()
     if ids.dim() != 1 or rows is None or not 0 < len(ids) <= rows:
         raise checkpoint.refused(f"token_map {list(token_map.shape)} does not fit projections of {rows or 0} rows")
     end, lowest, highest = vocab_size if rows == len(ids) else min(rows, vocab_size), int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= end:
         raise checkpoint.refused(
-            f"token_map holds ids from {lowest} to {highest}, but they go from 0 to {end - 1}; it lists the target's "
-            "ids themselves"
+            f"token_map holds ids from {lowest} to {highest}, but valid ids are 0 to {end - 1}; it must list the "
+            "target's ids"
         )
     if len(ids.unique()) < len(ids):
-        raise checkpoint.refused("token_map names an id twice")
+        raise checkpoint.refused("token_map holds an id twice")
     return ids
 
 
 def _head(checkpoint: Checkpoint, key: str) -> int:
-    """The head a key in the names of v0.1 belongs to, -1 if none."""
+    """Index of the head of a key in the names of v0.1, -1 if it has none."""
     first = key.partition(".")[0]
     return checkpoint.number(first, key) if first.isdecimal() else -1

@@ -1,13 +1,13 @@
-"""MLP speculators: stages that carry a state from token to token draft a chain behind the target's last feature.
+"""MLP speculators: recurrent stages on the target's last hidden state draft a chain.
 
 D. Wertheimer, J. Rosenkranz, T. Parnell et al., "Accelerating Production LLMs with Combined Token/Embedding
 Speculators", 2024, arXiv:2404.19124. With s_0 = h the target's last hidden state after its final norm (scaled: its RMS
-norm over the root of 2), x_0 the root, and stage i = 1 .. n with tables of its own or shared,
+norm over the root of 2), x_0 the root, and stage i = 1 .. n with its own or shared tables,
 
     s_i = GELU(LN_i(P_i s_{i-1} + a E_i[x_{i-1}])),   logits_i = W_i s_i,   LN_i(y) = w_i y / rms(y) + b_i,
 
 a the weight of embeddings over that of states, 0.5^(0.5 / n) =: c and a = sqrt((1 - c^2) I / 2) / c, I the width of the
-states. Each token is told the tokens before it, and its law is the one that it was drawn from.
+states. Each token is conditioned on the tokens before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STAGE = re.compile(r"(emb|proj|head|ln)\.(\d{1,4})\.(weight|bias)")
 
 
 class ShiftedNorm(nn.Module):
-    """An RMS norm with a weight and a bias."""
+    """RMS norm with a weight and a bias."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -56,7 +56,7 @@ class Speculator(nn.Module):
 
     Args:
         stages: n; ``vocab_size``: V; ``size``: H, of the target; ``inner``: I.
-        scaled: the first state is normed.
+        scaled: norm the first state.
     """
 
     def __init__(self, stages: int, vocab_size: int, size: int, inner: int, *, scaled: bool = False):
@@ -66,22 +66,22 @@ class Speculator(nn.Module):
         self.proj = nn.ModuleList(nn.Linear(inner if i else size, inner, bias=False) for i in range(stages))
         self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(stages))
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(stages))
-        kept = 0.5 ** (0.5 / stages)
-        self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
+        state_weight = 0.5 ** (0.5 / stages)
+        self.weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def first(self, hidden: Tensor) -> Tensor:
-        """The state ``[B, H]`` that the first stage is given, of the target's hidden state."""
+        """Compute the input state ``[B, H]`` of the first stage from the target's hidden state."""
         return functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2) if self.scaled else hidden
 
     def forward(self, stage: int, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """State ``[B, I]`` and logits ``[B, V]`` after ``token [B]``, from the state before."""
+        """Compute the new state ``[B, I]`` and logits ``[B, V]`` after ``token [B]``."""
         mixed = self.proj[stage](state) + self.weight * self.emb[stage](token)
         state = functional.gelu(self.ln[stage](mixed))
         return state, self.head[stage](state)
 
 
 class MlpSpeculator(Drafter):
-    """Drafts a chain, a token a stage.
+    """Drafts a chain, one token per stage.
 
     Checkpoints: ``ibm-ai-platform/*-accelerator`` and ``ibm-granite/*-accelerator``.
     """
@@ -90,7 +90,7 @@ class MlpSpeculator(Drafter):
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a speculator made for the target")
-        gamma: int = Field(default=3, ge=0, le=MOST_LEVELS, description="draft length; a stage for each token")
+        gamma: int = Field(default=3, ge=0, le=MOST_LEVELS, description="draft length; one stage per token")
         policy: Policy = Field(default=Static(), description=f"length policy: {POLICIES}, e.g. {{name: confidence}}")
         temperature: float | None = Field(None, ge=0, description="drafting temperature; default: the target's")
 
@@ -106,22 +106,23 @@ class MlpSpeculator(Drafter):
         target = context.target_model
         if target is None:
             raise ModelError(
-                "drafter 'mlp-speculator' reads the features of its target, but this target is no transformers model; "
-                "use another drafter"
+                "drafter 'mlp-speculator' reads the features of its target, but this target is not a transformers "
+                "model; use another drafter"
             )
         checkpoint, size = context.load_heads(self.config.model), target.config.get_text_config().hidden_size
         self.speculator = read_speculator(checkpoint, context.vocab_size, size)
         self.speculator.to(context.device, target.dtype).eval()
         if self.config.gamma > len(self.speculator.emb):
             raise checkpoint.refused(
-                f"they have {len(self.speculator.emb)} stages, one for each token, but gamma is {self.config.gamma}"
+                f"they have {len(self.speculator.emb)} stages, one per token, but gamma is {self.config.gamma}; "
+                "shorten it"
             )
         self.sampling = context.sampling.at(self.config.temperature)
         self.policy = self.config.policy.make(self.config.gamma, context.batch_size)
         self.policy.load(context)
-        self._wanted = [0] * context.batch_size
+        self._draft_lengths = [0] * context.batch_size
         self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._known = [False] * context.batch_size  # has the row a feature?
+        self._has_feature = [False] * context.batch_size
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -142,8 +143,8 @@ class MlpSpeculator(Drafter):
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self.policy.start(row)
-        self._known[row] = len(prompt) > 1
-        if not self._known[row]:  # what the last sequence left may be NaN
+        self._has_feature[row] = len(prompt) > 1
+        if not self._has_feature[row]:  # the last sequence may have left NaN
             self._features[row] = 0
             return
         if hidden is None:
@@ -154,53 +155,55 @@ class MlpSpeculator(Drafter):
         self._features[row] = hidden[-1, 0]
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._known[row] = False
+        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        limit = [most if known else 0 for most, known in zip(sequences.limit, self._known, strict=True)]
-        self._wanted = self.policy.wanted(limit, sequences.occupied)
-        if not max(self._wanted):
+        limit = [limit if ready else 0 for limit, ready in zip(sequences.limit, self._has_feature, strict=True)]
+        self._draft_lengths = self.policy.draft_lengths(limit, sequences.occupied)
+        if not max(self._draft_lengths):
             return Draft.empty(sequences.batch_size, sequences.device)
         state, stage = self.speculator.first(self._features), 0
 
-        def after(token: Tensor) -> Tensor:
+        def next_logits(token: Tensor) -> Tensor:
             nonlocal state, stage
             state, logits = self.speculator(stage, state, token[:, 0])
             stage += 1
             return logits[:, None]
 
         roots = on_device([history[-1] if history else 0 for history in sequences.history], sequences.device)
-        draft = grow_chain(after(roots[:, None])[:, 0], after, self._wanted, self.policy, self.sampling, rng)
-        if draft.finite is not None:  # what is said of a row without a feature means nothing
-            draft.finite = draft.finite | ~on_device(self._known, sequences.device).bool()
+        draft = grow_chain(
+            next_logits(roots[:, None])[:, 0], next_logits, self._draft_lengths, self.policy, self.sampling, rng
+        )
+        if draft.finite is not None:  # logits of a row without a feature are meaningless
+            draft.finite = draft.finite | ~on_device(self._has_feature, sequences.device).bool()
         return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
         self._features.copy_(last_state(draft, verdict, scores))
-        self._known = [bool(history) for history in sequences.history]
-        self.policy.observe(accepted, self._wanted)
+        self._has_feature = [bool(history) for history in sequences.history]
+        self.policy.observe(accepted, self._draft_lengths)
 
 
 def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Speculator:
-    """The speculator in ``checkpoint``; ``vocab_size`` and ``size`` are the target's.
+    """Read the speculator of ``checkpoint``; ``vocab_size`` and ``size`` are the target's.
 
-    Names: ``emb.{i}.weight``, ``proj.{i}.weight``, ``head.{i}.weight``, ``ln.{i}.weight`` and ``.bias``, all inside
-    ``speculator.`` or not. With ``tie_weights`` stages after the first may leave out what they share: all but the first
-    projection, whose width is another.
+    Names: ``emb.{i}.weight``, ``proj.{i}.weight``, ``head.{i}.weight``, ``ln.{i}.weight`` and ``.bias``, with an
+    optional prefix ``speculator.``. With ``tie_weights`` later stages may omit shared tensors: all except the first
+    projection, whose width differs.
 
     Raises:
-        ModelError: no such speculator, or one that does not fit the target.
+        ModelError: not a speculator, or it does not fit the target.
     """
     tensors = {key.removeprefix("speculator."): tensor for key, tensor in checkpoint.tensors.items()}
     stages = checkpoint.config.get("n_predict")
-    found = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
-    if not found:
-        raise checkpoint.refused("they are no MLP speculator: there is no emb.0.weight")
-    if type(stages) is not int or not max(found) < stages <= MOST_LEVELS:
+    indices = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
+    if not indices:
+        raise checkpoint.refused("they are not an MLP speculator: emb.0.weight is missing")
+    if type(stages) is not int or not max(indices) < stages <= MOST_LEVELS:
         raise checkpoint.refused(
-            f"config.json says {stages!r:.80} for n_predict, the number of stages, not {max(found) + 1}"
+            f"config.json has {stages!r:.80} for n_predict, the number of stages, not {max(indices) + 1}"
         )
     if checkpoint.config.get("tie_weights"):
         for i in range(1, stages):

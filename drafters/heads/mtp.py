@@ -1,13 +1,13 @@
-"""Multi-token prediction: the module that a target was trained with drafts tokens.
+"""Multi-token prediction: drafting with the MTP module that a target was trained with.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2, equations 21 to 23. With h the target's last hidden
 states, after its final norm, and e its token embedding,
 
     h'_{t+1} = norm(Layer(eh_proj([enorm(e(x_{t+1})); hnorm(h_t)]))),   logits = W h'_{t+1},   W the target's head.
 
-The paper writes the pair the other way round; this is the order of the released weights. Layer is a decoder layer of
-the target's own kind. Targets are released with one module; it is applied again to its own output for every further
-token, as in Y. Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025.
+The paper has the pair in reverse order; this is the order of the released weights. Layer is a decoder layer of the
+target's type. Targets are released with one module; it is applied to its own output for every further token, as in Y.
+Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction", 2025.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...framework.errors import ModelError
 from .eagle_weights import shared, table, write
-from .experts import stacked, unscaled
+from .experts import dequantized, stacked
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .misconfigurations import other_embedding, swapped_inputs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
-#: DeepSeek's names, inside ``model.layers.{L}``, L the number of the target's layers, and Qwen's, inside ``mtp``.
+#: DeepSeek's names, under ``model.layers.{L}`` with L the number of the target's layers, and Qwen's, under ``mtp``.
 _DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d{1,4})\.(.+)")
 _RENAMED = {
     "shared_head.norm.": "norm.",
@@ -50,11 +50,11 @@ class MtpHead(FeatureHead):
     """A module of multi-token prediction; ``forward`` is :meth:`FeatureHead.forward`.
 
     Args:
-        target: the transformers model whose kind of layer, norm and rotary embedding it has.
-        embedding, head: ``[V, H]``, used as they are; the target's own by default, never trained.
+        target: the transformers model whose types of layer, norm and rotary embedding are used.
+        embedding, head: ``[V, H]``, not copied, frozen; default: the target's.
 
     Raises:
-        ModelError: a target whose layers cannot be made one at a time like this.
+        ModelError: the target's architecture is not supported.
     """
 
     target_ids = None
@@ -65,17 +65,17 @@ class MtpHead(FeatureHead):
         rotary, norm, layers = (getattr(decoder, name, None) for name in ("rotary_emb", "norm", "layers"))
         if rotary is None or norm is None or not layers or "layer_type" in inspect.signature(rotary.forward).parameters:
             raise ModelError(
-                f"{type(target).__name__} has no decoder layers with one rotary embedding and a final norm, which a "
-                "module of multi-token prediction is made of; use 'eagle' or 'eagle3' heads"
+                f"{type(target).__name__} lacks decoder layers with one rotary embedding and a final norm, which a "
+                "module of multi-token prediction needs; use 'eagle' or 'eagle3' heads"
             )
         config = copy.deepcopy(target.config.get_text_config())
         if getattr(config, "layer_types", None):
             config.layer_types = ["full_attention"] * config.num_hidden_layers
-        # Of the kind of the last one: a model with experts may begin with layers that have none.
+        # Of the last layer's type: models with experts may begin with dense layers.
         layer = type(layers[-1])(config, config.num_hidden_layers - 1)
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = 0  # its place in the cache
+                part.layer_idx = 0  # index in the cache
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None):
             config.layer_types = ["full_attention"]
@@ -101,7 +101,7 @@ class MtpHead(FeatureHead):
         return self.norm(out[0] if isinstance(out, tuple) else out)
 
     def save(self, directory: Path | str) -> None:
-        """Write Qwen's names (``mtp.fc.weight``, ``mtp.layers.0.*``, ..); embedding and head are the target's."""
+        """Write Qwen's layout (``mtp.fc.weight``, ``mtp.layers.0.*``, ..), without embedding and head."""
         tensors = {}
         for key, tensor in self.state_dict().items():
             if key.startswith(("embed_tokens.", "lm_head.")):
@@ -114,37 +114,37 @@ class MtpHead(FeatureHead):
         write(directory, config, tensors)
 
 
-def module_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the first module in a checkpoint, whole or separate, under `MtpHead`'s names; {} if there is none.
+def mtp_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the first module in a checkpoint, under `MtpHead`'s names; {} if it has no module.
 
-    DeepSeek's: ``model.layers.{L}.`` with ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm`` and, as copies of the
-    target's, ``embed_tokens`` and ``shared_head.head``; the decoder layer's own keys lie beside them. Qwen's: ``mtp.``
+    DeepSeek's: ``model.layers.{L}.`` with ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm``, copies of the
+    target's ``embed_tokens`` and ``shared_head.head``, and the keys of the decoder layer. Qwen's: ``mtp.``
     with ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm`` and ``layers.0.*``.
     """
     if any(name.startswith("mtp.") for name in tensors):
-        found = {name.removeprefix("mtp."): name for name in tensors if name.startswith("mtp.")}
+        names = {name.removeprefix("mtp."): name for name in tensors if name.startswith("mtp.")}
     else:
         parts = [(match, name) for name in tensors if (match := _DEEPSEEK.fullmatch(name))]
         indices = [int(match[1]) for match, _ in parts if match[2] == "eh_proj.weight"]
-        found = {match[2]: name for match, name in parts if indices and int(match[1]) == min(indices)}
+        names = {match[2]: name for match, name in parts if indices and int(match[1]) == min(indices)}
     out = {}
-    for key, name in found.items():
+    for key, name in names.items():
         if re.match(r"layers\.[1-9]", key) or key.endswith("rotary_emb.inv_freq"):
             continue
         for old, own in _RENAMED.items():
             if key.startswith(old):
                 key = own + key.removeprefix(old)
                 break
-        out[key if key.startswith(_OWN) else f"layer.{key}"] = tensors[name]  # read now, and no other
+        out[key if key.startswith(_OWN) else f"layer.{key}"] = tensors[name]  # loads only this tensor
     return out
 
 
 class Mtp(FeatureDrafter):
-    """Drafts a chain, a fixed tree or a dynamic tree with the target's module of multi-token prediction.
+    """Drafts a chain, a static tree or a dynamic tree with the target's module of multi-token prediction.
 
-    ``model`` is the target's own checkpoint, if the module is in it, or a directory with the module alone; see
-    `module_of` for the names. Of several modules the first is used, and nothing but its tensors is read. Experts are
-    one tensor each, or stacked as the target's own; float8 with scales of blocks is unscaled.
+    ``model`` is the target's own checkpoint, if it has the module, or a directory with the module; see `mtp_tensors`
+    for the names. The first module is used, and only its tensors are loaded. Experts may be separate tensors or stacked
+    like the target's; block-scaled float8 is dequantised.
     """
 
     name = "mtp"
@@ -157,12 +157,12 @@ class Mtp(FeatureDrafter):
 
     def load(self) -> MtpHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        tensors = module_of(checkpoint.tensors)
+        tensors = mtp_tensors(checkpoint.tensors)
         if not tensors:
             raise checkpoint.refused(
-                "there is no module of multi-token prediction in them: neither keys mtp.* nor model.layers.{L}.eh_proj"
+                "they lack a module of multi-token prediction: they have neither mtp.* nor model.layers.{L}.eh_proj"
             )
-        tensors = unscaled(checkpoint, tensors)
+        tensors = dequantized(checkpoint, tensors)
         embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         shape = (self.context.vocab_size, embedding.shape[1])
         embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, shape)

@@ -2,10 +2,9 @@
 
 M. Hui, X. Huang, J. Campos Salas, Y. Sun, N. Pemberton, X. Song, A. Khetan, G. Karypis, "P-EAGLE: Parallel-Drafting
 EAGLE with Scalable Training", 2026, arXiv:2602.01469.
-The first token is drafted as in EAGLE-3, from the pair of root and feature. For those after it there is neither a token
-nor a feature, so pairs of a mask token's embedding and one learnt feature (``mask_hidden``, before ``fc`` and its
-norms) follow at the next positions; each sees the text and the pairs before it. So tokens are told nothing of each
-other: their laws are independent given the text, and each is reported as it is.
+The first token is drafted as in EAGLE-3, from the pair of root and feature. The next positions hold pairs of a mask
+token's embedding and one learnt feature (``mask_hidden``, before ``fc`` and its norms); each attends to the text and
+the pairs before it. Tokens are not conditioned on each other: their distributions are independent given the text.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
-#: Where the id of the mask token is written: speculators' key, and those that engines read.
+#: Config keys of the mask token's id: that of speculators, then those of serving engines.
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
 class PEagleHead(Eagle3Head):
-    """The head of P-EAGLE as a plain module: `Eagle3Head` and the feature of a token that nothing is known of."""
+    """The head of P-EAGLE as a plain module: `Eagle3Head` and the learnt feature of masked positions."""
 
     def __init__(self, config: Any, embedding: Tensor, feature_size: int, **more: Any):
         super().__init__(config, embedding, feature_size, **more)
         self.mask_hidden = nn.Parameter(torch.zeros(feature_size))
 
-    def masked(self) -> Tensor:
-        """``[H]``, the learnt feature, fused as the target's are."""
+    def mask_feature(self) -> Tensor:
+        """``[H]``: the learnt feature, fused like the target's."""
         return self.fuse(self.mask_hidden.view(len(self.fc_norm) or 1, -1))
 
 
@@ -47,8 +46,8 @@ class PEagle(BlockDrafter):
     """Drafts a chain in one pass of the head, its tokens drawn independently.
 
     Checkpoints: those of vllm-project/speculators and SpecForge: an EAGLE-3 head, mostly of several layers, with
-    ``mask_hidden`` and the id of a mask token in its config. A sequence of one token has no pair yet:
-    it drafts nothing.
+    ``mask_hidden`` and the id of a mask token in its config. A sequence of one token has no pair yet and
+    drafts nothing.
     """
 
     name = "p-eagle"
@@ -59,7 +58,9 @@ class PEagle(BlockDrafter):
             description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i); "
             "default: 2, L // 2 and L - 3",
         )
-        gamma: int = Field(default=7, ge=0, le=MOST_LEVELS, description="draft length; more was not trained mostly")
+        gamma: int = Field(
+            default=7, ge=0, le=MOST_LEVELS, description="draft length; heads are usually trained up to 7"
+        )
 
     config: Config  # type: ignore[assignment]
     head: PEagleHead
@@ -76,7 +77,7 @@ class PEagle(BlockDrafter):
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
         mask = checkpoint.tensors.get("mask_hidden")
         if mask is None:
-            raise checkpoint.refused("there is no mask_hidden in them, the feature of drafted tokens; take 'eagle3'")
+            raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
         flat = checkpoint.with_tensors({"mask_hidden": mask.reshape(-1)})
         head = read_head(flat, target, self.config.layers, PEagleHead)
         assert isinstance(head, PEagleHead)
@@ -86,41 +87,41 @@ class PEagle(BlockDrafter):
     def block(self) -> None:
         return None
 
-    def drafts(self, sequences: Sequences) -> list[bool]:
+    def can_draft(self, sequences: Sequences) -> list[bool]:
         return [len(history) > 1 for history in sequences.history]
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._pending[row] = []
         self.policy.start(row)
         if len(prompt) == 1:
-            self.lm.start(row, [], features=self._none())
+            self.lm.start(row, [], features=self._no_features())
             return
         features = self._features(hidden)
-        # The last pair, the root's, is fed with the first draft.
+        # The last pair, that of the root, is fed with the first draft.
         self.lm.start(row, list(prompt[1:]), features=features[:-1])
         self._pending[row] = [features[-1:]]
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
-        counts, masked = [len(row) for row in features], self.head.masked()
+        counts, mask_feature = [len(row) for row in features], self.head.mask_feature()
         width = max(counts)
         tokens = [
             [*history[held + 1 : held + 1 + n], *[self._mask] * (steps - 1), *[0] * (width - n)]
             for n, held, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
         ]
-        pairs = [torch.cat([row, masked.expand(steps - 1, -1)]) for row in features]
+        pairs = [torch.cat([row, mask_feature.expand(steps - 1, -1)]) for row in features]
         padded, last = on_device(tokens, sequences.device), on_device(counts, sequences.device).clamp(min=1) - 1
-        at = last[:, None] + torch.arange(steps, device=sequences.device)
-        logits, _ = self.lm.forward(padded, features=pad_sequence(pairs, batch_first=True), logits_to_keep=at)
+        index = last[:, None] + torch.arange(steps, device=sequences.device)
+        logits, _ = self.lm.forward(padded, features=pad_sequence(pairs, batch_first=True), logits_to_keep=index)
         self.lm.commit(counts)
         return logits, None
 
 
 def _mask_token(checkpoint: Checkpoint, rows: int) -> int:
-    """The id that stands for a token to be drafted."""
+    """Read the id of the mask token."""
     nested = checkpoint.config.get("dflash_config")
     settings = {**(nested if isinstance(nested, dict) else {}), **checkpoint.config}
-    found = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
-    if type(found) is not int or not 0 <= found < rows:
-        what = f"config.json lacks {_MASK_KEYS[0]}" if found is None else f"config.json says mask token {found!r:.80}"
+    token = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
+    if type(token) is not int or not 0 <= token < rows:
+        what = f"config.json lacks {_MASK_KEYS[0]}" if token is None else f"config.json has mask token {token!r:.80}"
         raise checkpoint.refused(f"{what}; the id of the mask token is a whole number from 0 to {rows - 1}")
-    return found
+    return token

@@ -154,18 +154,18 @@ class Universal(ChainDrafter):
     # -- a step ----------------------------------------------------------------------------------------------
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        self._wanted = self.policy.wanted(sequences.limit, sequences.occupied)
+        self._draft_lengths = self.policy.draft_lengths(sequences.limit, sequences.occupied)
         self._said = [[] for _ in self._rows]
-        if not max(self._wanted):
+        if not max(self._draft_lengths):
             return Draft.empty(sequences.batch_size, sequences.device)
         root = self._follower.root([self._filled(row) for row in range(len(self._rows))], sequences.device)
         if self.config.mode == "tli":
-            return grow_chain(self._shared(root), self._grow, self._wanted, self.policy, self.sampling, rng)
-        drafted = grow_chain(root, self._follower.forward, self._wanted, self.policy, self.sampling.at(0.0), rng)
+            return grow_chain(self._shared(root), self._grow, self._draft_lengths, self.policy, self.sampling, rng)
+        drafted = grow_chain(root, self._follower.forward, self._draft_lengths, self.policy, self.sampling.at(0.0), rng)
         counts = drafted.count.tolist()
         self._said = [tokens[:n] for tokens, n in zip(drafted.tokens.tolist(), counts, strict=True)]
-        rows = [self._respelt(row, said)[: self._wanted[row]] for row, said in enumerate(self._said)]
-        self._wanted = [len(tokens) for tokens in rows]
+        rows = [self._respelt(row, said)[: self._draft_lengths[row]] for row, said in enumerate(self._said)]
+        self._draft_lengths = [len(tokens) for tokens in rows]
         draft = Draft.copied(rows, sequences.device)
         draft.finite = drafted.finite
         return draft
@@ -182,7 +182,7 @@ class Universal(ChainDrafter):
             if self.config.mode == "tli":
                 self._said[row] = [self._twins.get(token, -1) for token in new[: accepted[row]]]
         self._follower.commit([self._read(row) for row in range(len(self._rows))], self._said)
-        self.policy.observe(accepted, self._wanted)
+        self.policy.observe(accepted, self._draft_lengths)
 
     def _shared(self, logits: Tensor) -> Tensor:
         """Of the draft model's ``logits [..., V]`` those of tokens that both have, at the target's ids."""

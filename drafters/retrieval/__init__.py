@@ -1,1 +1,1 @@
-"""Drafters that copy what was said, or nearly said, before; no model."""
+"""Drafters without a model that reuse earlier tokens and candidates."""

@@ -1,8 +1,8 @@
-"""Prompt lookup: copy what followed an earlier occurrence of the current suffix.
+"""``prompt-lookup``: copy the continuation of an earlier occurrence of the current suffix.
 
-A. Saxena, "Prompt Lookup Decoding", 2023. No model: the longest suffix of at most ``max_ngram`` tokens that
-occurred before is looked up, and the tokens that followed it are proposed, as a point mass. Like transformers
-and unlike the original, a continuation shorter than gamma is used as far as it goes.
+A. Saxena, "Prompt Lookup Decoding", 2023. The drafter looks up the longest suffix of at most ``max_ngram`` tokens
+that occurred before and drafts the tokens that followed it, as point masses. Like transformers and unlike the
+original, it uses continuations shorter than gamma, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .prompt_lookup_replay import drafts_along
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence was followed by what: first and latest occurrence, O(1) a token."""
+    """Continuations of the n-grams of a growing sequence, of the first and latest occurrence; O(1) per token."""
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
@@ -34,8 +34,8 @@ class NgramIndex:
 
     def extend(self, new: Sequence[int]) -> None:
         for token in new:
-            # Only now do the n-grams that ended at the previous token have a continuation: the current suffix
-            # itself is never in the index, so it cannot match itself.
+            # N-grams that end at the previous token get their continuation now: the current suffix is never in the
+            # index, so it cannot match itself.
             end = len(self.tokens)
             for n in self.sizes:
                 if n <= end:
@@ -45,10 +45,10 @@ class NgramIndex:
             self.tokens.append(token)
 
     def lookup(self, match: str, length: int) -> list[int]:
-        """At most ``length`` tokens that followed the longest known suffix."""
+        """Return at most ``length`` tokens that followed the longest suffix in the index."""
         for n in self.sizes:
-            if n <= len(self.tokens) and (found := self.continuations.get(tuple(self.tokens[-n:]))):
-                start = found[0] if match == "first" else found[1]
+            if n <= len(self.tokens) and (starts := self.continuations.get(tuple(self.tokens[-n:]))):
+                start = starts[0] if match == "first" else starts[1]
                 return self.tokens[start : start + length]
         return []
 
@@ -62,7 +62,7 @@ class PromptLookup(Drafter):
         gamma: int = Field(default=10, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
         max_ngram: int = Field(default=3, ge=1, le=MOST_LEVELS, description="longest suffix looked up, in tokens")
         min_ngram: int = Field(default=1, ge=1, le=MOST_LEVELS, description="shortest suffix looked up, in tokens")
-        match: Literal["first", "latest"] = Field("latest", description="which earlier occurrence to continue from")
+        match: Literal["first", "latest"] = Field("latest", description="the occurrence whose continuation is copied")
 
         @model_validator(mode="after")
         def _ordered(self):
@@ -91,11 +91,11 @@ class PromptLookup(Drafter):
         index.extend(prompt)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        found = [
+        drafts = [
             index.lookup(self.config.match, min(self.config.gamma, limit)) if index is not None else []
             for index, limit in zip(self._index, sequences.limit, strict=True)
         ]
-        return Draft.copied(found, sequences.device)
+        return Draft.copied(drafts, sequences.device)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores

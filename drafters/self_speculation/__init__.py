@@ -1,1 +1,1 @@
-"""Drafters that are their target: some of its layers, parts of its layers, or guesses that ride in its own pass."""
+"""Self-speculation: the target drafts with some of its layers or sublayers, or with guesses from its own pass."""

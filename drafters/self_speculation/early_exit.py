@@ -1,19 +1,19 @@
-"""The target's first layers draft, and the target goes on from where they end.
+"""``early-exit``: the target's first layers draft, and verification resumes from their output.
 
 M. Elhoushi, A. Shrivastava, D. Liskovich, B. Hosmer, B. Wasti, L. Lai, A. Mahmoud, B. Acun, S. Agarwal, A. Roman, A.
 Aly, B. Chen, C.-J. Wu, "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", ACL 2024, section
-4.3. With E the exit layer, a drafted token follows from
+4.3. With E the exit layer, tokens are drafted from
 
-    q = softmax(W norm(h_E)),   W, norm the target's own head and final norm, h_E what its first E layers say.
+    q = softmax(W norm(h_E)),   W, norm the target's own head and final norm, h_E the output of layer E.
 
-Keys and values of committed tokens are the target's own (the paper's KV cache), and what the first E layers computed
-for drafted tokens, keys, values and h_E, is taken up by the verification (the paper's exit query cache): the target
-runs its first E layers for the last drafted token alone, which the drafter never fed, and the others for all. So a
-layer sees each token of a step once. `Draft.resume_from` names the fork, and the loop checks that it was fed what is
-drafted.
+Keys and values of committed tokens are the target's own (the paper's KV cache). Verification reuses the keys, values
+and h_E of drafted tokens (the paper's exit query cache): the target runs its first E layers only for the last drafted
+token, which the drafter did not feed, and the other layers for all tokens. So each layer processes each token of a step
+once.
+`Draft.resume_from` is the fork; the decoder checks that it was fed the drafted tokens.
 
-Any target drafts, but one that was not trained with layer dropout and an early-exit loss (``facebook/layerskip-*``
-were) says little before its last layers.
+Any target can draft, but acceptance is low unless it was trained with layer dropout and an early-exit loss
+(``facebook/layerskip-*``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EarlyExit(ChainDrafter):
             None,
             ge=1,
             le=MOST_LEVELS,
-            description="so many of the target's first layers draft; default: a quarter of them (8 of 32 in the paper)",
+            description="number of the target's first layers that draft; default: a quarter (8 of 32 in the paper)",
         )
 
     def slots(self) -> LM:
@@ -48,8 +48,8 @@ class EarlyExit(ChainDrafter):
         exit_layer = self.config.exit_layer or max(1, (depth or 4) // 4)
         if depth is not None and exit_layer >= depth:
             raise ModelError(
-                f"drafter '{self.name}': exit_layer {exit_layer} leaves none of the {depth} layers of "
-                f"'{context.target_name}' to verify with; name one below {depth}"
+                f"drafter '{self.name}': exit_layer is {exit_layer}, but '{context.target_name}' has {depth} layers; "
+                f"write a number below {depth}"
             )
         return target_of(context, self.name).fork(range(exit_layer))
 

@@ -1,4 +1,4 @@
-"""Jacobi decoding: the target's own last guesses are the draft.
+"""``jacobi``: Jacobi decoding, with the target's own guesses of the last step as the draft.
 
 A. Santilli, S. Severino, E. Postolache, V. Maiorca, M. Mancusi, R. Marin, E. Rodolà, "Accelerating Transformer
 Inference for Translation via Parallel Decoding", ACL 2023, algorithm 1. Greedy decoding of m tokens is the solution
@@ -7,10 +7,10 @@ of
     y_i = argmax p(. | y_<i, x),   i = 1 .. m,
 
 and a pass of the target over a guess y^(k) is one step of the Jacobi iteration to it, y_i^(k+1) = argmax p(. |
-y_<i^(k), x). Here the pass is the verification itself: the guess is drafted as a point mass, what is accepted of it
-is the part that has converged, and what the target says after the rest is the next guess. At temperature 0 that is
-the paper's; a sampled text keeps its law, and is guessed by the same argmax. The simplest form of `lookahead`,
-without its window and pool.
+y_<i^(k), x). Here the pass is the verification: the guess is drafted as a point mass, its accepted prefix has
+converged, and the target's argmax after the rest is the next guess. At temperature 0 this is the paper's algorithm;
+sampled text keeps its distribution, with the same argmax guesses. The simplest form of `lookahead`, without window and
+pool.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ...framework.util.limits import MOST_LEVELS
 
 
 class Jacobi(Drafter):
-    """A guess of gamma tokens for every sequence; it begins as the last token, again and again."""
+    """A guess of gamma tokens for every sequence, initialised by repeating the last token."""
 
     name = "jacobi"
 
     class Config(StrategyConfig):
-        gamma: int = Field(default=5, ge=1, le=MOST_LEVELS, description="tokens guessed, the paper's block")
+        gamma: int = Field(default=5, ge=1, le=MOST_LEVELS, description="number of guessed tokens, the paper's block")
 
     config: Config
 
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
-        #: Per slot, the guess of what follows the root, and how much of it was drafted last.
+        #: Per slot, the guess of the tokens after the root, and the number of tokens of the last draft.
         self._guess: list[list[int]] = [[] for _ in range(context.batch_size)]
         self._drafted = [0] * context.batch_size
 
@@ -64,10 +64,10 @@ class Jacobi(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        said = scores.logits.argmax(-1).tolist()  # after the root (0) and after drafted token i (i)
+        best = scores.logits.argmax(-1).tolist()  # after the root (0) and after drafted token i (i)
         for row, (tau, drafted) in enumerate(zip(accepted, self._drafted, strict=True)):
-            # The new root stands where said[tau] does; what follows it was guessed one place further on.
-            self._guess[row] = said[row][tau + 1 : drafted + 1]
+            # best[tau] is the guess of the new root; the next guesses follow it.
+            self._guess[row] = best[row][tau + 1 : drafted + 1]
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
         self._guess[row] = []

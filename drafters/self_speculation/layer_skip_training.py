@@ -1,9 +1,9 @@
-"""Search for the sublayers that a target should leave out when it drafts for itself.
+"""Search for the sublayers that a target skips when it drafts for itself.
 
 J. Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", ACL 2024,
-section 3.3: z* = argmin f(z) by Bayesian optimisation, f(z) the mean time a token takes on a few texts. Time depends
-on the machine and on who else uses it; here f is what it follows from, and comes out the same wherever it is
-searched: 1 over the speed-up that a search promises, see `Search.worth`.
+section 3.3: z* = argmin f(z) by Bayesian optimisation, f(z) the mean time per token on a few texts. Measured time
+depends on the machine and its load; here f is computed, so the search is reproducible: the reciprocal of the predicted
+speed-up, see `Search.worth`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ...framework.errors import UsageError
 from .layer_skip import KIND
 from .own_layers import depth_of
 
-#: Shares of the sublayers that are left out in the first random trials, and how many trials of each there are.
+#: Shares of skipped sublayers in the first random trials, and the number of trials of each.
 SHARES, EACH = (1 / 16, 1 / 8, 1 / 4), 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkipSearch(SearchConfig):
-    """How to search for the sublayers to leave out."""
+    """Options of ``crossdraft train layer-skip``."""
 
     name = KIND
 
@@ -35,19 +35,19 @@ class LayerSkipSearch(SearchConfig):
 
 
 class LayerSkipTrials(Search):
-    """A yes or no for each of 2L sublayers."""
+    """One boolean for each of 2L sublayers."""
 
     def __init__(self, target: LoadedModel, recipe: LayerSkipSearch):
         super().__init__(target, recipe)
         self.drafter = {"name": "layer-skip"}
         depth = depth_of(target.model)
         if depth is None or depth < 2:
-            raise UsageError(f"{target.name} has {depth} layers, of which none can be left out")
+            raise UsageError(f"{target.name} has {depth} layers; at least 2 are needed to skip some")
         self.depth: int = depth
 
     def first(self) -> Sequence[Mapping[str, Any]]:
         """Every third layer, every second attention, and every second feed-forward network of the middle; then random
-        sets that leave out few, because a model without half of its sublayers, whichever they are, says nothing."""
+        sets of few sublayers, because a model without half of its sublayers is useless."""
         middle = range(self.depth // 4, max(self.depth * 7 // 8, self.depth // 4 + 1))
         random, layers = Random(self.recipe.seed), range(self.depth)
         few = [
@@ -67,11 +67,11 @@ class LayerSkipTrials(Search):
         return {f"attention.{i}": i in attention for i in layers} | {f"mlp.{i}": i in mlp for i in layers}
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        left_out = {
+        skipped = {
             what: [i for i in range(self.depth) if trial.suggest_categorical(f"{what}.{i}", [False, True])]
             for what in ("attention", "mlp")
         }
-        return {"layers": self.depth, "skip_attention": left_out["attention"], "skip_mlp": left_out["mlp"]}
+        return {"layers": self.depth, "skip_attention": skipped["attention"], "skip_mlp": skipped["mlp"]}
 
     def fork(self, lm: LM, settings: Mapping[str, Any]) -> LM | None:
         attention, mlp = set(settings["skip_attention"]), set(settings["skip_mlp"])
@@ -82,9 +82,9 @@ class LayerSkipTrials(Search):
 
     def describe(self) -> tuple[str, str, str]:
         return (
-            f"Sublayers to leave out of {self.target_name}",
-            f"Which attention and feed-forward sublayers `{self.target_name}` leaves out when it drafts for itself (J. "
+            f"Sublayers that {self.target_name} skips as drafter",
+            f"The attention and feed-forward sublayers that `{self.target_name}` skips when it drafts for itself (J. "
             "Zhang et al., Draft & Verify, 2024); use it as checkpoint of the drafter layer-skip.",
-            f"the speed-up that the acceptance on {self.recipe.sample} response tokens, and the share of the weights "
-            f"that are still read, promise at the best draft length up to {self.recipe.gamma}",
+            f"the predicted speed-up at the best draft length up to {self.recipe.gamma}, from the acceptance on "
+            f"{self.recipe.sample} response tokens and the share of weights that are still read",
         )

@@ -1,4 +1,4 @@
-"""What a drafter that is part of its target asks of it."""
+"""Helpers of drafters that run layers of their target."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ...framework.errors import ModelError
 
 
 def target_of(context: DraftContext, drafter: str) -> LM:
-    """The target's slots. Raises ModelError where there is no target, in a replay that can do without, say."""
+    """Return the target's slots. Raises ModelError if the context has no target, as in some replays."""
     if context.target is None:
-        raise ModelError(f"drafter '{drafter}' runs layers of the target, which is not there")
+        raise ModelError(f"drafter '{drafter}' runs layers of the target, which is not loaded; use another drafter")
     return context.target
 
 
 def depth_of(target_model: object) -> int | None:
-    """The number of a target's layers; None where it is no transformers model (that of the certificate, say)."""
+    """Number of the target's layers; None if it is not a transformers model, as in the certificate."""
     config = getattr(target_model, "config", None)
     return None if config is None else config.get_text_config().num_hidden_layers

@@ -1,16 +1,16 @@
-"""PaSS: the target drafts several tokens in one pass, behind learnt look-ahead embeddings.
+"""``pass``: PaSS, the target drafts several tokens in one pass with learnt look-ahead embeddings.
 
-G. Monea, A. Joulin, E. Grave, "PaSS: Parallel Speculative Sampling", 2023, arXiv:2311.13581. Behind the text x stand
-look-ahead embeddings e_1 .. e_L, which are all that is learnt. One pass of the target over x and them says
+G. Monea, A. Joulin, E. Grave, "PaSS: Parallel Speculative Sampling", 2023, arXiv:2311.13581. The text x is
+followed by look-ahead embeddings e_1 .. e_L, the only trained parameters. One pass of the target computes
 
     q_1 = p(. | x),   q_{1+j} = p(. | x, e_1 .. e_j),   j = 1 .. L,
 
-so a draft has up to L + 1 tokens: the first one's law is the target's own, and it is accepted but for rounding. Given x
-the tokens are independent of one another, and exactly these laws are reported.
+so a draft has up to L + 1 tokens; the first one follows the target's own distribution and is accepted up to rounding.
+Given x the tokens are independent.
 
-A step is two passes of the target: this one, and the verification. The pass here runs in a fork that knows the
-embeddings as tokens of its own (`LM.fork`): it attends over what the target computed for committed tokens, and what it
-writes itself is overwritten or masked once the target verifies.
+A step is two passes of the target: this one, and verification. The drafting pass runs in a fork with the embeddings as
+additional tokens (`LM.fork`): it attends to the target's cache of committed tokens, and its own entries are overwritten
+or masked in verification.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ...framework.util.limits import MOST_LEVELS
 from .own_layers import depth_of, target_of
 from .pass_weights import read_embeddings
 
-#: A draft is at most this long unless gamma says so.
+#: Maximum draft length if gamma is not set.
 MOST_TOKENS = 16
 
 
 class Pass(Drafter):
-    """A chain that one pass of the target draws; at temperature 0 the argmax of each position, a point mass."""
+    """A chain drawn in one pass of the target; at temperature 0 the argmax of each position, a point mass."""
 
     name = "pass"
 
@@ -47,8 +47,8 @@ class Pass(Drafter):
             None,
             ge=0,
             le=MOST_LEVELS,
-            description="tokens drafted: one by the target itself, and one behind each embedding; default: all, "
-            f"{MOST_TOKENS} at most",
+            description="draft length, at most one more than there are embeddings; default: that, "
+            f"at most {MOST_TOKENS}",
         )
 
     config: Config
@@ -61,12 +61,12 @@ class Pass(Drafter):
             size=None if model is None else model.get_input_embeddings().weight.shape[1],
             sha256=context.target_sha256,
         )
-        most = len(embeddings) + 1
-        self.depth = min(most, MOST_TOKENS) if self.config.gamma is None else self.config.gamma
-        if self.depth > most:
+        longest = len(embeddings) + 1
+        self.depth = min(longest, MOST_TOKENS) if self.config.gamma is None else self.config.gamma
+        if self.depth > longest:
             raise UsageError(
-                f"drafter 'pass' is to draft {self.depth} tokens, but '{self.config.model}' has {most - 1} look-ahead "
-                f"embeddings, for {most} tokens; shorten gamma"
+                f"drafter 'pass': gamma is {self.depth}, but '{self.config.model}' has {longest - 1} look-ahead "
+                f"embeddings, for {longest} tokens; write at most {longest}"
             )
         self.lm = target.fork(range(depth_of(model) or MOST_LEVELS), embeddings=embeddings)
 
@@ -99,7 +99,7 @@ class Pass(Drafter):
         limit = on_device(limits, sequences.device)
         sampling = self.context.sampling
         q, sound = sampling.checked_probs(logits)
-        finite = sound.all(1) | (limit == 0)  # what is said of a free slot means nothing
+        finite = sound.all(1) | (limit == 0)  # logits of a free slot are meaningless
         if sampling.temperature == 0:
             return Draft.chain(q.argmax(-1), limit, finite=finite)
         tokens = torch.stack([rng.draw(q[:, i], "draft", i) for i in range(steps)], 1)

@@ -1,13 +1,13 @@
 """Train look-ahead embeddings for a frozen target.
 
-G. Monea, A. Joulin, E. Grave, "PaSS: Parallel Speculative Sampling", 2023, arXiv:2311.13581. L vectors are all that is
-learnt. At random places of a text its rest is cut off, the embeddings stand there instead, and behind e_j the target is
-to say the token that is j places further on. All places of a text share one pass over it: the embeddings of each are a
-block of their own behind the text, and a mask lets a block see the text up to its place, and itself.
+G. Monea, A. Joulin, E. Grave, "PaSS: Parallel Speculative Sampling", 2023, arXiv:2311.13581. Only L vectors are
+trained. A text is cut at random positions and continued by the embeddings; after e_j the target should predict the
+token j positions later. All cuts of a text share one pass: the embeddings of each cut are a block after the text, and
+a mask lets a block attend to the text up to its cut, and to itself.
 
-Where the paper has cross-entropy with the text's token, the embeddings here learn the target's whole law of that token,
-as Medusa's heads do: on text that was sampled from the target at temperature 1 both have the same mean, and this one
-has less noise.
+The paper trains on cross-entropy with the text's token; here the loss is the divergence from the target's distribution
+of that token, as for Medusa's heads: on text sampled from the target at temperature 1 both have the same mean, and this
+one has less variance.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from .pass_weights import read_embeddings, save_embeddings
 
 @dataclass(frozen=True, kw_only=True)
 class PassTraining(TrainingConfig):
-    """How to train look-ahead embeddings."""
+    """Options of ``crossdraft train pass``."""
 
     name = "pass"
 
     learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
     weight_decay: float = option(0.0, "of AdamW", at_least=0, at_most=10)
-    look_ahead: int = option(4, "embeddings; one more token can be drafted", at_least=1, at_most=64)
-    cuts: int = option(
-        16, "places of each text, other ones at each step, at which it is cut off", at_least=1, at_most=1024
-    )
+    look_ahead: int = option(4, "number of embeddings; drafts have one more token", at_least=1, at_most=64)
+    cuts: int = option(16, "random positions per text and step at which it is cut", at_least=1, at_most=1024)
     sampled_vocab: int = option(
         2048,
-        "random tokens a step that stand for all that do not occur in the texts (0: full vocabulary)",
+        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
         at_least=0,
         at_most=10_000_000,
     )
@@ -53,7 +51,7 @@ class PassTraining(TrainingConfig):
 
 
 class LookAhead(nn.Module):
-    """``embeddings [L, H]``; at first each is the mean of the target's own."""
+    """``embeddings [L, H]``, each initialised to the mean of the target's embedding."""
 
     def __init__(self, own: Tensor, count: int):
         super().__init__()
@@ -61,7 +59,7 @@ class LookAhead(nn.Module):
 
 
 class PassTrainee(Trainee):
-    """L vectors; the target, through which their gradients flow, stays as it is."""
+    """Trains L vectors; gradients flow through the frozen target."""
 
     student: LookAhead
     measured_by = (
@@ -78,17 +76,17 @@ class PassTrainee(Trainee):
 
     def start_from(self, name: str) -> None:
         size = self._embed.weight.shape[1]
-        found = read_embeddings(load_checkpoint(name), size=size, sha256=self.target.sha256)
-        if len(found) != self.recipe.look_ahead:
+        embeddings = read_embeddings(load_checkpoint(name), size=size, sha256=self.target.sha256)
+        if len(embeddings) != self.recipe.look_ahead:
             raise UsageError(
-                f"{name} has {len(found)} look-ahead embeddings, not {self.recipe.look_ahead}; say --look-ahead "
-                f"{len(found)}"
+                f"{name} has {len(embeddings)} look-ahead embeddings, not {self.recipe.look_ahead}; add --look-ahead "
+                f"{len(embeddings)}"
             )
         with torch.no_grad():
-            self.student.embeddings.copy_(found)
+            self.student.embeddings.copy_(embeddings)
 
     def prepare(self, texts: Sequence[Text]) -> None:
-        self._fits(max(len(text.ids) for text in texts))
+        self._check_length(max(len(text.ids) for text in texts))
         occurring = (token for text in texts for token in text.response)
         self._rows = SampledHead(self.head, occurring, self.recipe.sampled_vocab, self.recipe.seed)
 
@@ -98,8 +96,8 @@ class PassTrainee(Trainee):
         r = self.recipe
         losses, same = zip(
             *(
-                distil(mine[kept], law[kept], rows, bias, r.divergence, beta=r.beta)
-                for mine, kept, law in zip(states, keep, target, strict=True)
+                distil(state[kept], hidden[kept], rows, bias, r.divergence, beta=r.beta)
+                for state, kept, hidden in zip(states, keep, target, strict=True)
             ),
             strict=True,
         )
@@ -107,55 +105,56 @@ class PassTrainee(Trainee):
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
         return [
-            overlap(mine[kept][None], law[kept], self.head, self.head)[0]
-            for mine, kept, law in zip(*self._aligned(batch), strict=True)
+            overlap(state[kept][None], hidden[kept], self.head, self.head)[0]
+            for state, kept, hidden in zip(*self._aligned(batch), strict=True)
         ]
 
     def _aligned(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """What drafts the same token, side by side, for the places of all texts.
+        """Align embeddings and target on the n cuts of all texts.
 
-        Returns ``[L, n, H]``, what the target hands to its head behind each embedding, ``[L, n]`` bool, whether that
-        is a draft that can come up, and ``[L, n, H]``, the target's hidden states for the same tokens.
+        Returns:
+            ``[L, n, H]`` the target's last hidden states after each embedding; ``[L, n]`` bool, True if the draft can
+            occur in decoding; and ``[L, n, H]`` the target's hidden states for the same tokens.
         """
-        cuts, there = self._cuts(batch)
-        ahead = cuts[..., None] + 1 + torch.arange(self.recipe.look_ahead, device=cuts.device)  # [texts, cuts, L]
-        inside, length = ahead < batch.ids.shape[1], batch.ids.shape[1]
-        at = ahead.clamp(max=length - 1)
+        cuts, exists = self._cuts(batch)
+        positions = cuts[..., None] + 1 + torch.arange(self.recipe.look_ahead, device=cuts.device)  # [texts, cuts, L]
+        inside, length = positions < batch.ids.shape[1], batch.ids.shape[1]
+        index = positions.clamp(max=length - 1)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None]
-        keep = there[..., None] & inside & batch.predicts[rows, at]
-        states = self._behind(batch, cuts)
-        law = batch.hidden[rows, at, 0]
-        return tuple(x.flatten(0, 1).transpose(0, 1) for x in (states, keep, law))  # type: ignore[return-value]
+        keep = exists[..., None] & inside & batch.predicts[rows, index]
+        states = self._states(batch, cuts)
+        target = batch.hidden[rows, index, 0]
+        return tuple(x.flatten(0, 1).transpose(0, 1) for x in (states, keep, target))  # type: ignore[return-value]
 
     def _cuts(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``[texts, cuts]`` int64, the last token of the text that is left, and bool, whether there is such a place.
+        """Draw cuts: ``[texts, cuts]`` int64, the index of the last token before each, and bool, True if it exists.
 
-        All from the prompt's last token on, up to where two tokens of the response follow.
+        Cuts lie after the prompt's last token or later, with at least two tokens of the response after them.
         """
         possible = batch.predicts[:, :-1] & batch.predicts[:, 1:]
-        # Drawn on the CPU: the same places on every device.
+        # Drawn on the CPU: the same cuts on every device.
         order = torch.rand(possible.shape).to(possible.device).masked_fill(~possible, -1.0)
         cuts = order.topk(min(self.recipe.cuts, possible.shape[1])).indices
         return cuts, possible.gather(1, cuts)
 
-    def _behind(self, batch: Batch, cuts: Tensor) -> Tensor:
-        """``[texts, cuts, L, H]``: the target's last hidden states of the embeddings that stand behind ``cuts``."""
+    def _states(self, batch: Batch, cuts: Tensor) -> Tensor:
+        """``[texts, cuts, L, H]``: the target's last hidden states of the embeddings after each cut."""
         from transformers import DynamicCache
 
         (n, length), count, look_ahead = batch.ids.shape, cuts.shape[1], self.recipe.look_ahead
-        self._fits(length)
+        self._check_length(length)
         cache = DynamicCache()
-        with torch.no_grad():  # what no embedding precedes
+        with torch.no_grad():  # the text has no gradient
             self._decoder(input_ids=batch.ids, attention_mask=batch.mask, past_key_values=cache, use_cache=True)
         step = torch.arange(look_ahead, device=cuts.device)
         block = torch.arange(count, device=cuts.device).repeat_interleave(look_ahead)
-        place = step.repeat(count)
+        position = step.repeat(count)
         text = torch.arange(length, device=cuts.device) <= cuts.repeat_interleave(look_ahead, 1)[..., None]
-        own = (block[:, None] == block) & (place[:, None] >= place)
+        own = (block[:, None] == block) & (position[:, None] >= position)
         allowed = torch.cat([text, own.expand(n, -1, -1)], 2)[:, None]
         embeddings = self.student.embeddings.to(self._embed.weight.dtype)
         dtype = embeddings.dtype
-        # Positions beyond the text are nobody's draft, and may be beyond the context.
+        # Positions beyond the text are masked, and may exceed the context length.
         positions = (cuts[..., None] + 1 + step).flatten(1).clamp(max=length - 1)
         out = self._decoder(
             inputs_embeds=embeddings.repeat(count, 1).expand(n, -1, -1),
@@ -166,20 +165,20 @@ class PassTrainee(Trainee):
         )
         return out.last_hidden_state.unflatten(1, (count, look_ahead))
 
-    def _fits(self, length: int) -> None:
-        """Raise UsageError if some layer of the target does not see all of a text of ``length`` tokens."""
+    def _check_length(self, length: int) -> None:
+        """Raise UsageError if a layer of the target has an attention window shorter than ``length`` tokens."""
         config = self.target.model.config.get_text_config()
         try:
             sliding = getattr(config, "sliding_window", None)
-        except RuntimeError:  # of several, transformers says; the decoder refuses such a model
+        except RuntimeError:  # raised by transformers for several windows; the decoder rejects such a model
             sliding = None
         if getattr(config, "use_sliding_window", True) is False:
             sliding = None
         for window in (sliding, getattr(config, "attention_chunk_size", None)):
             if window is not None and length > window:
                 raise UsageError(
-                    f"a text of {length} tokens reaches beyond the window of {window} that layers of "
-                    f"{self.target_name} look back; shorten the texts with --max-prompt and --max-response"
+                    f"a text has {length} tokens, but layers of {self.target_name} have an attention window of "
+                    f"{window}; shorten the texts with --max-prompt and --max-response"
                 )
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
@@ -189,10 +188,10 @@ class PassTrainee(Trainee):
         count, size = self.student.embeddings.shape
         return (
             f"Look-ahead embeddings for {self.target_name}",
-            f"{count} vectors of {size} behind which `{self.target_name}` itself drafts {count + 1} tokens in one pass "
-            "(PaSS). The first of them follows its own law, and is no part of the figures here; a step is two passes "
-            "of the target.",
-            f"{self.recipe.divergence} to the target's law of each token, at {self.recipe.cuts} random places of each "
-            f"text a step, over the tokens that occur in the texts and {self.recipe.sampled_vocab} random ones a step "
-            "standing for the rest (0: the full vocabulary)",
+            f"{count} vectors of {size} with which `{self.target_name}` itself drafts {count + 1} tokens in one pass "
+            "(PaSS). The first of them follows the target's distribution and is not part of the figures here; a "
+            "step is two passes of the target.",
+            f"{self.recipe.divergence} to the target's distribution of each token, at {self.recipe.cuts} random "
+            f"positions per text and step, over the tokens that occur in the texts and {self.recipe.sampled_vocab} random ones "
+            "per step for the rest (0: the full vocabulary)",
         )

@@ -1,7 +1,7 @@
-"""Look-ahead embeddings: the file that holds them, and what is refused of one.
+"""Look-ahead embeddings: reading, checking and writing their checkpoint.
 
-``embeddings [L, H]`` in a safetensors file; ``config.json`` names the target and the digest of its weights. To another
-target, fine-tuned from the same one perhaps, they mean nothing that anybody trained.
+``embeddings [L, H]`` in a safetensors file; ``config.json`` has the name of the target and the digest of its weights,
+because embeddings do not transfer to another target, even one fine-tuned from it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...framework.util.limits import MOST_LEVELS
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint
 
-#: What the tensor is called.
+#: Name of the tensor.
 KEY = "embeddings"
 
 
 def save_embeddings(directory: Path, embeddings: Tensor, *, target: str, sha256: str) -> None:
-    """Write ``embeddings [L, H]``, made for the target of that name whose weights have that digest."""
+    """Write ``embeddings [L, H]`` of the target with this name and this digest of its weights."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,38 +34,38 @@ def save_embeddings(directory: Path, embeddings: Tensor, *, target: str, sha256:
 
 
 def read_embeddings(checkpoint: Checkpoint, *, size: int | None, sha256: str) -> Tensor:
-    """The embeddings ``[L, H]`` in ``checkpoint``, on the CPU.
+    """Read the embeddings ``[L, H]`` of ``checkpoint``, on the CPU.
 
     Args:
-        size: H of the target; ``None`` = not known.
-        sha256: digest of the target's weights, empty where it has none.
+        size: H of the target; ``None`` = unknown.
+        sha256: digest of the target's weights, empty if it has none.
 
     Raises:
-        ModelError: other tensors, another width, another target, more embeddings than a draft may have tokens, or
-            numbers that are not finite.
+        ModelError: the tensors, the width or the target differ, there are too many embeddings, or values are not
+            finite.
     """
-    found = checkpoint.tensors.get(KEY)
-    if found is None or len(checkpoint.tensors) > 1 or found.dim() != 2 or not found.is_floating_point():
+    embeddings = checkpoint.tensors.get(KEY)
+    if embeddings is None or len(checkpoint.tensors) > 1 or embeddings.dim() != 2 or not embeddings.is_floating_point():
         shown = ", ".join(sorted(checkpoint.tensors)[:4])
         raise checkpoint.refused(
-            f"look-ahead embeddings are one tensor, {KEY} [L, H], and these hold {shown}; crossdraft train pass makes "
+            f"look-ahead embeddings are one tensor, {KEY} [L, H], but these hold {shown}; crossdraft train pass writes "
             "some"
         )
-    made_for = checkpoint.config.get("target_sha256")
-    if sha256 and isinstance(made_for, str) and made_for and made_for != sha256:
+    trained_for = checkpoint.config.get("target_sha256")
+    if sha256 and isinstance(trained_for, str) and trained_for and trained_for != sha256:
         raise checkpoint.refused(
-            f"they were trained for other weights than the target's: for {made_for[:12]!a}, these are "
-            f"{sha256[:12]!a}; take that target, or make some for this one with crossdraft train pass"
+            f"they were trained for weights {trained_for[:12]!a}, but the target's are {sha256[:12]!a}; use that "
+            "target, or train some for this one with crossdraft train pass"
         )
-    if size is not None and found.shape[1] != size:
+    if size is not None and embeddings.shape[1] != size:
         raise checkpoint.refused(
-            f"they are vectors of {found.shape[1]}, but the target's embeddings are vectors of {size}; take those that "
-            "were made for this target"
+            f"they are vectors of {embeddings.shape[1]}, but the target's embeddings are vectors of {size}; use those "
+            "trained for this target"
         )
-    if not len(found):
-        raise checkpoint.refused("there is none among them")
-    if reason := MOST_LEVELS.refusal(len(found)):
-        raise checkpoint.refused(f"they are {len(found)}, and {reason}")
-    if not found.isfinite().all():
+    if not len(embeddings):
+        raise checkpoint.refused("they are empty")
+    if reason := MOST_LEVELS.refusal(len(embeddings)):
+        raise checkpoint.refused(f"they are {len(embeddings)}, and {reason}")
+    if not embeddings.isfinite().all():
         raise checkpoint.refused(f"{KEY} holds numbers that are not finite")
-    return found
+    return embeddings

@@ -54,8 +54,13 @@ DRAFTS: dict[str, DraftKind] = {
     ),
     # Less 1e-9, so that the rounding of a probability equal to 2/5 does not decide.
     "stop-early": DraftKind(
-        "dynamic-threshold",
-        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1, "threshold": 2 / 5 - 1e-9},
+        "draft-model",
+        lambda gamma: {
+            "model": "toy",
+            "gamma": gamma,
+            "temperature": 1,
+            "policy": {"name": "confidence", "threshold": 2 / 5 - 1e-9},
+        },
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
     "iid-2": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 2), "two sequences, drawn independently"),

@@ -36,10 +36,10 @@ MODEL = dict(
 CONTROL, FEW, MANY = 5_000, 5_000, 200_000
 
 DRAFTERS = {
-    "draft-model": {"model": "noisy", "gamma": GAMMA},
-    "dynamic-threshold": {"model": "noisy", "gamma": GAMMA, "threshold": 0.4},
-    "heuristic-schedule": {"model": "noisy", "gamma": GAMMA, "start": 1},
-    "prompt-lookup": {"gamma": GAMMA},
+    "draft-model": {"name": "draft-model", "model": "noisy"},
+    "confidence": {"name": "draft-model", "model": "noisy", "policy": {"name": "confidence", "threshold": 0.4}},
+    "heuristic": {"name": "draft-model", "model": "noisy", "policy": {"name": "heuristic", "start_length": 1}},
+    "prompt-lookup": {"name": "prompt-lookup"},
 }
 
 
@@ -85,10 +85,11 @@ def sample(decoder: Callable, target: Any, tiny_model: Callable) -> Callable[...
     """``sample(drafter, verifier, n, gamma=2, rng=...)``: how often each continuation came out."""
 
     def run(drafter: str, verifier: Any, n: int, rng: Any = None, gamma: int = GAMMA) -> np.ndarray:
+        options = {**DRAFTERS[drafter], "gamma": gamma}
         loop = decoder(
             target,
-            plugins.get("drafters", drafter),
-            {**DRAFTERS[drafter], "gamma": gamma},
+            plugins.get("drafters", options.pop("name")),
+            options,
             verifier,
             drafting=tiny_model("llama", **MODEL, noise=0.5),
             lm=SamePrompt,
@@ -125,7 +126,7 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "drafter, verifier, n",
     [
-        ("heuristic-schedule", "token", FEW),
+        ("heuristic", "token", FEW),
         ("prompt-lookup", "token", FEW),
         ("draft-model", "block", FEW),
         *[
@@ -173,7 +174,7 @@ class WithoutResidual:
     "drafter, verifier",
     [
         ("draft-model", "token"),
-        pytest.param("dynamic-threshold", "block", marks=pytest.mark.slow),
+        pytest.param("confidence", "block", marks=pytest.mark.slow),
         pytest.param("prompt-lookup", "token", marks=pytest.mark.slow),
     ],
 )

@@ -42,7 +42,6 @@ class TestDraftModelAtItsOwnTemperature(DrafterContract):
     options = {"model": "toy", "gamma": 3, "temperature": 0.6}
 
 
-@pytest.mark.slow
 class TestConfidencePolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
@@ -69,18 +68,6 @@ class TestOnline(DrafterContract):
     drafter = "online"
     options = {"model": "toy", "gamma": 3, "every": 1, "learning_rate": 0.05}
     remembers = True
-
-
-class TestDynamicThreshold(DrafterContract):
-    drafter = "dynamic-threshold"
-    options = {"model": "toy", "gamma": 3, "threshold": 0.35}
-    asks_device = True
-
-
-@pytest.mark.slow
-class TestHeuristicSchedule(DrafterContract):
-    drafter = "heuristic-schedule"
-    options = {"model": "toy", "gamma": 3}
 
 
 class TestIid(DrafterContract):

@@ -151,27 +151,27 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
     "an unknown one": ("dflash", {**dflash(), "aux_hidden_norms.0.weight": random(32)}, DFLASH, {}, "unexpected aux_hidden_norms.0.weight"),  # noqa: E501
     "fused projections": ("dflash", {**dflash(), "layers.0.self_attn.qkv_proj.weight": random(64, 32)}, DFLASH, {}, "unexpected layers.0.self_attn.qkv_proj"),  # noqa: E501
     "another shape": ("dflash", {**dflash(), "fc.weight": random(32, 64)}, DFLASH, {}, r"fc.weight is \[32, 64\], not \[32, 96\]"),  # noqa: E501
-    "no layers said": ("dflash", dflash(), DFLASH, {"layers": None}, r"has to be said; write layers: \[1, 2, 3\]"),
+    "no layers said": ("dflash", dflash(), DFLASH, {"layers": None}, r"the option layers is missing, .* write layers: \[1, 2, 3\]"),  # noqa: E501
     "the authors' rule": ("dflash", dflash(), nested(target_layer_ids=None), {"layers": None}, r"write layers: \[2, 2\]"),  # noqa: E501
     "speculators' ids": ("dflash", dflash(), speculators("dflash"), {"layers": None}, r"write layers: \[1, 2, 3\]"),
     "the embedding": ("dflash", dflash(), nested(target_layer_ids=[-1, 3]), {"layers": None}, r"write layers: \[0, 4\]"),  # noqa: E501
-    "layers of another target": ("dflash", dflash(), nested(target_layer_ids=[1, 33]), {"layers": None}, r"\[1, 33\] for target_layer_ids, which are no layers"),  # noqa: E501
-    "layers beyond": ("dflash", dflash(), DFLASH, {"layers": (1, 9)}, r"layers \[9\] are to be read, but .* 0 to 4"),
+    "layers of another target": ("dflash", dflash(), nested(target_layer_ids=[1, 33]), {"layers": None}, r"\[1, 33\] for target_layer_ids, which are not layers"),  # noqa: E501
+    "layers beyond": ("dflash", dflash(), DFLASH, {"layers": (1, 9)}, r"layers has \[9\], but .* 0 to 4"),
     "no mask": ("dflash", dflash(), nested(mask_token_id=None), {}, "config.json lacks mask_token_id"),
-    "a mask beyond": ("dflash", dflash(), nested(mask_token_id=97), {}, "says 97 for mask_token_id, a whole number from 0 to 96"),  # noqa: E501
+    "a mask beyond": ("dflash", dflash(), nested(mask_token_id=97), {}, "has 97 for mask_token_id, a whole number from 0 to 96"),  # noqa: E501
     "no block": ("dflash", dflash(), {**DFLASH, "block_size": None}, {}, "config.json lacks block_size"),
-    "a block that is a text": ("dflash", dflash(), {**DFLASH, "block_size": "4"}, {}, "says '4' for block_size"),
+    "a block that is a text": ("dflash", dflash(), {**DFLASH, "block_size": "4"}, {}, "has '4' for block_size"),
     "a block of 10^9": ("dflash", dflash(), {**DFLASH, "block_size": 10**9}, {}, "from 2 to 1024"),
     "a config that is a list": ("dflash", dflash(), {**DFLASH, "dflash_config": [1]}, {}, r"dflash_config is \[1\]"),
     "sliding layers": ("dflash", dflash(), {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}, {}, "layers of type sliding_attention"),  # noqa: E501
-    "DSpark's": ("dflash", dspark(), DSPARK, {}, "take drafter 'dspark'"),
-    "no DSpark's": ("dspark", dflash(), DFLASH, {}, "take drafter 'dflash'"),
-    "another kind": ("dspark", dspark(), {**DSPARK, "markov_head_type": "rnn"}, {}, "markov_head_type is 'rnn' .* tensors are vanilla's"),  # noqa: E501
+    "DSpark's": ("dflash", dspark(), DSPARK, {}, "use drafter 'dspark'"),
+    "no DSpark's": ("dspark", dflash(), DFLASH, {}, "use drafter 'dflash'"),
+    "another kind": ("dspark", dspark(), {**DSPARK, "markov_head_type": "rnn"}, {}, "markov_head_type is 'rnn' .* tensors are those of vanilla"),  # noqa: E501
     "half a Markov head": ("dspark", without(dspark(), "markov_head.markov_w2.weight"), DSPARK, {}, "missing markov_head.markov_w2.weight"),  # noqa: E501
-    "no confidence": ("dspark", without(without(dspark(), "confidence_head.proj.weight"), "confidence_head.proj.bias"), DSPARK, {"confidence": 0.5}, "no confidence_head in them"),  # noqa: E501
-    "a confidence of another width": ("dspark", {**dspark(), "confidence_head.proj.weight": random(1, 9)}, DSPARK, {}, "reads 9 numbers"),  # noqa: E501
-    "EAGLE-3's": ("p-eagle", without(p_eagle(), "mask_hidden"), P_EAGLE, {}, "no mask_hidden in them"),
-    "P-EAGLE's": ("eagle3", p_eagle(), P_EAGLE, {}, "take drafter 'p-eagle'"),
+    "no confidence": ("dspark", without(without(dspark(), "confidence_head.proj.weight"), "confidence_head.proj.bias"), DSPARK, {"confidence": 0.5}, "they lack a confidence_head"),  # noqa: E501
+    "a confidence of another width": ("dspark", {**dspark(), "confidence_head.proj.weight": random(1, 9)}, DSPARK, {}, "has input width 9"),  # noqa: E501
+    "EAGLE-3's": ("p-eagle", without(p_eagle(), "mask_hidden"), P_EAGLE, {}, "they lack mask_hidden"),
+    "P-EAGLE's": ("eagle3", p_eagle(), P_EAGLE, {}, "use drafter 'p-eagle'"),
     "no mask token": ("p-eagle", p_eagle(), {**P_EAGLE, "mask_token_id": None}, {}, "config.json lacks mask_token_id"),
     "a mask of half the width": ("p-eagle", {**p_eagle(), "mask_hidden": random(1, 48)}, P_EAGLE, {}, r"mask_hidden is \[48\], not \[96\]"),  # noqa: E501
 }  # fmt: skip
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_by_name(target: Any, what: str) -> None:
 
 
 def test_options_that_do_not_fit(target: Any) -> None:
-    with pytest.raises(UsageError, match="is to draft 4 tokens, but the blocks of 'heads' hold 3; shorten gamma"):
+    with pytest.raises(UsageError, match="gamma is 4, but the blocks of 'heads' draft 3 tokens; write at most 3"):
         load(target, "dflash", dflash(), DFLASH, gamma=4)
     with pytest.raises(UsageError, match=r"start_length .8. is more than gamma .3."):
         load(target, "dflash", dflash(), DFLASH, policy={"name": "heuristic", "start_length": 8})

@@ -86,20 +86,20 @@ def test_the_law_before_the_correction_is_not_the_one_that_was_drawn(
     """The test above can fail: q of the block's own logits, where the tokens were drawn from the corrected ones."""
     target, options = exact("dspark")
     drafter = plugins.get("drafters", "dspark")
-    honest, following = drafter.propose, drafter.following
+    propose, next_logits = drafter.propose, drafter.next_logits
 
-    def dishonest(self: Any, sequences: Any, rng: Any) -> Draft:
+    def propose_with_uncorrected_q(self: Any, sequences: Any, rng: Any) -> Draft:
         held: list[Tensor] = []
-        self.following = lambda logits, states: held.append(logits) or following(self, logits, states)
-        draft = honest(self, sequences, rng)
+        self.next_logits = lambda logits, states: held.append(logits) or next_logits(self, logits, states)
+        draft = propose(self, sequences, rng)
         if draft.q is not None:
             draft.q = self.sampling.probs(held[-1])[:, : draft.q.shape[1]].contiguous()
         return draft
 
-    drafter.propose = dishonest
+    drafter.propose = propose_with_uncorrected_q
     try:
         own = {**options, "gamma": 1}
         found = enumerate_model(target, "dspark", own, "token", prompt=[2, 0], depth=1)
     finally:
-        drafter.propose = honest
+        drafter.propose = propose
     assert found.tv > 1e-3

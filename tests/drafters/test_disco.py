@@ -117,12 +117,12 @@ def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, dec
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"kind": "layer-skip"}, "holds no settings of disco"),
+        ({"kind": "layer-skip"}, "is not a checkpoint of disco"),
         ({"top": 3}, "its layers are not 1 x 6 and 1 x 1"),
         ({"bias1": []}, "is damaged"),
         ({"weight1": [[0.0, 1.0], [0.0]]}, "is damaged"),
-        ({"bias2": "x"}, "holds no classifier of two layers"),
-        ({"weight2": [float("nan")]}, "holds no classifier of two layers"),
+        ({"bias2": "x"}, "does not hold a classifier of two layers"),
+        ({"weight2": [float("nan")]}, "does not hold a classifier of two layers"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, changes: Any, sentence: str) -> None:

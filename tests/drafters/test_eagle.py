@@ -190,10 +190,10 @@ def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> No
         (authors(fc__weight=(H, 3 * H)), r"fc\.weight is \[32, 96\], not \[32, 64\]"),
         (
             authors(embed_tokens__weight=(90, H)),
-            r"embed_tokens.weight has to be \[97, 32\] here, but theirs is \[90, 32\]",
+            r"embed_tokens.weight must have shape \[97, 32\], but theirs has \[90, 32\]",
         ),
-        (authors(lm_head__weight=(90, H)), r"lm_head.weight has to be \[97, 32\] here, but theirs is \[90, 32\]"),
-        (authors(layers__0__hidden_norm__weight=(H,)), "they are EAGLE-3 heads .* take drafter 'eagle3'"),
+        (authors(lm_head__weight=(90, H)), r"lm_head.weight must have shape \[97, 32\], but theirs has \[90, 32\]"),
+        (authors(layers__0__hidden_norm__weight=(H,)), "they are EAGLE-3 heads .* use drafter 'eagle3'"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tensor], sentence: str) -> None:
@@ -205,8 +205,8 @@ def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tenso
     "changes, sentence",
     [
         ({"hidden_size": None}, "config.json lacks hidden_size"),
-        ({"num_attention_heads": 5}, "config.json is no config of decoder layers: .*"),
-        ({"hidden_size": 36}, "they read features of width 36, but the target's are 32 wide"),
+        ({"num_attention_heads": 5}, "config.json is not a config of decoder layers: .*"),
+        ({"hidden_size": 36}, "they read features of width 36, but the target's have width 32"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(target: Any, changes: dict[str, Any], sentence: str) -> None:

@@ -347,18 +347,18 @@ def with_d2t(d2t: Tensor) -> dict[str, Tensor]:
             without("embed_tokens.weight"),
             r"embed_tokens.weight has to be \[97, 24\] here, but the target's is \[97, 48\]",
         ),
-        (without("lm_head.weight"), r"lm_head.weight has to be \[12, 24\] here, but the target's is \[97, 48\]"),
+        (without("lm_head.weight"), r"lm_head.weight must have shape \[12, 24\], but the target's has \[97, 48\]"),
         (
             {k: t for k, t in official().items() if k not in ("d2t", "t2d")},
-            r"lm_head.weight has to be \[97, 24\] here, but theirs is \[12, 24\]",
+            r"lm_head.weight must have shape \[97, 24\], but theirs has \[12, 24\]",
         ),
-        (without("d2t"), "t2d marks a reduced vocabulary, but there is no d2t"),
+        (without("d2t"), "t2d marks a reduced vocabulary, but d2t, which maps it, is missing"),
         (with_d2t(torch.tensor(IDS)), r"d2t\[9\] = 96 leads to id 105 of 97; d2t holds offsets"),
         (with_d2t(-torch.arange(12) - 1), r"d2t\[0\] = -1 leads to id -1 of 97"),
         (with_d2t(-torch.arange(12)), "d2t leads to the same target id twice"),
-        (with_d2t(torch.zeros(12)), "d2t has to be a list of integers, not torch.float32"),
+        (with_d2t(torch.zeros(12)), "d2t is torch.float32 .* must be a list of integers"),
         ({**official(), "d2t": torch.zeros(12).long()}, "t2d marks other ids than d2t leads to"),
-        (without("midlayer.hidden_norm.weight"), "they are no EAGLE-3 heads"),
+        (without("midlayer.hidden_norm.weight"), "they are not EAGLE-3 heads"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tensor], sentence: str) -> None:
@@ -368,7 +368,7 @@ def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tenso
 
 @pytest.mark.parametrize("key, name", [("fc_norm", "fc_norm"), ("norm_before_fc", "input_norm")])
 def test_norms_that_the_config_names_and_nobody_brought_are_refused(target: Any, key: str, name: str) -> None:
-    with pytest.raises(ModelError, match=rf"config.json says {key}, but there is no tensor {name}\.\*"):
+    with pytest.raises(ModelError, match=rf"config.json has {key}, but the tensors {name}\.\* are missing"):
         load(target, official(), {**CONFIG, key: True})
 
 

@@ -210,7 +210,7 @@ def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, t
 
 
 def test_an_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:
-    with pytest.raises(ModelError, match="exit_layer 5 leaves none of the 5 layers of '' to verify with"):
+    with pytest.raises(ModelError, match="exit_layer is 5, but '' has 5 layers"):
         decoder(deep, 1, 0.0, options={"exit_layer": 5})
 
 

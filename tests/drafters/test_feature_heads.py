@@ -301,7 +301,7 @@ def test_heads_leave_a_target_of_mixed_precision_as_it_is(
         ({"tree": "static", "gamma": 3}, "gamma belongs to a chain .leave out tree., but the draft is tree: static"),
         ({"tree": "dynamic", "temperature": 1}, "temperature belongs to a chain .* or tree: static, but"),
         ({"tree": "static", "branching": [2], "choices": [[0]]}, "branching and choices both describe the tree"),
-        ({"tree": "static", "branching": [2, 0]}, r"branching must hold positive numbers, got \[2, 0\]"),
+        ({"tree": "static", "branching": [2, 0]}, r"branching is \[2, 0\]; all numbers must be positive"),
         ({"tree": "static", "choices": [[1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
         ({"tree": "dynamic", "depth": 2, "top_k": 3, "nodes": 13}, "depth 2 and top_k 3 give 12 nodes, not 13"),
         ({"gamma": 5000}, "less than or equal to 1024"),
@@ -315,7 +315,9 @@ def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> 
 
 def test_a_target_without_features_is_an_error(trained: Callable, target: Any) -> None:
     cls, slots = plugins.get("drafters", "mtp"), TransformersLM(target, 1, 64)
-    with pytest.raises(ModelError, match=r"drafter 'mtp' reads the features of its target .* is no transformers model"):
+    with pytest.raises(
+        ModelError, match=r"drafter 'mtp' reads the features of its target .* is not a transformers model"
+    ):
         cls(cls.Config(model=trained("mtp")), GivenContext(slots, Sampling(), 64))
     drafter = cls(cls.Config(model=trained("mtp")), GivenContext(slots, Sampling(), 64, target_model=target))
     with pytest.raises(

@@ -119,8 +119,8 @@ def test_models_whose_parts_do_not_add_up_are_refused(tiny_model: Callable) -> N
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "name either skip_attention and skip_mlp, of which one may be empty, or a checkpoint"),
-        ({"skip_mlp": [1], "checkpoint": "x"}, "name either"),
+        ({}, "give either skip_attention and skip_mlp, one of which may be empty, or a checkpoint"),
+        ({"skip_mlp": [1], "checkpoint": "x"}, "give either"),
         ({"skip_mlp": [-1]}, "greater than or equal to 0"),
         ({"skip_mlp": [True]}, "valid integer"),
         ({"skip_attention": [1], "policy": "sometimes"}, "sometimes"),
@@ -132,9 +132,9 @@ def test_options_that_do_not_fit(options: Any, sentence: str) -> None:
 
 
 def test_layers_that_there_are_not(deep: Any) -> None:
-    with pytest.raises(ModelError, match="leave out part of layer 5, but '' has layers 0 to 4"):
+    with pytest.raises(ModelError, match="skips part of layer 5, but '' has layers 0 to 4"):
         decoder(deep, {"skip_attention": [1, 5]})
-    with pytest.raises(ModelError, match="leaves out every layer"):
+    with pytest.raises(ModelError, match="skips every layer"):
         decoder(deep, {"skip_attention": range(5), "skip_mlp": range(5)})
 
 

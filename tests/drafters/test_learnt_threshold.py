@@ -27,7 +27,7 @@ def policy(**options: Any) -> LearntThresholdLength:
 
 def step_of(length: LearntThresholdLength, probabilities: list[list[float]], taus: list[int]) -> None:
     """A step in which token i of each row had ``probabilities[row][i]``, most of them drafted."""
-    wanted = length.wanted([4] * len(taus), len(taus))
+    wanted = length.draft_lengths([4] * len(taus), len(taus))
     for column in zip(*probabilities, strict=True):
         q = torch.tensor([[p, 1 - p] for p in column], dtype=torch.float64)
         length.goes_on(q.log(), q, torch.zeros(len(taus), dtype=torch.long))
@@ -178,16 +178,16 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
 
 def test_before_the_schedule_gamma_holds() -> None:
     made = DraftModelChain.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
-    assert [made.wanted([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
-    assert made.wanted([1], 1) == [1]
+    assert [made.draft_lengths([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
+    assert made.draft_lengths([1], 1) == [1]
 
 
 @pytest.mark.parametrize(
     "lengths, sentence",
     [
-        ([], "ascending order, got"),
-        ([[2, 1], [1, 3]], r"ascending order, got \[2, 1\]"),
-        ([[1, 9]], r"lengths go up to 9, more than gamma \(5\)"),
+        ([], "do not ascend"),
+        ([[2, 1], [1, 3]], r"sequences \[2, 1\], which do not ascend"),
+        ([[1, 9]], r"lengths go up to 9, which is more than gamma \(5\)"),
         ([[0, 1]], "greater than or equal to 1"),
         ([[1, -1]], "greater than or equal to 0"),
         ([[1]], "Field required"),

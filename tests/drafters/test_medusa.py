@@ -328,11 +328,11 @@ def test_a_law_that_was_not_drawn_from_fails(
 @pytest.mark.parametrize(
     "options, config, error, sentence",
     [
-        ({"gamma": 4}, {}, UsageError, "is to draft 4 tokens deep, but '.*' has 3 heads, one for each token; shorten"),
-        ({"branching": [1, 1, 1, 1]}, {}, UsageError, "is to draft 4 tokens deep"),
-        ({"heads": 2, "gamma": 3}, {}, UsageError, "is to draft 3 tokens deep, but '.*' has 2 heads"),
-        ({"choices": [[97]]}, {}, UsageError, "is to draft rank 97, but the heads '.*' know only 97 tokens"),
-        ({"nodes": 4}, {}, ModelError, "nodes: N needs medusa_accuracies in their config"),
+        ({"gamma": 4}, {}, UsageError, "the draft is 4 tokens deep, but '.*' has 3 heads, one per token; shorten"),
+        ({"branching": [1, 1, 1, 1]}, {}, UsageError, "the draft is 4 tokens deep"),
+        ({"heads": 2, "gamma": 3}, {}, UsageError, "the draft is 3 tokens deep, but '.*' has 2 heads"),
+        ({"choices": [[97]]}, {}, UsageError, "the tree has rank 97, but the heads '.*' have only 97 tokens"),
+        ({"nodes": 4}, {}, ModelError, "their config lacks medusa_accuracies"),
         (
             {"nodes": 4},
             {"medusa_accuracies": [0.5]},

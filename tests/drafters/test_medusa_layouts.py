@@ -69,7 +69,7 @@ def damaged() -> Iterator[Any]:
     )
     yield case(
         "v0.1",
-        "they read features of size 48, but those of the target have size 32; take the heads that were made for this",
+        "they read features of size 48, but those of the target have size 32; use heads that were trained for this",
         lambda t, c: t.update({key: torch.zeros(48, 48) for key in t if "linear.weight" in key}),
     )
     yield case(
@@ -82,28 +82,28 @@ def damaged() -> Iterator[Any]:
     )
     yield case(
         "v0.1",
-        r"says 2 heads \(medusa_num_heads\), but the tensors hold 3; if the tensors are right, say heads: 3 in the",
+        r"has 2 heads \(medusa_num_heads\), but the tensors hold 3; if the tensors are right, write heads: 3 in the",
         lambda t, c: c.update(medusa_num_heads=2),
     )
     yield case(
-        "v0.1", r"says 1 head \(medusa_num_heads\), but the tensors hold 3", lambda t, c: c.update(medusa_num_heads=1)
+        "v0.1", r"has 1 head \(medusa_num_heads\), but the tensors hold 3", lambda t, c: c.update(medusa_num_heads=1)
     )
     yield case(
         "v0.1",
-        r"says 2 blocks \(medusa_num_layers\), but the tensors hold 1",
+        r"has 2 blocks \(medusa_num_layers\), but the tensors hold 1",
         lambda t, c: c.update(medusa_num_layers=2),
     )
-    yield case("v0.1", "asks for heads: 4, but the tensors hold 3", lambda t, c: None, heads=4)
+    yield case("v0.1", "heads is 4, but the tensors hold 3", lambda t, c: None, heads=4)
     yield case(
         "v0.1",
-        "no layout of Medusa heads has these keys: fc.weight, norm.weight",
+        "their keys are not a known layout of Medusa heads: fc.weight, norm.weight",
         lambda t, c: (t.clear(), t.update({"fc.weight": torch.ones(2), "norm.weight": torch.ones(2)})),
     )
     yield case("version 2", r"missing 0.0.linear.bias \[32\]", lambda t, c: t.pop("0.0.linear.bias"))
     yield case("version 2", r"unexpected 0.2.weight \[2\]", lambda t, c: t.update({"0.2.weight": torch.ones(2)}))
     yield case("Medusa-2", r"missing 2.0.linear.weight \[32, 32\]", lambda t, c: t.pop("medusa_head.2.0.linear.weight"))
-    yield case("vLLM", r"says 4 heads \(num_heads\), but the tensors hold 3", lambda t, c: c.update(num_heads=4))
-    yield case("vLLM", r"says 2 blocks \(num_hidden_layers\), but the", lambda t, c: c.update(num_hidden_layers=2))
+    yield case("vLLM", r"has 4 heads \(num_heads\), but the tensors hold 3", lambda t, c: c.update(num_heads=4))
+    yield case("vLLM", r"has 2 blocks \(num_hidden_layers\), but the", lambda t, c: c.update(num_hidden_layers=2))
     yield case(
         "vLLM",
         r"missing 0.0.linear.bias \[32\], 1.*; blocks.{i}.layers.{j} and lm_heads.{i} are",
@@ -111,19 +111,21 @@ def damaged() -> Iterator[Any]:
     )
     yield case("vLLM, one projection", r"missing 1.1.weight \[97, 32\]", lambda t, c: c.pop("original_lm_head"))
     yield case(
-        "vLLM, token map", "says that they know 12 tokens, but no token_map says which", lambda t, c: t.pop("token_map")
+        "vLLM, token map",
+        "their config has 12 tokens .truncated_vocab_size., but token_map, which lists them, is missing",
+        lambda t, c: t.pop("token_map"),
     )
     yield case(
         "vLLM, token map",
-        "token_map holds ids from 0 to 97, but they go from 0 to 96",
+        "token_map holds ids from 0 to 97, but valid ids are 0 to 96",
         lambda t, c: t["token_map"].__setitem__(3, 97),
     )
     yield case(
         "vLLM, token map",
-        "token_map holds ids from -1 to 96, but they go from 0 to 96",
+        "token_map holds ids from -1 to 96, but valid ids are 0 to 96",
         lambda t, c: t["token_map"].__setitem__(3, -1),
     )
-    yield case("vLLM, token map", "token_map names an id twice", lambda t, c: t["token_map"].__setitem__(3, 3))
+    yield case("vLLM, token map", "token_map holds an id twice", lambda t, c: t["token_map"].__setitem__(3, 3))
     yield case(
         "vLLM, token map",
         r"token_map \[13\] does not fit projections of 12 rows",

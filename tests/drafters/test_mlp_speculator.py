@@ -136,10 +136,10 @@ def test_the_joint_law_of_two_steps_is_the_targets(
     [
         ({k: t for k, t in tensors().items() if "ln.1.bias" not in k}, CONFIG, {}, r"missing ln.1.bias \[20\]"),
         ({**tensors(), "speculator.cell.weight": random(2)}, CONFIG, {}, r"unexpected cell.weight \[2\]"),
-        ({"x": random(2)}, CONFIG, {}, "they are no MLP speculator"),
-        (tensors(), {**CONFIG, "n_predict": 2}, {}, "says 2 for n_predict, the number of stages, not 3"),
-        (tensors(), {**CONFIG, "n_predict": "3"}, {}, "says '3' for n_predict"),
-        (tensors(), CONFIG, {"gamma": 4}, "they have 3 stages, one for each token, but gamma is 4"),
+        ({"x": random(2)}, CONFIG, {}, "they are not an MLP speculator"),
+        (tensors(), {**CONFIG, "n_predict": 2}, {}, "has 2 for n_predict, the number of stages, not 3"),
+        (tensors(), {**CONFIG, "n_predict": "3"}, {}, "has '3' for n_predict"),
+        (tensors(), CONFIG, {"gamma": 4}, "they have 3 stages, one per token, but gamma is 4"),
         (
             {**tensors(), "speculator.emb.0.weight": random(9, INNER)},
             CONFIG,

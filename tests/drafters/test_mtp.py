@@ -156,7 +156,7 @@ def test_the_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None
             lambda t: t.update({"mtp.embed_tokens.weight": torch.zeros(9, H)}),
             r"embed_tokens.weight has to be \[97, 32\] here, but theirs is \[9, 32\]",
         ),
-        (lambda t: t.clear(), "there is no module of multi-token prediction in them"),
+        (lambda t: t.clear(), "they lack a module of multi-token prediction"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(target: Callable, change: Callable, sentence: str) -> None:
@@ -170,5 +170,5 @@ def test_modules_that_do_not_fit_are_refused(target: Callable, change: Callable,
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_targets_of_another_make_are_refused(tiny_model: Callable, family: str) -> None:
     """Learned positions; one rotary embedding for each type of layer."""
-    with pytest.raises(ModelError, match="has no decoder layers with one rotary embedding and a final norm"):
+    with pytest.raises(ModelError, match="lacks decoder layers with one rotary embedding and a final norm"):
         MtpHead(tiny_model(family))

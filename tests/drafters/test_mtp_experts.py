@@ -219,16 +219,16 @@ def more(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
         ),
         (
             more("mlp.experts.1.down_proj.weight", torch.zeros(FF, H)),
-            r"experts.1.down_proj.weight is \[24, 32\], not \[32, 24\] as the target's",
+            r"experts.1.down_proj.weight is \[24, 32\], not \[32, 24\], the shape of the target's",
         ),
         (less("mlp.gate.e_score_correction_bias"), "missing layer.mlp.gate.e_score_correction_bias"),
         (
             more("eh_proj.weight", torch.zeros(H, 2 * H).to(torch.float8_e4m3fn)),
-            "eh_proj.weight is torch.float8_e4m3fn, but there is no eh_proj.weight_scale_inv",
+            "eh_proj.weight is torch.float8_e4m3fn, but eh_proj.weight_scale_inv is missing",
         ),
         (
             more("eh_proj.weight_scale_inv", torch.ones(1, 1)),
-            "there is eh_proj.weight_scale_inv, but no weight in float8 beside it",
+            "eh_proj.weight_scale_inv has no float8 weight eh_proj.weight",
         ),
         (
             lambda module: {

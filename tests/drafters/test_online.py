@@ -59,7 +59,7 @@ class TellsOldLaws(Online):
 
     def propose(self, sequences: Any, rng: Any) -> Any:
         draft = super().propose(sequences, rng)
-        (first,) = self._begun_with
+        (first,) = self._initial_weights
         if draft.q is not None:
             draft.q = first.softmax(-1)[self._rows(sequences, draft)]
         return draft

@@ -225,19 +225,19 @@ def test_rows_of_a_batch_say_what_they_say_alone(target: Any, tmp_path: Path) ->
             {"embeddings": random(2, 16)},
             {"target_sha256": "0123456789abcdef" * 4},
             {},
-            "trained for other weights than the target's: for '0123456789ab', these are '",
+            "trained for weights '0123456789ab', but the target's are '",
         ),
         (
             {"embeddings": random(2, 16)},
             {},
             {"gamma": 4},
-            "is to draft 4 tokens, but '.*' has 2 look-ahead embeddings, for 3 tokens; shorten gamma",
+            "gamma is 4, but '.*' has 2 look-ahead embeddings, for 3 tokens; write at most 3",
         ),
         ({"embeddings": random(2, 16) / 0}, {}, {}, "embeddings holds numbers that are not finite"),
         ({"embeddings": random(1, 16)[0]}, {}, {}, r"are one tensor, embeddings \[L, H\]"),
-        ({"embeddings": random(2, 16)[:0]}, {}, {}, "there is none among them"),
+        ({"embeddings": random(2, 16)[:0]}, {}, {}, "they are empty"),
         ({"embeddings": random(1025, 16)}, {}, {}, "they are 1025, and the most is 1024"),
-        ({"0.0.linear.weight": random(16, 16)}, {}, {}, "these hold 0.0.linear.weight; crossdraft train pass makes"),
+        ({"0.0.linear.weight": random(16, 16)}, {}, {}, "these hold 0.0.linear.weight; crossdraft train pass writes"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -1,6 +1,5 @@
-"""Length policies: the registered names are short forms of them, and EAGLE chains take them too."""
+"""Length policies: replayability and the limits of their options."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,44 +8,6 @@ from pydantic import ValidationError
 from crossdraft import generate
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
-
-BEFORE = {"stop": "before", "threshold": 0.1}
-PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "short, options, policy",
-    [
-        ("dynamic-threshold", {"threshold": 0.3}, {"name": "confidence", "threshold": 0.3}),
-        (
-            "dynamic-threshold",
-            {"stop": "before", "threshold": 0.1},
-            {"name": "confidence", "stop": "before", "threshold": 0.1},
-        ),
-        ("heuristic-schedule", {"start": 2}, {"name": "heuristic", "start_length": 2}),
-        ("draft-model", {}, "static"),
-    ],
-)
-def test_registered_names_are_short_forms(
-    tiny_model: Callable, decoder: Callable, short: str, options: Any, policy: Any, temperature: float
-) -> None:
-    found = []
-    for name, more in ((short, options), ("draft-model", {"policy": policy})):
-        loop = decoder(
-            tiny_model("llama"),
-            plugins.get("drafters", name),
-            {"model": "noisy", "gamma": 6, **more},
-            plugins.get("verifiers", "token"),
-            batch_size=2,
-            drafting=tiny_model("llama", noise=0.05),
-            temperature=temperature,
-            max_new_tokens=16,
-        )
-        responses = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-        found.append([(r.tokens, [(x.tau, x.nodes, x.width) for x in r.steps]) for r in responses])
-    assert found[0] == found[1]
-    assert any(nodes for _, steps in found[0] for _, nodes, _ in steps)
 
 
 def test_only_a_static_length_is_replayable() -> None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, most_expanded
+from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, max_expanded
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.sampling import Sampling
@@ -202,7 +202,7 @@ def test_it_is_the_most_probable_tree_there_is(
     lm = Prefixes(seed, b, vocab, depth, sharp)
     draft, place = grow_dynamic(depth, None, nodes, lm.root, lm.expand, torch.tensor(limit), threshold=threshold)
     assert draft.q is None and draft.kind is DETERMINISTIC and draft.width <= nodes
-    assert len(lm.fed[0]) <= most_expanded(depth, nodes)
+    assert len(lm.fed[0]) <= max_expanded(depth, nodes)
     for row in range(b):
         worth = lm.worth(row, depth)
         last, total = 0, 0.0
@@ -256,13 +256,13 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         ({"growth": "sequoia", "acceptance": [-0.1]}, "acceptance of sibling 1 is -0.1; write a probability"),
         ({"growth": "sequoia", "acceptance": [float("nan")]}, "should be a finite number"),
         ({"growth": "sequoia", "acceptance": [0.2, 0.3]}, "acceptance rises from 0.2 to 0.3 at sibling 2; a later"),
-        ({"growth": "sequoia", "acceptance": [0.6, 0.5]}, "acceptance sums to 1.1; one child of a node"),
-        ({"growth": "sequoia", "acceptance": [0, 0]}, "acceptance names no sibling that is ever accepted"),
-        ({"growth": "sequoia", "acceptance": []}, "acceptance names no sibling that is ever accepted"),
+        ({"growth": "sequoia", "acceptance": [0.6, 0.5]}, "acceptance sums to 1.1; at most one child of a node"),
+        ({"growth": "sequoia", "acceptance": [0, 0]}, "acceptance is 0 for all siblings"),
+        ({"growth": "sequoia", "acceptance": []}, "acceptance is 0 for all siblings"),
         ({"growth": "sequoia", "acceptance": [0.001] * 257}, "257 numbers of acceptance, one a sibling; the most is"),
         (
             {"growth": "sequoia", "acceptance": [0.5, 0.2, 0], "nodes": 7, "depth": 2},
-            "depth 2 and 2 siblings with an acceptance above 0 give 6 nodes, not 7",
+            "depth 2 and 2 siblings of acceptance above 0 give 6 nodes, not 7",
         ),
         ({"growth": "sequoia", "threshold": 0.1}, "threshold belongs to growth: opt-tree, but this is growth: sequoia"),
         ({"growth": "opt-tree", "acceptance": [0.5]}, "acceptance belongs to growth: sequoia, but this is growth: opt"),

@@ -34,9 +34,9 @@ MEDUSA: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "a head that skips": ({"7.0.linear.weight": SMALL, "7.0.linear.bias": SMALL[0], "7.1.weight": torch.zeros(97, 32)}, {}, ["missing 3.0.linear"]),
     "vLLM's names, a block of 10^9": ({"blocks.0.layers.999999999.weight": SMALL}, {}, ["'blocks.0.layers.999999999.weight' counts further"]),
     "vLLM's names, a head of 10^9": ({"blocks.999999999.layers.0.weight": SMALL}, {}, ["counts further"]),
-    "another number of heads": ({}, {"medusa_num_heads": 10**9}, ["their config says 1000000000 heads"]),
-    "another number of blocks": ({}, {"medusa_num_layers": 10**9}, ["their config says 1000000000 blocks"]),
-    "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in their config, which is no number"]),
+    "another number of heads": ({}, {"medusa_num_heads": 10**9}, ["their config has 1000000000 heads"]),
+    "another number of blocks": ({}, {"medusa_num_layers": 10**9}, ["their config has 1000000000 blocks"]),
+    "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in their config, which is not a number"]),
     "a scale that is NaN": ({}, {"logit_scale": float("nan")}, ["logit_scale is nan"]),
     "a size that is a text": ({}, {"hidden_size": "32"}, ["config.json: hidden_size is '32'"]),
     "a config of 10^9 layers": ({}, {"num_hidden_layers": 10**9}, ["the most is 1024"]),
@@ -73,7 +73,7 @@ EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "a layer of 5,000 digits": ({"layers." + "9" * 5000 + ".x": SMALL}, {}, ["counts further", "…"]),
     "a layer in other digits": ({"layers.\u0663.x": SMALL}, {}, ["counts further"]),
     "a layer that skips": ({"layers.3.x": SMALL}, {}, ["missing"]),
-    "a width of 10^7": ({}, {"intermediate_size": 10**7}, ["says intermediate_size 10000000, but no tensor has such a side"]),
+    "a width of 10^7": ({}, {"intermediate_size": 10**7}, ["has intermediate_size 10000000, but no tensor has this size"]),
     "heads of 10^6": ({}, {"head_dim": 10**6}, ["num_attention_heads times head_dim 4000000, but no tensor"]),
     "no division": ({}, {"num_attention_heads": 5, "head_dim": None}, ["config.json"]),
     "no heads": ({}, {"num_attention_heads": 0}, ["num_attention_heads is 0"]),
@@ -81,7 +81,7 @@ EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "a width that is a text": ({}, {"intermediate_size": "48"}, ["intermediate_size is '48'"]),
     "a scaling that is a text": ({}, {"rope_parameters": None, "rope_scaling": "x"}, ["rope_scaling is 'x' in config.json"]),
     "a nested config that is a list": ({}, {"transformer_layer_config": [1]}, ["transformer_layer_config is [1]"]),
-    "an activation that is none": ({}, {"hidden_act": 3}, ["no config of decoder layers"]),
+    "an activation that is none": ({}, {"hidden_act": 3}, ["is not a config of decoder layers"]),
 }  # fmt: skip
 
 

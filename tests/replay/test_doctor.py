@@ -180,7 +180,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], Damage, dict[str, Any], str]] = {
         {},
         "the rotary base is 10000, not 10",
     ),
-    "other embedding": ("eagle3", {}, foreign_embedding, {}, "the heads' own embedding is not the one"),
+    "other embedding": ("eagle3", {}, foreign_embedding, {}, "the heads were trained with the target's embedding"),
     "no norms": ("eagle3", {"fc_norm": 3}, no_norms, {}, "features are normed before fc, layer by layer"),
     "no norm": ("eagle3", {"norm_before_fc": True}, no_norms, {}, "features are normed before fc, together"),
     "a norm too many": ("eagle3", {}, one_norm_more, {}, "features are not normed before fc"),
@@ -189,7 +189,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], Damage, dict[str, Any], str]] = {
         {"feed_normed": True},
         unharmed,
         {},
-        "what is fed back is the normed output",
+        "the normed output is fed back",
     ),
     "read with the norm": (
         "eagle3",

@@ -77,7 +77,7 @@ def test_heads_that_are_off_by_one(doctor: Callable, target: str, texts: list[li
     sound, shifted = (trained(tmp_path / str(skip), model, turned, skip) for skip in (2, 1))
     found = doctor(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
     first = found["likely"][0]
-    assert first["mistake"].startswith("the first head says the token that the target says itself")
+    assert first["mistake"].startswith("the first head predicts the target's own next token")
     assert first["block_efficiency"] > 3 > 2 > found["tried"][0]["block_efficiency"]
     assert doctor(target, f"{{name: medusa, model: {sound}}}", *GREEDY)["likely"] == []
 

@@ -100,7 +100,6 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (plain(strategies.Window), "its drafts are wider than a chain, or have probes"),
         (configured("draft-model-tree", model="x"), "it drafts trees ('without_replacement')"),
         (configured("draft-model", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
-        (configured("heuristic-schedule", model="x"), "how it drafts depends on how earlier steps went"),
         (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
         (
             configured("draft-model", model="x", policy="learnt-threshold"),

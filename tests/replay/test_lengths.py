@@ -115,7 +115,7 @@ def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
     own, at, drafts = policies.HeuristicLength(gamma, 1, 3), 0, []
     own.start(0)
     while at < n:
-        (wanted,) = own.wanted([n - 1 - at], 1)
+        (wanted,) = own.draft_lengths([n - 1 - at], 1)
         drafts.append(wanted)
         tau = wanted if whole else 0
         at += tau + 1

@@ -138,7 +138,7 @@ def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -
     for _ in range(steps):
         features = functional.pad(head.fuse(states[:last]), (0, 0, 0, BLOCK)).expand(len(anchors), -1, -1)
         if name == "p-eagle":
-            features = torch.where((place < first[:, None])[..., None], features, head.masked())
+            features = torch.where((place < first[:, None])[..., None], features, head.mask_feature())
             logits = head(tokens, features, logits_to_keep=first[:, None] - 1 + drafts).logits
         else:
             out = head(tokens, features, place, DynamicCache(), mask, first)

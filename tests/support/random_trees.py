@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from verifier_traits import traits_of
 
-from crossdraft.drafters.autoregressive.trees import Shape, Siblings, grow_fixed
+from crossdraft.drafters.autoregressive.trees import Shape, Siblings, grow_static
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT
@@ -110,7 +110,7 @@ class RandomLM:
             states = torch.cat([states, new], 1)
             return self.q[self.rows, new].log()
 
-        return grow_fixed(shape, siblings, self.q[:, 0].log(), expand, Sampling(), limit, rng)[0]
+        return grow_static(shape, siblings, self.q[:, 0].log(), expand, Sampling(), limit, rng)[0]
 
 
 def random_draft(

@@ -216,7 +216,7 @@ def test_a_target_of_another_backend(tmp_path: Path) -> None:
         assert found[0].text == plain[0].text
     alone = crossdraft.load_tokenizer(loaded.name)
     assert alone.tokenizer.get_vocab() == loaded.tokenizer.get_vocab() and alone.eos_token_ids == (0,)
-    with pytest.raises(crossdraft.ModelError, match="no transformers model"):
+    with pytest.raises(crossdraft.ModelError, match="not a transformers model"):
         crossdraft.generate(loaded, ["a b c"], drafter={"name": "medusa", "model": "nowhere"})
     with pytest.raises(crossdraft.UsageError, match="runs on a CPU in float32"):
         crossdraft.load_model(loaded.name, dtype="bfloat16")

@@ -201,7 +201,7 @@ def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, 
     expected = torch.nn.functional.cross_entropy(logits[learnt], batch.ids.roll(-1, 1)[learnt])
     torch.testing.assert_close(loss, expected)
     assert "those that first misses" in trainer.trainee.describe()[2]
-    assert "none of first is the text's" in trainer.trainee.measured_by
+    assert "tokens that none of first ranks first" in trainer.trainee.measured_by
     assert trainer._identity(*few())[f"misses of {first}"] == trainer.trainee._others[first].sha256
 
 

@@ -130,7 +130,7 @@ def test_training_goes_on_from_a_written_drafter(trained: Any, target: Any, text
 def test_a_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_path: Any) -> None:
     kind, whole = trained
     wrong = {"medusa": {"heads": 2}, "eagle3": {"layers": (0, 2, 4)}}[kind]
-    sentence = {"medusa": "3 heads of 1 blocks, not 2 of 1; say --heads 3", "eagle3": "--layers"}[kind]
+    sentence = {"medusa": "3 heads of 1 blocks, not 2 of 1; add --heads 3", "eagle3": "--layers"}[kind]
     with pytest.raises(CrossdraftError, match=sentence):
         Trainer(target, RECIPES[kind](start_from=str(whole.out), **wrong), tmp_path)
     with pytest.raises(CrossdraftError, match="no model directory"):

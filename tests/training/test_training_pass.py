@@ -183,7 +183,7 @@ def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, tex
     trainer = Trainer(target, recipe(start_from=out, epochs=1), tmp_path)
     trainer.run(*texts)
     assert trainer.log[0]["positions"] == trained[0].log[-1]["positions"]
-    with pytest.raises(UsageError, match="has 2 look-ahead embeddings, not 3; say --look-ahead 2"):
+    with pytest.raises(UsageError, match="has 2 look-ahead embeddings, not 3; add --look-ahead 2"):
         Trainer(target, recipe(start_from=out, look_ahead=3), tmp_path)
 
 
@@ -212,7 +212,9 @@ def test_a_window_that_a_text_reaches_beyond_is_refused(tiny_model: Any, tmp_pat
     fits, beyond = (Text([3, 4], [5 + i % 9 for i in range(window - 2 + more)], "given") for more in (0, 1))
     trainer = Trainer(gemma, recipe(epochs=1), tmp_path)
     trainer.run([fits, fits], [fits])
-    with pytest.raises(UsageError, match=f"{window + 1} tokens reaches beyond the window of {window}"):
+    with pytest.raises(
+        UsageError, match=f"{window + 1} tokens, but layers of gemma have an attention window of {window}"
+    ):
         Trainer(gemma, recipe(epochs=1), tmp_path / "other").run([fits, beyond], [fits])
 
 

@@ -242,8 +242,8 @@ def test_what_llama_cpp_cannot_do_is_refused(
     ahead = tmp_path / "ahead"
     save_embeddings(ahead, torch.zeros(2, 32), target="tiny", sha256=target.sha256)
     for drafter, why in (
-        ({"name": "eagle3", "model": "nowhere"}, "no transformers model"),
-        ({"name": "medusa", "model": "nowhere"}, "no transformers model"),
+        ({"name": "eagle3", "model": "nowhere"}, "not a transformers model"),
+        ({"name": "medusa", "model": "nowhere"}, "not a transformers model"),
         ({"name": "early-exit", "exit_layer": 1, "gamma": 2}, "all layers of a model or none"),
         ({"name": "layer-skip", "skip_mlp": [1], "gamma": 2}, "all layers of a model or none"),
         ({"name": "pass", "model": str(ahead)}, "llama.cpp is fed tokens"),

@@ -1,4 +1,4 @@
-"""Drafts whose length follows the last step: the schedule, and that it changes nothing that is said."""
+"""The policy ``heuristic``: its schedule of draft lengths, and an unchanged output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from crossdraft.drafters.draft_model.heuristic_schedule import HeuristicSchedule
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.drafters.none import NoDrafter
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.rng import CounterRng
@@ -22,13 +22,15 @@ NEW = 40
 
 @pytest.fixture
 def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Response]]:
-    """``responses(verifier, noise, batch_size, ...)``: what a target and a drafter this different from it say."""
+    """``responses(verifier, noise, batch_size, ...)`` of a draft model: the target with noise on its weights."""
 
-    def run(verifier: Any, noise: float, batch_size: int, temperature: float = 0.0, **options: int) -> list[Response]:
+    def run(
+        verifier: Any, noise: float, batch_size: int, temperature: float = 0.0, gamma: int = 20, **policy: int
+    ) -> list[Response]:
         loop = decoder(
             tiny_model("llama"),
-            HeuristicSchedule,
-            {"model": "noisy", **options},
+            DraftModelChain,
+            {"model": "noisy", "gamma": gamma, "policy": {"name": "heuristic", **policy}},
             verifier,
             drafting=tiny_model("llama", noise=noise) if noise else tiny_model("llama"),
             temperature=temperature,
@@ -58,7 +60,7 @@ def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Respon
         assert [r.nodes for r in response.steps] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
     for response in responses(Greedy, 0.0, 3, gamma=3):  # the first draft is no longer than gamma either
         assert [r.nodes for r in response.steps][:2] == [3, 3]
-    for response in responses(Greedy, 0.0, 3, gamma=8, start=3):
+    for response in responses(Greedy, 0.0, 3, gamma=8, start_length=3):
         assert [r.nodes for r in response.steps][:4] == [3, 5, 7, 8]
 
 
@@ -68,7 +70,7 @@ def test_each_sequence_has_its_own_length(
     responses: Callable[..., list[Response]], batch_size: int, temperature: float
 ) -> None:
     seen = set()
-    for response in responses(Token, 0.02, batch_size, temperature, start=3, gamma=6):
+    for response in responses(Token, 0.02, batch_size, temperature, start_length=3, gamma=6):
         lengths = [r.nodes for r in response.steps]
         assert lengths == expected(response, 3, 6)
         seen |= set(lengths)
@@ -84,11 +86,12 @@ def test_the_output_is_the_target_s(decoder: Callable, tiny_model: Callable, res
 
 def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
     sampling = Sampling(temperature=1)
-    traits = HeuristicSchedule.traits(HeuristicSchedule.Config(model="m"), sampling)
+    config = DraftModelChain.Config.model_validate({"model": "m", "gamma": 20, "policy": "heuristic"})
+    traits = DraftModelChain.traits(config, sampling)
     assert traits.nodes == 20
     said = {
         name: incompatible(
-            "heuristic-schedule",
+            "draft-model",
             traits,
             name,
             plugins.get("verifiers", name).traits(plugins.get("verifiers", name).Config()),
@@ -101,5 +104,7 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
 
 
 def test_a_first_draft_longer_than_any_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"start \(9\) is more than gamma \(8\)"):
-        HeuristicSchedule.Config(model="m", gamma=8, start=9)
+    with pytest.raises(ValidationError, match=r"start_length \(9\) is more than gamma \(8\)"):
+        DraftModelChain.Config.model_validate(
+            {"model": "m", "gamma": 8, "policy": {"name": "heuristic", "start_length": 9}}
+        )

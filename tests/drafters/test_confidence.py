@@ -1,4 +1,4 @@
-"""Drafts that end on confidence: where they end, that nothing is lost by it, and what would be lost otherwise."""
+"""The policy ``confidence``: draft lengths, losslessness, and a lossy variant as the negative control."""
 
 import itertools
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from crossdraft.drafters.autoregressive.policies import ConfidenceLength, LengthPolicy
-from crossdraft.drafters.draft_model.dynamic_threshold import DynamicThreshold
+from crossdraft.drafters.autoregressive.policies import Confidence, ConfidenceLength, LengthPolicy
+from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.drafters.none import NoDrafter
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
@@ -25,9 +25,12 @@ TOYS = ("T0", "G1", "G2", "G3", "G4")
 EDGE = 1e-9
 
 
-def make(drafter: type[DynamicThreshold] = DynamicThreshold, **options: Any) -> Callable[[DraftContext, int], Any]:
-    def build(context: DraftContext, gamma: int) -> DynamicThreshold:
-        return drafter(drafter.Config(model="toy", gamma=gamma, **options), context)
+def make(
+    drafter: type[DraftModelChain] = DraftModelChain, temperature: float | None = None, **policy: Any
+) -> Callable[[DraftContext, int], Any]:
+    def build(context: DraftContext, gamma: int) -> DraftModelChain:
+        options = {"temperature": temperature, "policy": {"name": "confidence", **policy}}
+        return drafter(drafter.Config.model_validate({"model": "toy", "gamma": gamma, **options}), context)
 
     return build
 
@@ -81,11 +84,12 @@ class DiscardingLength(ConfidenceLength):
         return q.gather(1, token[:, None]).squeeze(1) >= self.threshold
 
 
-class Discarding(DynamicThreshold):
-    class Config(DynamicThreshold.Config):
+class Discarding(DraftModelChain):
+    class Config(DraftModelChain.Config):
         def lengths(self, batch_size: int) -> LengthPolicy:
-            assert self.stop == "before" and self.threshold is not None
-            return DiscardingLength(self.gamma, batch_size, self.threshold, self.stop)
+            policy = self.policy
+            assert isinstance(policy, Confidence) and policy.stop == "before" and policy.threshold is not None
+            return DiscardingLength(self.gamma, batch_size, policy.threshold, policy.stop)
 
 
 @pytest.mark.parametrize(
@@ -175,20 +179,18 @@ def test_the_limit_of_a_row_holds() -> None:
     assert draft.width == 0
 
 
-def test_the_default_threshold_is_that_of_the_policy() -> None:
-    config = DynamicThreshold.Config
-
+def test_the_default_threshold() -> None:
     def threshold(**options: Any) -> float:
-        policy = config(model="m", **options).lengths(batch_size=1)
+        policy = Confidence(**options).make(10, 1)
         assert isinstance(policy, ConfidenceLength)
         return policy.threshold
 
-    assert (config(model="m").stop, threshold()) == ("after", 0.4)
+    assert (Confidence().stop, threshold()) == ("after", 0.4)
     assert threshold(stop="before") == 0.6
     assert threshold(stop="before", threshold=0.3) == 0.3
     assert threshold(stop="before", threshold=0) == 0
     with pytest.raises(ValidationError, match="after"):
-        config.model_validate({"model": "m", "stop": "never"})
+        DraftModelChain.Config.model_validate({"model": "m", "policy": {"name": "confidence", "stop": "never"}})
 
 
 # -- with transformers models ---------------------------------------------------------------------------
@@ -200,8 +202,9 @@ def test_a_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: f
     target, drafting = tiny_model("llama"), tiny_model("llama", noise=0.2)
     prompts = [[5, 6, 7], [8, 9], [11, 12, 13, 14], [3], [21, 22]]
     greedy = plugins.get("verifiers", "greedy")
-    options = {"model": "noisy", "gamma": 4, "stop": "before", "threshold": threshold}
-    ours = decoder(target, DynamicThreshold, options, greedy, batch_size=3, drafting=drafting, max_new_tokens=20)
+    policy = {"name": "confidence", "stop": "before", "threshold": threshold}
+    options = {"model": "noisy", "gamma": 4, "policy": policy}
+    ours = decoder(target, DraftModelChain, options, greedy, batch_size=3, drafting=drafting, max_new_tokens=20)
     plain = decoder(target, NoDrafter, {}, greedy, batch_size=3, max_new_tokens=20)
     responses, expected = list(ours.run(prompts)), list(plain.run(prompts))
     assert {r.index: r.tokens for r in responses} == {r.index: r.tokens for r in expected}
