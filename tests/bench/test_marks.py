@@ -15,7 +15,7 @@ from crossdraft.framework.advise.candidates import of_run
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.report.engine_settings import settings_of
+from crossdraft.framework.cli.report.engine_settings import engine_settings
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
@@ -166,7 +166,7 @@ def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
     assert [where for _, _, where in best_of([("run", finished)])]
     assert all(" × token, " in where for _, _, where in best_of([("run", finished)]))
-    assert {one["title"].partition(",")[0] for one in settings_of([finished])} == {"prompt-lookup × token"}
+    assert {one["title"].partition(",")[0] for one in engine_settings([finished])} == {"prompt-lookup × token"}
     found, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {one.acceptance.verifier for one in found} <= {"token"}
     assert "run: liar is left out: not certified; crossdraft certify --verifier liar certifies it" in notes
