@@ -13,7 +13,7 @@ from ..errors import UsageError, quoted
 from ..util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
 from .baseline_responses import decoded, duration, say
 from .sampling_args import sampling_from
-from .trust_args import add_consent, trusted_beside
+from .trust_args import add_trust_argument, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ..api.build import Configured
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, help="of the responses (off)")
     parser.add_argument("--dtype", default="auto", help="of the models (auto)")
     parser.add_argument("--device", default="auto", help="that the models are run on (auto)")
-    add_consent(parser)
+    add_trust_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     sampling = sampling_from(args)
     strategy = Strategy.parse(args.drafter, "--drafter")
     drafter = configured("drafters", {"name": strategy.name, **strategy.config})
-    options = {"device": args.device, "trust_remote_code": trusted_beside(args, args.target)}
+    options = {"device": args.device, "trust_remote_code": trusted_with_drafter(args, args.target)}
     target = Target(args.target, sampling, dtype=args.dtype, **options)
     trials = list(_trials(args, drafter, target, options))
     found: list[Examined] = []

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..util.extras import need
 from ..util.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
 from .sampling_args import sampling_from
-from .trust_args import add_consent, trusted
+from .trust_args import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ..contracts.models import LoadedModel
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"reject requests without this key; prefer {API_KEY}, as other users can see the command line",
     )
     parser.add_argument("--port", type=int, default=8000, help="port; 0 = any free port (8000)")
-    add_consent(parser)
+    add_trust_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:

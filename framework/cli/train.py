@@ -13,7 +13,7 @@ from .. import plugins
 # Trainers import PyTorch, and every kind has to say its options; so nothing is saved by importing this later.
 from ..contracts.training_options import Options, flag, numbers, option
 from ..errors import ContractError, UsageError
-from .trust_args import add_consent, trusted
+from .trust_args import add_trust_argument, trusted
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
@@ -85,7 +85,7 @@ def _add_arguments(p: argparse.ArgumentParser, recipe: type[Options]) -> None:
     p.add_argument("--target", required=True, help="name, directory or Hub id of the target")
     p.add_argument("--out", required=True, help="directory for texts, checkpoint and result")
     p.add_argument("--force", action="store_true", help="write to a directory that holds other files, too")
-    add_consent(p)
+    add_trust_argument(p)
     texts = p.add_argument_group("texts")
     texts.add_argument(
         "--texts",

@@ -91,7 +91,7 @@ def rendered(table: Pivot, form: str, digits: int = 2, intervals: bool = True) -
     return "\n".join(["% \\usepackage{booktabs}", *lines]) + "\n"
 
 
-def untold(table: Pivot, chosen: Sequence[Chosen]) -> list[str]:
+def hidden_keys(table: Pivot, chosen: Sequence[Chosen]) -> list[str]:
     """The settings in which the cells of a table differ, and which neither its rows nor its columns tell."""
     keys = [key for key in ("run", *SETTINGS) if key not in (*table.rows, *table.columns)]
     return [key for key in keys if len({cell.fact(key) for cell in chosen}) > 1]

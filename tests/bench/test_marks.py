@@ -139,7 +139,7 @@ def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> No
         listed = output(capsys, "list", "verifiers")
         assert re.search(rf"^liar +{mark} +accepts anything", listed, re.M)
         assert re.search(r"^token +lossless, certified ", listed, re.M) and re.search(r"^typical +lossy ", listed, re.M)
-        assert re.search(rf"\n{mark}.*; judges drafts: chain", output(capsys, "list", "verifiers", "liar"))
+        assert re.search(rf"\n{mark}.*; verifies drafts: chain", output(capsys, "list", "verifiers", "liar"))
         facts = json.loads(output(capsys, "list", "verifiers", "liar", "--json"))
         assert facts["lossless"] is True and re.fullmatch(mark, facts["mark"])
 

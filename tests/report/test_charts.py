@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
         return capsys.readouterr().err.removeprefix("crossdraft: error: ").strip()
 
     assert refused("--kind", "throughput", "--where", "batch_size=1") == (
-        "the run some has no throughput: it needs cells at several batch sizes"
+        "throughput cannot be drawn for run some: it requires cells at several batch sizes"
     )
     assert refused("--where", "batch_size=2") == "no cell has batch_size '2'; there are: 1, 4, 16"
     assert "there is no key of a cell named 'bach_size'; did you mean 'batch_size'?" in refused(
@@ -276,7 +276,9 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     )
     assert refused("--where", "gamma").startswith("--where 'gamma' is no KEY=VALUE")
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert refused("--out", str(tmp_path / "file")).endswith("file: it is not a directory; name one, or a new one")
+    assert refused("--out", str(tmp_path / "file")).endswith(
+        "file is not a directory; give an existing or a new directory"
+    )
     with pytest.raises(SystemExit):
         cli.main(["plot", str(run), "--format", "jpg"])
-    assert "'jpg' is none of png, svg, pdf" in capsys.readouterr().err
+    assert "'jpg' is not one of png, svg, pdf" in capsys.readouterr().err

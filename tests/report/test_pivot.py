@@ -11,7 +11,7 @@ from html_runs import RECIPE, finished_run, on_disk
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import row_of
 from crossdraft.framework.report.load_run import FinishedRun
-from crossdraft.framework.report.pivot import pivot, rendered, untold
+from crossdraft.framework.report.pivot import hidden_keys, pivot, rendered
 from crossdraft.framework.report.selection import Chosen, finished_cells
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [2, 3], "batch_size": [1, 4]}}
@@ -104,7 +104,9 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
     assert "did you mean 'speed_up'" in refused("--rows", "drafter,gamma,batch_size", "--value", "sped_up")
     assert refused("--rows", "drafter", "--cols", "drafter").startswith("drafter stands in --rows and --cols twice")
     assert refused("--digits", "-1").startswith("--digits -1 is out of range")
-    assert refused("--where", "drafter=none") == "there is no cell to show: none of a pair is left"
+    assert refused("--where", "drafter=none") == (
+        "no cells to show: --where excludes all of them (plain decoding requires --baseline)"
+    )
     arguments = ["--rows", "drafter", "--cols", "verifier", "--where", "gamma=2", "--where", "batch_size=4"]
     out = tmp_path / "table.tex"
     assert cli.main(["table", str(directory), *arguments, "--format", "latex", "--out", str(out)]) == 0
@@ -119,8 +121,8 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
     )
     # Two batch sizes in one table are told, where the table does not tell them.
     cells = pairs(run, "gamma=2", "batch_size=1") + pairs(run, "gamma=3", "batch_size=4")
-    assert untold(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
-    assert untold(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
+    assert hidden_keys(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
+    assert hidden_keys(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
     # The same run twice: what tells them apart is the directory, which is one.
     assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
     assert "the same cell is in the table twice; name each run once" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def nothing_is_loaded(*_: Any, **__: Any) -> Any:
         (["--invented", "0.2"], "--invented 0.2: must be left out without --questions"),
         (["--invented", "0.5"], "--invented 0.5: must be left out without --questions"),
         (["--measure", "none", "--measure-limit", "24"], "--measure-limit 24: must be left out with --measure none"),
-        (["--trust-remote-code", "other"], "--trust-remote-code 'other' names no model of this command"),
+        (["--trust-remote-code", "other"], "--trust-remote-code 'other' is not a model of this command"),
         (["--tokens", "-5"], "--tokens -5: must be"),
         (["--tokens", "0"], "no texts to train on"),
         (

@@ -8,7 +8,7 @@ from ... import plugins
 from ...errors import UnknownNameError, UsageError
 from ...util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_ROWS, MOST_TOKENS
 from ..cost.options import add_machine, check_machine, check_numbers, integer, integers, number, option
-from ..trust_args import add_consent
+from ..trust_args import add_trust_argument
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replayed.add_argument("--prompts", metavar="SOURCE", help="prompts that the target answers here, by plain decoding")
     replayed.add_argument("--responses", type=integer, default=32, metavar="N", help="to so many of them (32)")
     replayed.add_argument("--max-new-tokens", type=integer, default=128, metavar="N", help="of a response (128)")
-    add_consent(replayed)
+    add_trust_argument(replayed)
     about = parser.add_argument_group("what an engine's numbers do not say")
     about.add_argument("--since", metavar="FILE", help="an earlier scrape of the same counters, to count from")
     about.add_argument(

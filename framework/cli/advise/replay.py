@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import UsageError
 from ..baseline_responses import decoded, say
-from ..trust_args import trusted_beside
+from ..trust_args import trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...advise.acceptance import Acceptance
@@ -36,7 +36,7 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
     from ..replay.candidates import candidates_of
     from ..replay.command import alike
 
-    consent = trusted_beside(args, args.target)
+    consent = trusted_with_drafter(args, args.target)
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
     name = " and ".join(args.replay or [])
     sources = list(args.replay or [])

@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ...util.output_files import check_output, writing_output
 from ..run_args import output_folder
 from ..sampling_args import sampling_from
-from ..trust_args import add_consent, trusted
+from ..trust_args import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ...certificate.first_token_check import PromptLaws, Result
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --samples: let the first tokens of sequences, which come from the prefill pass, decide, too",
     )
-    add_consent(group)
+    add_trust_argument(group)
     parser.set_defaults(**OWN)
 
 

@@ -19,7 +19,7 @@ from ...util.limits import (
     MOST_TOKENS,
     Limit,
 )
-from ..trust_args import add_consent, trusted
+from ..trust_args import add_trust_argument, trusted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--device", default="auto")
     measuring.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     measuring.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_consent(measuring)
+    add_trust_argument(measuring)
     predicting = parser.add_argument_group("predicting")
     predicting.add_argument("--gamma", type=integer, metavar="N", help="draft length of a chain (4)")
     predicting.add_argument(

@@ -15,7 +15,7 @@ from ...util.output_files import check_output
 from ..baseline_responses import say
 from ..run_args import add_force
 from ..sampling_args import sampling_from
-from ..trust_args import add_consent, texts_in, trusted_beside
+from ..trust_args import add_trust_argument, strings_in, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...contracts.sampling import Sampling
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="that models are run on (auto)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers of every position, as Parquet")
     add_force(parser)
-    add_consent(parser)
+    add_trust_argument(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, by category too")
     form.add_argument("--csv", action="store_true", help="print a line for each drafter, rule, K, gamma and category")
@@ -102,10 +102,10 @@ def main(args: argparse.Namespace) -> int:
     out = None
     if args.out is not None:
         drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
-        read = [*args.sources, args.target, *texts_in(drafters)]
+        read = [*args.sources, args.target, *strings_in(drafters)]
         out = check_output(args.out, "--out", inputs=read, mark=MARK, force=args.force)
     sampling = _sampling(args)
-    consent = trusted_beside(args, args.target)
+    consent = trusted_with_drafter(args, args.target)
     reader = Reader(
         target=args.target,
         sampling=sampling,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ... import plugins
 from ...errors import UsageError, quoted
-from ..standard_streams import complain, print_kept
-from ..trust_args import add_consent, texts_in, trusted
+from ..standard_streams import print_error, print_stored
+from ..trust_args import add_trust_argument, strings_in, trusted
 from .certificates import certify_missing
 from .tracking import tracking
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sampled",
         help="check drafts and verdicts in full now and then (sampled), in every step, or never",
     )
-    add_consent(parser)
+    add_trust_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
     parser.add_argument(
         "--track", action="append", default=[], metavar="NAME", help=f"tell of the run: {_listed('trackers')}"
@@ -105,11 +105,11 @@ def main(args: argparse.Namespace) -> int:
         outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
         summary = write_summary(outcome)
         tell(summary)
-        print_kept(terminal(summary))
+        print_stored(terminal(summary))
         if outcome.failed:
-            complain(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
+            print_error(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
         if summary.stopped:
-            complain(f"crossdraft: error: {summary.stopped}")
+            print_error(f"crossdraft: error: {summary.stopped}")
         return summary.exit_code
 
 
@@ -117,7 +117,7 @@ def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
     """Every name in the cells that may be a model's."""
     for cell in cells:
         yield cell.target
-        yield from texts_in(cell.drafter.config)
+        yield from strings_in(cell.drafter.config)
 
 
 def _duration(text: str) -> str:
@@ -134,7 +134,7 @@ def _print_so_far(outcome: Outcome) -> None:
     from ...report.summary import Summary
     from ...report.tables import brief
 
-    complain(f"\n{brief(Summary.of(outcome, []))}")
+    print_error(f"\n{brief(Summary.of(outcome, []))}")
 
 
 def _check(args: argparse.Namespace) -> None:
