@@ -36,7 +36,5 @@ def _read(directory: Path) -> FinishedRun:
     """The run in a directory, shards merged."""
     runs = read_runs([directory])
     if len(runs) > 1:
-        raise UsageError(
-            f"{printable(str(directory))} holds shards of {len(runs)} recipes; give a directory with the shards of one recipe"
-        )
+        raise UsageError(f"{printable(str(directory))} holds shards of {len(runs)} recipes; give the shards of one")
     return runs[0]

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for an unreadable run, or keys that put several cells in one place."""
+    """Return 0. Raises UsageError (exit status 2) for an unreadable run, or keys under which cells collide."""
     if not 0 <= args.digits <= 12:
         raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
     # A table carries no mark of its origin, so an existing file always requires --force.

@@ -228,8 +228,8 @@ class Worker:
             job, response = batch.running[chunk.index], chunk.response
             if response is not None:
                 del batch.running[chunk.index]
-            failed = response is not None and response.error is not None
-            job.queue.put(job.choice, RequestFailedError(str(response.error)) if failed else chunk)
+            error = None if response is None else response.error
+            job.queue.put(job.choice, chunk if error is None else RequestFailedError(str(error)))
 
     def _fail(self, reason: str, sampling: Sampling | None = None) -> None:
         """Fail the queued jobs with these sampling parameters; if None, all jobs, running ones included."""
