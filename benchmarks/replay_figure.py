@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from crossdraft.framework.cli.baseline_responses import decoded
+from crossdraft.framework.cli.baseline_responses import baseline_responses
 from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
@@ -45,7 +45,7 @@ SHOWN = (1, 2, 4, 8, 16)
 
 def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[Replayed, dict[Rule, Tally]]:
     """The tallies of all rules on the responses at one temperature."""
-    path = decoded(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
+    path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
     chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)

@@ -143,7 +143,7 @@ def run_block(block: Block, place: Path, names: dict[str, Any], servers: ExitSta
     elif block.language == "bash":
         for command in commands(block):
             if command.startswith("crossdraft serve"):
-                serving = pytest.importorskip("serving", reason="the endpoint needs the extra serve").serving
+                serving = pytest.importorskip("server_thread", reason="the endpoint needs the extra serve").serving
                 names[PORT] = str(servers.enter_context(serving(*shlex.split(command)[2:])).port)
             elif not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE):
                 run_command(shlex.split(command))

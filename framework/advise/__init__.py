@@ -1,1 +1,1 @@
-"""From acceptance and cost to a decision: which drafter, rule and draft length, or none."""
+"""Recommendation of a drafter, verifier and draft length from acceptance and cost."""

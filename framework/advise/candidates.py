@@ -1,7 +1,7 @@
-"""What may be chosen: a drafter with a rule, how its drafts are accepted, and what its steps cost.
+"""Candidates: pairs of drafter and verifier with their acceptance and the cost of their steps.
 
-Acceptance comes from anywhere, as a list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`),
-which know more: how wide each step was, how often the draft model ran, what verification and bookkeeping took.
+Candidates are built from any list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`), which
+also record the width of each step, the passes of the draft model, and the time of verification and bookkeeping.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..runs.marks import mark_of
 from ..runs.records import CellResult
 from .acceptance import Acceptance
 
-#: Rules that accept token i whatever is drafted after it.
-_LOOK_NO_FURTHER = ("token", "block", "greedy")
+#: Verifiers whose acceptance of token i does not depend on later tokens.
+_CAUSAL_VERIFIERS = ("token", "block", "greedy")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter with a rule, and all that its speed depends on.
+    """A pair of drafter and verifier, with everything its speed depends on.
 
     Attributes:
-        acceptance: how its drafts are accepted.
-        target, drafter: curves of the two models; without the drafter's, drafting takes what ``steps`` say.
-        steps: statistics of its steps by batch size, one at least; `speed_up` takes the nearest one's.
-        plain: the same of plain decoding, where it was measured.
-        group: what may be compared: target, sampling.
-        title: of the drafter, for people.
-        measured: what its cells measured where it ran, by batch size, with its own draft length; those with a speed-up.
+        acceptance: acceptance of its drafts.
+        target, drafter: cost curves of the two models; without the latter, the draft time is taken from ``steps``.
+        steps: statistics of its steps by batch size (at least one); `speed_up` uses the nearest.
+        plain: statistics of plain decoding by batch size, if measured.
+        group: target and sampling parameters; only candidates of one group are comparable.
+        title: of the drafter.
+        measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
         overlap: see `predict`.
     """
 
@@ -54,27 +54,25 @@ class Candidate:
 
     @property
     def pair(self) -> str:
-        """The same for candidates that differ in draft length alone."""
-        found = self.acceptance
-        options = {key: value for key, value in found.options.items() if key != "gamma"}
-        return json.dumps(
-            [found.drafter, found.model, found.verifier, options, found.chain], sort_keys=True, default=str
-        )
+        """A key of the pair; equal for candidates that differ only in draft length."""
+        a = self.acceptance
+        options = {key: value for key, value in a.options.items() if key != "gamma"}
+        return json.dumps([a.drafter, a.model, a.verifier, options, a.chain], sort_keys=True, default=str)
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """The draft lengths of which its acceptance can tell."""
+        """The draft lengths whose acceptance is known."""
         longest = self.acceptance.gamma
         return tuple(range(1, longest + 1)) if self.acceptance.cuttable else (longest,)
 
     def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
-        """Its predicted step with drafts of ``gamma`` tokens, ``batch_size`` rows, all in use.
+        """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows.
 
         Args:
-            context: tokens that each row holds; those of its steps by default.
+            context: context length of each row; by default as in ``steps``.
 
         Raises:
-            UsageError: a curve of too few batch sizes or widths to say.
+            UsageError: a cost curve with too few batch sizes or widths.
         """
         cell = _nearest(self.steps, batch_size)
         if gamma != self.acceptance.gamma:
@@ -86,30 +84,31 @@ class Candidate:
         return predict(cell, self.target, self.drafter, plain, overlap=self.overlap)
 
     def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
-        """Predicted, over plain decoding; the interval is that of the acceptance, as if costs were known exactly."""
+        """Predicted speed-up over plain decoding; the interval includes the uncertainty of the acceptance only."""
         value = self.predict(batch_size, gamma, context).speed_up
-        found = (self.acceptance.cut(gamma) if gamma != self.acceptance.gamma else self.acceptance).block_efficiency()
-        if found.low is None or found.high is None:
+        acceptance = self.acceptance.cut(gamma) if gamma != self.acceptance.gamma else self.acceptance
+        be = acceptance.block_efficiency()
+        if be.low is None or be.high is None:
             return Estimate(value)
-        return Estimate(value, value * found.low / found.value, value * found.high / found.value)
+        return Estimate(value, value * be.low / be.value, value * be.high / be.value)
 
 
 def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:
-    """Of the nearest batch size, in the logarithm."""
+    """The statistics of the nearest batch size, in log scale."""
     return steps[min(steps, key=lambda b: (max(b / batch_size, batch_size / b), b))]
 
 
-# -- from numbers alone ----------------------------------------------------------------------------------------
+# -- from acceptance only --------------------------------------------------------------------------------------
 
 
 def imported(
     acceptances: Iterable[Acceptance], target: Curve, drafter: Curve | None, context: float
 ) -> list[Candidate]:
-    """Candidates from acceptance that was replayed or imported: chains, one pass of the draft model a token.
+    """Candidates from replayed or imported acceptance of chains, with one pass of the draft model per token.
 
-    Verification and bookkeeping count as free, and so does drafting without a curve.
+    Verification and bookkeeping are assumed to be free, as is drafting without a curve.
     """
-    found = []
+    candidates = []
     for acceptance in acceptances:
         gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
         passes = gamma if drafter is not None else 0
@@ -117,8 +116,8 @@ def imported(
         temperature = acceptance.temperature
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         title = acceptance.drafter or "drafts"
-        found.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title))
-    return found
+        candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title))
+    return candidates
 
 
 # -- from a finished run ---------------------------------------------------------------------------------------
@@ -126,11 +125,11 @@ def imported(
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run's pairs are to be judged instead of where it ran.
+    """A machine other than the one of a run, for which its pairs are evaluated.
 
     Attributes:
-        target: curve of the target there.
-        drafter: the curve of a draft model by name; None where drafting counts as free.
+        target: cost curve of the target.
+        drafter: cost curve of a draft model by name; None if drafting is assumed to be free.
     """
 
     target: Curve
@@ -138,14 +137,14 @@ class Machine:
 
 
 def of_run(
-    results: Sequence[CellResult], name: str, curves: Iterable[CostCurve], elsewhere: Machine | None = None
+    results: Sequence[CellResult], name: str, curves: Iterable[CostCurve], machine: Machine | None = None
 ) -> tuple[list[Candidate], list[str]]:
-    """The pairs of a finished run, and sentences on cells that are left out.
+    """The candidates of a finished run, and notes on omitted cells.
 
     Args:
-        name: of the run, for people.
-        curves: what was measured where it ran; those of other models and devices do no harm.
-        elsewhere: another machine: then no second that the run took counts.
+        name: of the run, shown to users.
+        curves: cost curves of the run's machine; curves of other models and devices are ignored.
+        machine: another machine; times measured in the run are then ignored.
     """
     curves, notes = list(curves), []
     configs = [result.config for result in results]
@@ -155,64 +154,64 @@ def of_run(
         config, cell = result.config, statistics(result)
         group = group_title(config, configs, but="batch_size")
         if cell is None or result.metrics is None:
-            notes.append(f"{name}: {config.drafter.title} × {config.verifier.title} failed and is left out")
+            notes.append(f"{name}: {config.drafter.title} × {config.verifier.title} failed and is omitted")
         elif config.is_baseline:
-            plain.setdefault(group, {})[config.batch_size] = _moved(cell, elsewhere)
+            plain.setdefault(group, {})[config.batch_size] = _without_times(cell, machine)
         elif not (mark := mark_of(result)).headline:
-            advice = f"; crossdraft certify --verifier {config.verifier.name} certifies it"
-            why = f"{config.verifier.title} is left out: {mark}"
-            notes.append(f"{name}: {why}{advice if mark.kind == 'uncertified' else ''}")
+            advice = f"; run crossdraft certify --verifier {config.verifier.name}"
+            reason = f"{config.verifier.title} is omitted: {mark}"
+            notes.append(f"{name}: {reason}{advice if mark.kind == 'uncertified' else ''}")
         elif result.metrics.block_efficiency is None or not result.metrics.acceptance:
-            notes.append(f"{name}: {config.drafter.title} had no room for a draft in any step and is left out")
+            notes.append(f"{name}: {config.drafter.title} drafted no tokens and is omitted")
         else:
             pairs.setdefault(config.model_copy(update={"batch_size": 1}).hash, []).append(result)
-    found = []
+    candidates = []
     for cells in pairs.values():
         result = max(cells, key=lambda cell: len(cell.records))
         config = result.config
         acceptance = acceptance_of(result, name)
-        if elsewhere is None:
+        if machine is None:
             target, drafter = curves_of(result, curves)
         else:
-            target = elsewhere.target
-            drafter = elsewhere.drafter(acceptance.model) if _passes(result) else None
+            target = machine.target
+            drafter = machine.drafter(acceptance.model) if _has_model(result) else None
         if target is None:
             notes.append(
-                f"{name}: no cost curve of {config.target} was measured where it ran, with as many threads; "
-                f"measure it there: crossdraft cost --target {config.target}"
+                f"{name}: {config.target} has no cost curve for the device and threads of the run; on that device, "
+                f"run crossdraft cost --target {config.target}"
             )
             continue
-        steps = {c.config.batch_size: _moved(s, elsewhere) for c in cells if (s := statistics(c)) is not None}
+        steps = {c.config.batch_size: _without_times(s, machine) for c in cells if (s := statistics(c)) is not None}
         group = group_title(config, configs, but="batch_size")
-        title = config.drafter.name if acceptance.chain else _shaped(config)
+        title = config.drafter.name if acceptance.chain else _tree_title(config)
         measured = {c.config.batch_size: c.metrics for c in cells if c.metrics is not None and c.metrics.speed_up}
-        if elsewhere is not None:
+        if machine is not None:
             measured = {}
-        found.append(Candidate(acceptance, target, drafter, steps, plain.get(group, {}), group, title, measured))
-    return found, list(dict.fromkeys(notes))
+        candidates.append(Candidate(acceptance, target, drafter, steps, plain.get(group, {}), group, title, measured))
+    return candidates, list(dict.fromkeys(notes))
 
 
-def _shaped(config: CellConfig) -> str:
-    """What to call a drafter of trees or several sequences: with the options that say how many."""
-    told = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
-    shape = ", ".join(f"{key} {value}" for key, value in told.items())
+def _tree_title(config: CellConfig) -> str:
+    """The title of a drafter of trees or several sequences, with the options of their shape."""
+    options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
+    shape = ", ".join(f"{key} {value}" for key, value in options.items())
     return f"{config.drafter.name} ({shape})" if shape else config.drafter.name
 
 
-def _passes(result: CellResult) -> bool:
+def _has_model(result: CellResult) -> bool:
     return result.metrics is not None and result.metrics.drafter_passes > 0
 
 
-def _moved(cell: CellStatistics, elsewhere: Machine | None) -> CellStatistics:
-    """Without the seconds that the machine of the run took."""
-    return cell if elsewhere is None else replace(cell, draft_seconds=0.0, other_seconds=0.0)
+def _without_times(cell: CellStatistics, machine: Machine | None) -> CellStatistics:
+    """Statistics without the times of the run's machine, if another machine is given."""
+    return cell if machine is None else replace(cell, draft_seconds=0.0, other_seconds=0.0)
 
 
 def acceptance_of(result: CellResult, name: str) -> Acceptance:
-    """Of a cell, over prompts, of the steps that had room for the deepest draft: as `Metrics.acceptance`."""
+    """Acceptance of a cell, with prompts as pieces, over the same steps as `Metrics.acceptance`."""
     config, metrics = result.config, result.metrics
     assert metrics is not None
-    traits = _traits(config)
+    traits = _drafter_traits(config)
     gamma = len(metrics.acceptance)
     sums: dict[int, list[float]] = {}
     for record in free(result.records, metrics.depth):
@@ -220,7 +219,7 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         for i in range(min(record.tau, gamma) + 1):
             row[i] += 1
     chain = traits.is_chain
-    blind = config.verifier.name in _LOOK_NO_FURTHER or traits.point_mass
+    causal = config.verifier.name in _CAUSAL_VERIFIERS or traits.point_mass
     return Acceptance.from_rows(
         [sums[prompt] for prompt in sorted(sums)],
         f"{name}, cell {config.hash}",
@@ -230,22 +229,23 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         temperature=config.sampling.temperature,
         point_mass=traits.point_mass,
         chain=chain,
-        options=_plain(config.drafter.config),
-        cuttable=chain and blind and not _judge(config).stateful,
+        options=_without_model(config.drafter.config),
+        cuttable=chain and causal and not _verifier_traits(config).stateful,
     )
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "model"}
 
 
-def _traits(config: CellConfig) -> Any:
+def _drafter_traits(config: CellConfig) -> Any:
     drafter = plugins.get("drafters", config.drafter.name)
     return plugins.traits_of(
         "drafters", drafter, plugins.recorded_config("drafters", drafter, config.drafter.config), config.sampling
     )
 
 
-def _judge(config: CellConfig) -> Any:
-    rule = plugins.get("verifiers", config.verifier.name)
-    return plugins.traits_of("verifiers", rule, plugins.recorded_config("verifiers", rule, config.verifier.config))
+def _verifier_traits(config: CellConfig) -> Any:
+    verifier = plugins.get("verifiers", config.verifier.name)
+    options = plugins.recorded_config("verifiers", verifier, config.verifier.config)
+    return plugins.traits_of("verifiers", verifier, options)

@@ -1,4 +1,4 @@
-"""The decision: the best drafter, rule and draft length by batch size, or none; and what one server can do of it."""
+"""The decision: the best candidate and draft length per batch size, or none; and the best schedule for an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Choice:
     """A candidate with a draft length, at one batch size and context.
 
     Attributes:
-        tokens_per_second: of all rows together.
+        tokens_per_second: total of all rows.
         speed_up: over plain decoding.
     """
 
@@ -31,13 +31,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """What to do at one batch size and context.
+    """The recommendation at one batch size and context length.
 
     Attributes:
-        context: tokens a row holds; None: what each candidate was measured with.
-        best, runner_up: the fastest, and the fastest of another drafter or rule (of another length where there is no
-            other pair); None where there is nothing else.
-        measured: the fastest of what was measured at this batch size, as it was measured; None where nothing was.
+        context: context length; None = as measured for each candidate.
+        best, runner_up: the fastest choice, and the fastest of another pair (or of another length if there is no other
+            pair), None if there is none.
+        measured: the fastest choice by measured speed-up at this batch size; None if nothing was measured.
     """
 
     batch_size: int
@@ -48,90 +48,91 @@ class Step:
 
     @property
     def draft(self) -> bool:
-        """Is drafting worth it?"""
+        """True if drafting is predicted to be faster than plain decoding."""
         return self.best.speed_up.value > 1
 
     @property
     def sure(self) -> bool:
-        """Does the interval say so, too?"""
+        """True if the interval of the best speed-up excludes 1."""
         low, high = self.best.speed_up.low, self.best.speed_up.high
         return low is not None and high is not None and (low > 1 or high < 1)
 
     @property
     def close(self) -> bool:
-        """Does the runner-up lie within the interval of the best?"""
+        """True if the interval of the best includes the runner-up."""
         low = self.best.speed_up.low
         return self.runner_up is not None and low is not None and self.runner_up.speed_up.value >= low
 
 
 def decide(candidates: Sequence[Candidate], batch_size: int, context: float | None = None) -> Step:
-    """The best of ``candidates``, which share target and sampling, at a batch size.
+    """Recommend one of ``candidates``, which share target and sampling parameters, at a batch size.
 
     Raises:
-        UsageError: there are none, or a curve that cannot say.
+        UsageError: no candidates, or an insufficient cost curve.
     """
     if not candidates:
-        raise UsageError("there is nothing to choose from: no acceptance of any drafter was given")
+        raise UsageError("no candidates: give the acceptance of at least one drafter")
     own = {(candidate.pair, candidate.acceptance.gamma) for candidate in candidates}
     choices = []
     for candidate in candidates:
         for gamma in candidate.gammas:
             if gamma != candidate.acceptance.gamma and (candidate.pair, gamma) in own:
-                continue  # that length was measured itself
+                continue  # that length was measured
             rate = candidate.predict(batch_size, gamma, context).tokens_per_second
             choices.append(Choice(candidate, gamma, rate, candidate.speed_up(batch_size, gamma, context)))
     choices.sort(key=lambda choice: -choice.speed_up.value)
     best, others = choices[0], choices[1:]
     runner_up = next((c for c in others if c.candidate.pair != best.candidate.pair), next(iter(others), None))
-    known = [
-        Choice(candidate, candidate.acceptance.gamma, found.tokens_per_second, found.speed_up)
+    measured_choices = [
+        Choice(candidate, candidate.acceptance.gamma, metrics.tokens_per_second, metrics.speed_up)
         for candidate in candidates
-        if context is None and (found := candidate.measured.get(batch_size)) and found.speed_up
+        if context is None and (metrics := candidate.measured.get(batch_size)) and metrics.speed_up
     ]
-    measured = max(known, key=lambda choice: choice.speed_up.value, default=None)
+    measured = max(measured_choices, key=lambda choice: choice.speed_up.value, default=None)
     return Step(batch_size, context, best, runner_up, measured)
 
 
-# -- one server ------------------------------------------------------------------------------------------------
+# -- schedule --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """A schedule for one engine.
+class EngineChoice:
+    """The best candidate and schedule for one engine.
 
     Attributes:
-        candidate: the one that it drafts with.
-        left_out: why the engine cannot do the others, by `Candidate.pair`.
+        unsupported: reasons why the engine does not support other candidates, by `Candidate.pair`.
     """
 
     schedule: Schedule
     candidate: Candidate
-    left_out: dict[str, str]
+    unsupported: dict[str, str]
 
 
 def schedule_for(
     candidates: Sequence[Candidate], engine: Engine, batch_sizes: Sequence[int], context: float | None = None
-) -> Scheduled:
-    """What a server should do: one drafter and rule for all batch sizes, a draft length for each if the engine can.
+) -> EngineChoice:
+    """Choose one pair for all batch sizes, with a draft length for each if the engine supports that.
 
-    That with the greatest mean of the logarithm of the speed-up over ``batch_sizes``; where it would be below 1 and the
-    engine switches off, plain decoding counts.
+    Maximizes the geometric mean of the speed-up over ``batch_sizes``, with 1 at batch sizes for which the engine can
+    switch drafting off.
 
     Raises:
-        UsageError: the engine can do none of the candidates, or drafts at none of the batch sizes.
+        UsageError: the engine supports none of the candidates or of the batch sizes.
     """
-    left_out = {c.pair: reason for c in candidates if (reason := engine.cannot(c.acceptance)) is not None}
-    able = [c for c in candidates if c.pair not in left_out]
-    if not able:
-        raise UsageError(f"{engine.name} can do none of these: " + "; ".join(dict.fromkeys(left_out.values())))
+    unsupported = {c.pair: reason for c in candidates if (reason := engine.cannot(c.acceptance)) is not None}
+    supported = [c for c in candidates if c.pair not in unsupported]
+    if not supported:
+        raise UsageError(
+            f"{engine.name} supports none of the candidates: " + "; ".join(dict.fromkeys(unsupported.values()))
+        )
     sizes = sorted(b for b in set(batch_sizes) if engine.most_sequences is None or b <= engine.most_sequences)
     if not sizes:
         raise UsageError(
-            f"{engine.name} drafts for at most {engine.most_sequences} sequence at a time; ask for --batch-size 1"
+            f"{engine.name} drafts for at most {engine.most_sequences} sequence at a time; use --batch-size 1"
         )
-    made = [_best_schedule(candidate, engine, sizes, context) for candidate in able]
-    _, found, candidate = max(made, key=lambda one: one[0])
-    return Scheduled(found, candidate, left_out)
+    schedules = [_best_schedule(candidate, engine, sizes, context) for candidate in supported]
+    _, schedule, candidate = max(schedules, key=lambda item: item[0])
+    return EngineChoice(schedule, candidate, unsupported)
 
 
 def _best_schedule(
@@ -152,8 +153,8 @@ def _best_schedule(
         ranges = _ranges(best, sorted({1, *sizes}))
         gamma_at: Callable[[int], int] = best
     else:
-        one = max((0, *candidate.gammas), key=lambda gamma: mean(lambda _: gamma))
-        ranges, gamma_at = (Range(1, max(sizes), one),), lambda _: one
+        constant = max((0, *candidate.gammas), key=lambda gamma: mean(lambda _: gamma))
+        ranges, gamma_at = (Range(1, max(sizes), constant),), lambda _: constant
     speed_ups = {
         b: candidate.speed_up(b, gamma, context) if (gamma := gamma_at(b)) else Estimate(1.0, 1.0, 1.0) for b in sizes
     }
@@ -161,7 +162,7 @@ def _best_schedule(
 
 
 def _ranges(best: Callable[[int], int], sizes: Sequence[int]) -> tuple[Range, ...]:
-    """Where the best length changes, found by halving between batch sizes at which it differs."""
+    """Ranges of batch sizes with the same best length, by bisection between sizes at which it differs."""
     starts = [(sizes[0], best(sizes[0]))]
 
     def search(low: int, high: int) -> None:

@@ -1,6 +1,6 @@
-"""What a serving engine is to `crossdraft advise`: numbers that are read from it, settings that are written for it.
+"""The interface of serving engines for `crossdraft advise`: acceptance to read, settings to write.
 
-An engine is one class, registered through the hook ``crossdraft_register_engines``.
+Engines are registered through the hook ``crossdraft_register_engines``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .engine_log import Source
 
 @dataclass(frozen=True)
 class Range:
-    """Batch sizes ``low`` to ``high``, both included, and how long drafts are to be there; 0: do not draft."""
+    """Draft length ``gamma`` for batch sizes ``low`` to ``high``, inclusive; 0 = no drafting."""
 
     low: int
     high: int
@@ -26,13 +26,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one server is to do: one drafter and rule, and how long its drafts are at each batch size.
+    """One drafter and verifier for a server, with a draft length per batch size.
 
     Attributes:
-        acceptance: of the drafter and rule, at the longest draft of the schedule (or longer).
-        ranges: from batch size 1 on without gaps; the last is meant for greater ones, too. A single one where the
-            engine has one draft length for all batch sizes.
-        speed_ups: predicted, by the batch sizes that were asked for, with the gamma of their range.
+        acceptance: of the pair, at the longest draft of the schedule or longer.
+        ranges: contiguous from batch size 1; the last also applies to greater batch sizes. One range if the engine has
+            one draft length for all batch sizes.
+        speed_ups: predicted speed-up by requested batch size, with the gamma of its range.
     """
 
     acceptance: Acceptance
@@ -41,27 +41,27 @@ class Schedule:
 
     @property
     def gamma(self) -> int:
-        """The longest draft; 0 if nothing is to be drafted."""
-        return max(found.gamma for found in self.ranges)
+        """The longest draft length; 0 if nothing is drafted."""
+        return max(batch_range.gamma for batch_range in self.ranges)
 
     @property
     def greedy(self) -> bool:
-        """Is the target decoded greedily, so that drafts are compared with its argmax?"""
+        """True if the target decodes greedily."""
         return self.acceptance.temperature == 0
 
     @property
     def sampled(self) -> bool:
-        """Do drafts have to be sampled from the draft model's law, for the acceptance to be what it is?"""
+        """True if the acceptance assumes drafts sampled from the draft model."""
         return self.acceptance.point_mass is False and not self.greedy
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine is told what to do.
+    """Settings of an engine.
 
     Attributes:
-        text: flags, JSON, YAML or Python, ready to be used.
-        remarks: what the engine does otherwise than the schedule says.
+        text: flags, JSON, YAML or Python, ready to use.
+        remarks: differences between the engine's behaviour and the schedule.
     """
 
     text: str
@@ -69,13 +69,13 @@ class Settings:
 
 
 class Engine(ABC):
-    """A serving engine, or a file format in which one hands acceptance over.
+    """A serving engine, or a file format for acceptance.
 
     Attributes:
         name: as registered.
-        read_from: the version whose names these are.
-        methods: what it calls our drafters; it can run no others.
-        most_sequences: it drafts for no more sequences at a time; None: as many as it serves.
+        read_from: the version of the engine that the option names are from.
+        methods: the engine's name of each supported drafter.
+        most_sequences: maximum number of sequences that it drafts for at a time; None = not limited.
     """
 
     name: ClassVar[str]
@@ -83,45 +83,45 @@ class Engine(ABC):
     methods: ClassVar[Mapping[str, str]] = {}
     most_sequences: ClassVar[int | None] = None
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        """The acceptance in a text; nothing where it has none in this engine's formats.
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        """Read the acceptance in a source; empty if it is not in one of this engine's formats.
 
         Args:
-            before: an earlier scrape of the same counters, to count from.
+            earlier: an earlier scrape of the same counters, to subtract.
 
         Raises:
-            UsageError: it is in one of the formats, and damaged; says where.
+            UsageError: the source is in one of the formats and invalid.
         """
         return []
 
     @classmethod
     def ours(cls, method: Any) -> str:
-        """Our name of the drafter that it calls ``method``; empty if there is none."""
+        """The drafter whose name in the engine is ``method``; empty if there is none."""
         return next((name for name, theirs in cls.methods.items() if theirs == method), "")
 
     def cannot(self, acceptance: Acceptance) -> str | None:
-        """Why the engine cannot accept as this drafter and rule do, a sentence's end ("it has no ..."); None if it can.
+        """The reason why the engine does not support this pair, a clause such as "it has no ..."; None if it does.
 
-        ``drafter``, ``verifier`` and ``point_mass`` may be unknown; what nobody knows is no reason.
+        Unknown attributes (``drafter``, ``verifier``, ``point_mass``) are not a reason.
         """
         if acceptance.drafter and acceptance.drafter not in self.methods:
             known = ", ".join(sorted(self.methods)) or "none"
-            return f"it has no drafter {acceptance.drafter}, of ours it knows {known}"
+            return f"it has no drafter {acceptance.drafter}; supported drafters: {known}"
         if not acceptance.chain:
-            return "its drafts are chains, these are trees"
+            return "it does not support tree drafts"
         policy = acceptance.options.get("policy")
         if isinstance(policy, Mapping) and policy.get("name", "static") != "static":
-            return f"its drafts are of one length, these end by the policy {policy['name']}"
+            return f"it does not support the length policy {policy['name']}"
         return None
 
     def scheduled(self, acceptance: Acceptance) -> bool:
-        """May the length of these drafts depend on the batch size, 0 (do not draft) among them?"""
+        """True if the engine supports a draft length per batch size, including 0 (no drafting)."""
         return False
 
     @abstractmethod
     def export(self, schedule: Schedule) -> Settings:
-        """Settings that make the engine do what ``schedule`` says; `cannot` has let its acceptance pass.
+        """Settings for a schedule whose acceptance the engine supports (`cannot` returned None).
 
         Raises:
-            UsageError: something that the settings need is not known: which drafter, which model.
+            UsageError: a required fact is unknown, such as the drafter or its model.
         """

@@ -1,4 +1,4 @@
-"""Responses that tell how many steps accepted 0, 1, 2, ... tokens: one response, one independent piece."""
+"""Acceptance from per-response histograms of accepted tokens; each response is an independent piece."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from .prometheus import short_drafts
 
 
 def per_request(
-    given: Source, histogram: str, steps: str, accepted: str, proposed: str, **about: Any
+    source: Source, histogram: str, steps: str, accepted: str, proposed: str, **attributes: Any
 ) -> list[Acceptance]:
     """Acceptance from every JSON object with the four keys, by gamma.
 
     Args:
-        histogram: key of a list, of steps that accepted 0, 1, ... drafted tokens.
-        steps, accepted, proposed: keys of numbers: steps, accepted and drafted tokens.
+        histogram: key of a list with the numbers of steps that accepted 0, 1, ... drafted tokens.
+        steps, accepted, proposed: keys of the numbers of steps, accepted and drafted tokens.
 
     Raises:
-        UsageError: with the line, for an object whose numbers contradict each other.
+        UsageError: an object with inconsistent numbers.
     """
-    objects = list(given.objects(histogram))
+    objects = list(source.objects(histogram))
     by_gamma: dict[int, list[tuple[float, ...]]] = {}
     drafted: dict[int, float] = {}
-    for line, found in objects:
-        counts, n = found[histogram], _count(given, line, found, steps)
+    for line, fields in objects:
+        counts, n = fields[histogram], _count(source, line, fields, steps)
         if not isinstance(counts, list) or not all(type(c) is int and c >= 0 for c in counts):
-            raise given.error(line, f"{histogram} is no list of counts")
+            raise source.error(line, f"{histogram} is not a list of counts")
         if not n:
-            continue  # the request ended before anything was drafted
-        tokens, total = _count(given, line, found, proposed), _count(given, line, found, accepted)
+            continue  # nothing was drafted
+        tokens, total = _count(source, line, fields, proposed), _count(source, line, fields, accepted)
         if sum(counts) != n or sum(i * c for i, c in enumerate(counts)) != total:
-            raise given.error(line, f"{histogram} does not come to {steps} {n:g} and {accepted} {total:g}")
+            raise source.error(line, f"{histogram} does not match {steps} {n:g} and {accepted} {total:g}")
         gamma = max(len(counts) - 1, int(-(-tokens // n)))
         if reason := MOST_LEVELS.refusal(gamma):
-            raise given.error(line, f"drafts of {gamma} tokens are too long; {reason}")
+            raise source.error(line, f"drafts of {gamma} tokens are too long; {reason}")
         counts = counts + [0] * (gamma + 1 - len(counts))
         by_gamma.setdefault(gamma, []).append((n, *(float(sum(counts[i:])) for i in range(1, gamma + 1))))
         drafted[gamma] = drafted.get(gamma, 0.0) + tokens
     return [
         Acceptance.from_rows(
             rows,
-            f"{given.name}, {len(rows)} responses",
+            f"{source.name}, {len(rows)} responses",
             pieces="responses",
             remarks=_remarks(rows, drafted[gamma], gamma),
-            **about,
+            **attributes,
         )
         for gamma, rows in by_gamma.items()
         if gamma
@@ -58,8 +58,8 @@ def _remarks(rows: list[tuple[float, ...]], drafted: float, gamma: int) -> tuple
     return (short_drafts(mean, gamma),) if mean < gamma else ()
 
 
-def _count(given: Source, line: int, found: dict[str, Any], key: str) -> float:
-    value = found.get(key)
+def _count(source: Source, line: int, fields: dict[str, Any], key: str) -> float:
+    value = fields.get(key)
     if type(value) is not int or value < 0:
-        raise given.error(line, f"{key} is {value!r:.40}, which is no count")
+        raise source.error(line, f"{key} is {value!r:.40}, which is not a count")
     return float(value)

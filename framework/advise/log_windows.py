@@ -1,4 +1,4 @@
-"""Lines of a log that sum up a window of time, or a request, and what they come to together."""
+"""Acceptance from log lines that summarize a time window or a request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .acceptance import Acceptance
 from .engine_log import Source
 from .prometheus import short_drafts
 
-#: How far what a line says may be from adding up: its rates have three decimals, its length two.
+#: Rounding errors: rates have three decimals, lengths two.
 _RATE_ERROR, _LENGTH_ERROR = 0.0005, 0.0051
 
 
 class Window(NamedTuple):
-    """What one line says: its number, accepted and drafted tokens, marginal rates, mean length with the bonus."""
+    """A log line: its number, accepted and drafted tokens, marginal rates, and mean length with the bonus token."""
 
     line: int
     accepted: float
@@ -22,41 +22,48 @@ class Window(NamedTuple):
     rates: tuple[float, ...]
     mean: float
 
-    def row(self, given: Source) -> tuple[float, ...]:
-        """``(steps, accepted at 1, ...)``: what the line was made from, as far as its decimals go.
+    def row(self, source: Source) -> tuple[float, ...]:
+        """Reconstruct the counts ``(steps, accepted at 1, ...)``, up to rounding.
 
         Raises:
-            UsageError: its numbers do not belong together.
+            UsageError: inconsistent numbers.
         """
         gamma, total = len(self.rates), sum(self.rates)
         if abs(1 + total - self.mean) > gamma * _RATE_ERROR + _LENGTH_ERROR:
-            raise given.error(self.line, f"the mean length {self.mean:g} is not 1 + the rates, {1 + total:.3f}")
+            raise source.error(
+                self.line, f"the mean length {self.mean:g} is not 1 + the sum of the rates, {1 + total:.3f}"
+            )
         if not self.accepted:
             drafts = self.drafted / gamma
         elif total:
             drafts = self.accepted / total
         else:
-            raise given.error(self.line, f"{self.accepted:g} tokens were accepted, and none at any position")
+            raise source.error(self.line, f"{self.accepted:g} tokens were accepted, but all rates are 0")
         if self.accepted > self.drafted or self.drafted > drafts * gamma * (1 + gamma * _RATE_ERROR / (total or 1)) + 1:
-            raise given.error(self.line, f"{self.accepted:g} accepted of {self.drafted:g} drafted tokens do not add up")
+            raise source.error(
+                self.line,
+                f"{self.accepted:g} accepted and {self.drafted:g} drafted tokens are inconsistent with the rates",
+            )
         return (drafts, *(drafts * rate for rate in self.rates))
 
 
 def from_windows(
-    windows: Iterable[Window], given: Source, pieces: str = "windows of the log", **about: Any
+    windows: Iterable[Window], source: Source, pieces: str = "windows of the log", **attributes: Any
 ) -> list[Acceptance]:
-    """Acceptance by gamma: a server that was started anew with another one gives two."""
+    """One acceptance per gamma in the log."""
     by_gamma: dict[int, list[Window]] = {}
     for window in windows:
         if window.drafted:
             by_gamma.setdefault(len(window.rates), []).append(window)
-    found = []
-    for gamma, mine in by_gamma.items():
-        rows = [window.row(given) for window in mine]
-        drafts, drafted = sum(row[0] for row in rows), sum(window.drafted for window in mine)
-        remarks = ("drafts were counted back from rates of three decimals",)
+    acceptances = []
+    for gamma, group in by_gamma.items():
+        rows = [window.row(source) for window in group]
+        drafts, drafted = sum(row[0] for row in rows), sum(window.drafted for window in group)
+        remarks = ("the number of drafts is computed from rates with three decimals",)
         if drafted / drafts < gamma * 0.995:
             remarks = (*remarks, short_drafts(drafted / drafts, gamma))
-        lines = f"{mine[0].line}" + (f"-{mine[-1].line}" if len(mine) > 1 else "")
-        found.append(Acceptance.from_rows(rows, f"{given.name}:{lines}", pieces=pieces, remarks=remarks, **about))
-    return found
+        lines = f"{group[0].line}" + (f"-{group[-1].line}" if len(group) > 1 else "")
+        acceptances.append(
+            Acceptance.from_rows(rows, f"{source.name}:{lines}", pieces=pieces, remarks=remarks, **attributes)
+        )
+    return acceptances

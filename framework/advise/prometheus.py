@@ -1,11 +1,11 @@
-"""Counters of a Prometheus scrape, by exact name, each with the line it stands in.
+"""Counters of a Prometheus scrape, by exact name, with line numbers.
 
-vLLM and llama.cpp count the same four things under the same names but for a prefix::
+vLLM and llama.cpp have the same four counters with different prefixes::
 
     <prefix>spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total
     <prefix>spec_decode_num_accepted_tokens_per_pos_total{position="0"}
 
-The last is marginal: drafts of which the token at that position was accepted.
+The last counts drafts whose token at that position was accepted, so its rates are marginal.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True)
 class Sample:
-    """The value of a series, and the line it stands in."""
+    """The value of a series and its line number."""
 
     value: float
     line: int
 
 
-def samples(given: Source, names: Collection[str]) -> dict[Key, Sample]:
-    """The series called one of ``names``, and no others: ``_created`` of a counter is another name.
+def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
+    """The series with exactly one of ``names`` (a counter's ``_created`` is another name).
 
     Raises:
-        UsageError: with file and line, for a line that is cut off, a series that stands there twice, NaN, infinity and
-            negative numbers.
+        UsageError: a truncated line, a duplicate series, NaN, infinity or a negative number.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[Key, Sample] = {}
+    series: dict[Key, Sample] = {}
     last = 0
-    for number, line in given.lines():
+    for number, line in source.lines():
         name = _NAME.match(line)
         if name is None or name[0] not in names:
             continue
@@ -52,108 +51,112 @@ def samples(given: Source, names: Collection[str]) -> dict[Key, Sample]:
         try:
             ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
         except Exception as error:  # of its parser: ValueError, IndexError
-            raise given.error(number, f"no line of a Prometheus scrape: {first_line(error)}") from None
+            raise source.error(number, f"the line is not valid in a Prometheus scrape: {first_line(error)}") from None
         if not 0 <= sample.value < math.inf:
-            raise given.error(number, f"{sample.name} is {sample.value:g}, which counts nothing")
+            raise source.error(number, f"{sample.name} is {sample.value:g}, which is not a count")
         key = sample.name, tuple(sorted(sample.labels.items()))
-        if key in found:
-            raise given.error(number, f"{sample.name} stands there twice, the first time in line {found[key].line}")
-        found[key] = Sample(sample.value, number)
-    if last and last == given.count and not given.ended:
-        raise given.error(last, "the scrape is cut off in this line; take it again")
-    return found
+        if key in series:
+            raise source.error(number, f"{sample.name} is a duplicate of line {series[key].line}")
+        series[key] = Sample(sample.value, number)
+    if last and last == source.count and not source.ended:
+        raise source.error(last, "the scrape is truncated in this line; repeat it")
+    return series
 
 
-def since(later: dict[Key, Sample], earlier: dict[Key, Sample], given: Source, before: Source) -> dict[Key, Sample]:
-    """What was counted between two scrapes. Raises UsageError where a counter went back: it was reset."""
+def since(
+    later: dict[Key, Sample], earlier: dict[Key, Sample], source: Source, earlier_source: Source
+) -> dict[Key, Sample]:
+    """The difference of two scrapes. Raises UsageError if a counter was reset."""
     for key, sample in earlier.items():
         if key not in later or later[key].value < sample.value:
-            line = later[key].line if key in later else given.count
-            now = f"is {later[key].value:g}" if key in later else "is gone"
-            raise given.error(
-                line, f"{key[0]} {now} and was {sample.value:g} in {before.place(sample.line)}: the counter was reset"
+            line = later[key].line if key in later else source.count
+            change = f"is {later[key].value:g}" if key in later else "is missing"
+            raise source.error(
+                line,
+                f"{key[0]} {change}, was {sample.value:g} in {earlier_source.place(sample.line)}: the counter was "
+                "reset",
             )
-    nothing = Sample(0.0, 0)
-    return {key: Sample(s.value - earlier.get(key, nothing).value, s.line) for key, s in later.items()}
+    zero = Sample(0.0, 0)
+    return {key: Sample(s.value - earlier.get(key, zero).value, s.line) for key, s in later.items()}
 
 
-def spec_decode(prefix: str, given: Source, before: Source | None = None) -> list[Acceptance]:
-    """Acceptance by model, summed over engines, from the four counters; nothing where there is none of them.
+def spec_decode(prefix: str, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+    """Acceptance per model, summed over engines, from the four counters; empty if they are missing.
 
     Args:
-        before: an earlier scrape of the same server, to count from.
+        earlier: an earlier scrape of the same server, to subtract.
 
     Raises:
-        UsageError: counters that contradict each other, or count nothing.
+        UsageError: counters that are inconsistent or 0.
     """
     stem = f"{prefix}spec_decode_num_"
     drafts_name, tokens_name, accepted_name, position_name = (
-        f"{stem}{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        f"{stem}{suffix}_total" for suffix in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
     )
     names = {drafts_name, tokens_name, accepted_name, position_name}
-    found = samples(given, names)
-    if before is not None and found:
-        found = since(found, samples(before, names), given, before)
+    series = samples(source, names)
+    if earlier is not None and series:
+        series = since(series, samples(earlier, names), source, earlier)
     models: dict[str, dict[str, dict[int, Sample]]] = {}
-    for (name, labels), sample in found.items():
-        given_labels = dict(labels)
+    for (name, labels), sample in series.items():
+        label_values = dict(labels)
         position = 0
         if name == position_name:
-            text = given_labels.get("position", "")
+            text = label_values.get("position", "")
             if not (text.isascii() and text.isdigit() and len(text) < 6):
-                raise given.error(sample.line, f"{name} has the position {text!r}, which is no number")
+                raise source.error(sample.line, f"{name} has the position {text!r}, which is not a number")
             position = int(text)
-        of_model = models.setdefault(given_labels.get("model_name", ""), {}).setdefault(name, {})
-        summed = of_model.get(position, Sample(0.0, 0))
-        of_model[position] = Sample(summed.value + sample.value, sample.line)
+        of_model = models.setdefault(label_values.get("model_name", ""), {}).setdefault(name, {})
+        total = of_model.get(position, Sample(0.0, 0))
+        of_model[position] = Sample(total.value + sample.value, sample.line)
     return [
-        _acceptance(model, counted, given, drafts_name, tokens_name, accepted_name, position_name)
-        for model, counted in models.items()
+        _acceptance(model, counters, source, drafts_name, tokens_name, accepted_name, position_name)
+        for model, counters in models.items()
     ]
 
 
 def _acceptance(
     model: str,
-    counted: dict[str, dict[int, Sample]],
-    given: Source,
+    counters: dict[str, dict[int, Sample]],
+    source: Source,
     drafts_name: str,
     tokens_name: str,
     accepted_name: str,
     position_name: str,
 ) -> Acceptance:
-    missing = [name for name in (drafts_name, accepted_name) if name not in counted]
+    missing = [name for name in (drafts_name, accepted_name) if name not in counters]
     if missing:
-        raise given.error(given.count, f"the scrape has no {missing[0]}; is it cut off?")
-    drafts, accepted = counted[drafts_name][0], counted[accepted_name][0]
+        raise source.error(source.count, f"the scrape has no {missing[0]}; is it truncated?")
+    drafts, accepted = counters[drafts_name][0], counters[accepted_name][0]
     if not drafts.value:
-        raise given.error(drafts.line, "no draft was counted; let the server answer some requests first")
-    source = given.name + (f", model {printable(model)[:MOST_NAME]}" if model else "")
-    positions = counted.get(position_name, {})
+        raise source.error(drafts.line, "no drafts were counted; send requests to the server first")
+    title = source.name + (f", model {printable(model)[:MOST_NAME]}" if model else "")
+    positions = counters.get(position_name, {})
     if not positions:
         length = 1 + accepted.value / drafts.value
-        return Acceptance((), source, drafts=drafts.value, rows=((drafts.value, accepted.value),), length=length)
+        return Acceptance((), title, drafts=drafts.value, rows=((drafts.value, accepted.value),), length=length)
     for i in range(len(positions)):
         if i not in positions:
-            raise given.error(given.count, f"{position_name} has no position {i}; is the scrape cut off?")
-        most = positions[i - 1].value if i else drafts.value
-        if positions[i].value > most:
-            raise given.error(
+            raise source.error(source.count, f"{position_name} has no position {i}; is the scrape truncated?")
+        limit = positions[i - 1].value if i else drafts.value
+        if positions[i].value > limit:
+            raise source.error(
                 positions[i].line,
-                f"{position_name} at position {i} is {positions[i].value:g}, more than the {most:g} that came so far",
+                f"{position_name} at position {i} is {positions[i].value:g}, more than {limit:g} before it",
             )
     total = sum(sample.value for sample in positions.values())
     if total != accepted.value:
-        raise given.error(
+        raise source.error(
             accepted.line,
-            f"{accepted_name} is {accepted.value:g}, its positions come to {total:g}; take the scrape again",
+            f"{accepted_name} is {accepted.value:g}, but its positions sum to {total:g}; repeat the scrape",
         )
     row = (drafts.value, *(positions[i].value for i in range(len(positions))))
     remarks = ()
-    if tokens_name in counted and (drafted := counted[tokens_name][0].value) < drafts.value * len(positions):
+    if tokens_name in counters and (drafted := counters[tokens_name][0].value) < drafts.value * len(positions):
         remarks = (short_drafts(drafted / drafts.value, len(positions)),)
-    return Acceptance.from_rows([row], source, remarks=remarks)
+    return Acceptance.from_rows([row], title, remarks=remarks)
 
 
 def short_drafts(mean: float, gamma: int) -> str:
-    """The remark on drafts that were shorter than the longest."""
-    return f"drafts held {mean:.2f} of {gamma} tokens in the mean; where one ends early, the rest counts as refused"
+    """The remark on drafts shorter than the longest."""
+    return f"drafts have {mean:.2f} of {gamma} tokens on average; missing tokens count as rejected"

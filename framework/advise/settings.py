@@ -1,4 +1,4 @@
-"""What the settings of several engines have in common."""
+"""Helpers for the settings of several engines."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from .engine import Engine, Schedule
 
 
 def needs_method(engine: Engine, acceptance: Acceptance) -> str:
-    """What the engine calls the drafter. Raises UsageError where nobody knows which it is."""
+    """The engine's name of the drafter. Raises UsageError if the drafter is unknown."""
     if not acceptance.drafter:
         raise UsageError(
-            f"{acceptance.source} does not say what drafts; give it as --drafter: {', '.join(sorted(engine.methods))}"
+            f"the drafter of {acceptance.source} is unknown; give it as --drafter: {', '.join(sorted(engine.methods))}"
         )
     return engine.methods[acceptance.drafter]
 
 
 def needs_model(engine: Engine, acceptance: Acceptance) -> str:
-    """The draft model's name. Raises UsageError where nobody knows it."""
+    """The draft model. Raises UsageError if it is unknown."""
     if not acceptance.model:
         raise UsageError(
-            f"the settings of {engine.name} name the draft model of {acceptance.drafter}; give it as --draft-model"
+            f"the settings of {engine.name} require the draft model of {acceptance.drafter}; give it as --draft-model"
         )
-    refuse_quantized(acceptance.model, f"{engine.name} does not quantise draft models so; it needs weights on disk")
+    refuse_quantized(
+        acceptance.model,
+        f"{engine.name} does not quantise draft models on the fly; it requires quantised weights on disk",
+    )
     return acceptance.model
 
 
 def ngram_sizes(acceptance: Acceptance) -> dict[str, int]:
-    """``min`` and ``max``: tokens of the suffix that is looked up; prompt-lookup's defaults if they are not known."""
+    """``min`` and ``max`` n-gram lengths of prompt lookup, with defaults if unknown."""
     options = acceptance.options
     return {"min": int(options.get("min_ngram", 1)), "max": int(options.get("max_ngram", 3))}
 
 
 def shell(words: Sequence[str]) -> str:
-    """A command line, quoted, a flag a line where there are several."""
+    """A quoted command line with one flag per line."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -48,26 +51,26 @@ def shell(words: Sequence[str]) -> str:
 
 
 def only_point_masses(acceptance: Acceptance, engine: str) -> str | None:
-    """Why an engine that takes a draft only where the target says the same cannot accept as this pair does."""
+    """The reason why an engine that accepts only matching tokens does not support sampled drafts; None if it does."""
     if acceptance.temperature == 0 or acceptance.point_mass in (True, None):
         return None
     return (
-        f"at temperature {acceptance.temperature or 'above 0'} {engine} drafts greedily and accepts what the target "
-        "samples; these drafts were sampled"
+        f"at temperature {acceptance.temperature or 'above 0'} {engine} drafts greedily and accepts matching samples "
+        "of the target; these drafts were sampled"
     )
 
 
 def length_remarks(schedule: Schedule, beyond: int | None = None) -> tuple[str, ...]:
-    """What to know of the draft lengths: what happens beyond the last batch size, and where one length does harm.
+    """Remarks on draft lengths beyond the last batch size, and on batch sizes where drafting is slower.
 
     Args:
-        beyond: the length that the engine takes there; the last one's by default.
+        beyond: the engine's draft length beyond the last range; by default that of the last range.
     """
-    found, last = [], schedule.ranges[-1]
+    remarks, last = [], schedule.ranges[-1]
     if len(schedule.ranges) > 1:
         gamma = last.gamma if beyond is None else beyond
-        what = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
-        found.append(f"beyond B = {last.high}, the greatest batch size that was asked for, {what}")
+        effect = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
+        remarks.append(f"beyond B = {last.high}, the greatest requested batch size, {effect}")
     elif slower := [str(b) for b, speed_up in schedule.speed_ups.items() if speed_up.value < 1 and schedule.gamma]:
-        found.append(f"at B = {', '.join(slower)} this is slower than plain decoding, and is not switched off there")
-    return tuple(found)
+        remarks.append(f"at B = {', '.join(slower)} drafting is slower than plain decoding and is not switched off")
+    return tuple(remarks)

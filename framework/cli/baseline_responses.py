@@ -1,4 +1,4 @@
-"""A target's own responses to some prompts, by plain decoding: made once, and kept beside the models."""
+"""Responses of a target by plain decoding, cached on disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..util.output_files import replace_text
 if TYPE_CHECKING:
     from ..contracts.sampling import Sampling
 
-#: Prompts whose responses are decoded at once, and tokens of the responses that the timed start decodes.
-ROWS, START = 8, 4
+#: Batch size, and the tokens per response that are decoded to estimate the duration.
+BATCH_SIZE, TIMED_TOKENS = 8, 4
 
 
-def decoded(
+def baseline_responses(
     target: str,
     prompts: str,
     sampling: Sampling,
@@ -32,10 +32,15 @@ def decoded(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
-    """A file of the target's responses, of at most ``most`` tokens, to the first ``limit`` prompts of a source.
+    """Return a JSONL file of the target's responses to the first ``limit`` prompts of a source, decoded if not cached.
 
-    ``chat``: see `models.chat.encode`; ``dtype``, ``device`` and ``trust_remote_code``: `load_model`. Raises UsageError
-    where it cannot be written, or prompts cannot be read.
+    Args:
+        most: the maximum number of new tokens per response.
+        chat: see `models.chat.encode`.
+        dtype, device, trust_remote_code: see `load_model`.
+
+    Raises:
+        UsageError: prompts that cannot be read, or a file that cannot be written.
     """
     from ..models.device import pick_device, pick_dtype
     from ..models.digests import model_sha256
@@ -43,39 +48,39 @@ def decoded(
     from ..recipe.prompts import load_prompts
     from ..util.output_files import cache_dir
 
-    found = load_prompts(prompts, limit=limit)
-    asked = [prompt.turns[0] for prompt in found]
-    facts = [
+    rows = load_prompts(prompts, limit=limit)
+    texts = [prompt.turns[0] for prompt in rows]
+    key_parts = [
         model_sha256(resolve(target)),
-        asked,
+        texts,
         sampling.model_dump(),
         most,
         str(pick_dtype(dtype, pick_device(device))),
         *([] if chat is None else [chat]),
     ]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_dir() / "responses" / f"{key}.jsonl"
     if path.is_file():
-        say(f"the {len(found)} responses of {target} were decoded before and kept: {path}")
+        log(f"using {len(rows)} cached responses of {target}: {path}")
         return path
-    say(
-        f"decoding {len(found)} responses of at most {most} tokens ({len(found) * most} in all) with "
-        f"{target}, temperature {sampling.temperature:g}, no drafts"
+    log(
+        f"decoding {len(rows)} responses of at most {most} tokens ({len(rows) * most} in total) with "
+        f"{target}, temperature {sampling.temperature:g}, without drafting"
     )
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    rows = _responses(target, asked, sampling, most, chat, options)
-    for row, prompt in zip(rows, found, strict=True):
-        row |= {"id": str(prompt.question_id), "category": prompt.category}
+    responses = _decode(target, texts, sampling, most, chat, options)
+    for response, prompt in zip(responses, rows, strict=True):
+        response |= {"id": str(prompt.question_id), "category": prompt.category}
     try:
-        replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        replace_text(path, "".join(json.dumps(response) + "\n" for response in responses))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    say(f"kept: {path}")
+    log(f"saved: {path}")
     return path
 
 
-def _responses(
-    name: str, asked: Sequence[str], sampling: Sampling, most: int, chat: bool | None, options: dict[str, Any]
+def _decode(
+    name: str, texts: Sequence[str], sampling: Sampling, most: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from ..api.generate import pair_decoder
     from ..contracts.steps import raise_failed
@@ -83,22 +88,22 @@ def _responses(
     from ..models.load import load_model
 
     target = load_model(name, **options)
-    ids = [encode(target.tokenizer, [text], chat=chat) for text in asked]
+    ids = [encode(target.tokenizer, [text], chat=chat) for text in texts]
 
-    def decode(some: Sequence[Sequence[int]], tokens: int) -> list[Any]:
-        longest, rows = max(map(len, some)) + tokens, min(ROWS, len(some))
+    def decode(prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
+        longest, rows = max(map(len, prompts)) + tokens, min(BATCH_SIZE, len(prompts))
         decoder = pair_decoder(target, "none", None, longest, sampling=sampling, batch_size=rows, max_new_tokens=tokens)
-        found = sorted(decoder.run(some, on_error="finish"), key=lambda response: response.index)
-        raise_failed(found)
-        return found
+        responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
+        raise_failed(responses)
+        return responses
 
-    first = ids[:ROWS]
-    decode(first, 1)  # what is done once does not count
-    short, long = (_timed(lambda n=n: decode(first, n)) for n in (1, 1 + START))
-    batches = -(-len(ids) // ROWS)
-    seconds = batches * (short + max(long - short, 0.0) / START * (most - 1))
-    say(f"that takes about {duration(seconds)}, less where responses end before (timed: {START} tokens)")
-    found = decode(ids, most)
+    first = ids[:BATCH_SIZE]
+    decode(first, 1)  # warm up
+    short, long = (_timed(lambda n=n: decode(first, n)) for n in (1, 1 + TIMED_TOKENS))
+    batches = -(-len(ids) // BATCH_SIZE)
+    seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (most - 1))
+    log(f"estimated time: {duration(seconds)} or less (from {TIMED_TOKENS} timed tokens)")
+    responses = decode(ids, most)
     settings = sampling.model_dump()
     return [
         {
@@ -109,7 +114,7 @@ def _responses(
             "max_tokens": most,
             **settings,
         }
-        for prompt, response in zip(ids, found, strict=True)
+        for prompt, response in zip(ids, responses, strict=True)
     ]
 
 
@@ -120,10 +125,10 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """For people."""
+    """A duration in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
-def say(sentence: str) -> None:
-    """Tell on standard error what a command does."""
-    print(f"crossdraft: {sentence}", file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    """Print a progress message on standard error."""
+    print(f"crossdraft: {message}", file=sys.stderr, flush=True)

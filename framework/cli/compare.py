@@ -1,4 +1,4 @@
-"""``crossdraft compare A B``: two runs of the same prompts, pair by pair."""
+"""``crossdraft compare A B``: compare two runs on the same prompts, pair by pair."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .run_args import note_partial
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="directory of a finished run, runs/NAME-HASH")
-    parser.add_argument("b", type=Path, metavar="B", help="another one, which answered the same prompts")
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--markdown", action="store_true", help="print Markdown")
-    forms.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("b", type=Path, metavar="B", help="directory of another run on the same prompts")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--markdown", action="store_true", help="print Markdown")
+    formats.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): a run that cannot be read, or runs that cannot be compared."""
-    runs = _one(args.a), _one(args.b)
+    """Return 0. Raises UsageError (exit status 2) for runs that cannot be read or compared."""
+    runs = _read(args.a), _read(args.b)
     note_partial(runs)
     comparison = compare_runs(*runs)
     if args.json:
@@ -32,8 +32,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _one(directory: Path) -> FinishedRun:
-    """The run in a directory, of shards or not."""
+def _read(directory: Path) -> FinishedRun:
+    """The run in a directory, shards merged."""
     runs = read_runs([directory])
     if len(runs) > 1:
         raise UsageError(f"{printable(str(directory))} holds shards of {len(runs)} recipes; give the shards of one")

@@ -1,4 +1,4 @@
-"""``crossdraft list``, ``plugins`` and ``env``: what is installed, and where."""
+"""``crossdraft list``, ``plugins`` and ``env``: installed strategies, plug-ins and the environment."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from ..errors import UnknownNameError, UsageError
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
 
-#: The default of an option that has none.
+#: Shown for an option without a default.
 _REQUIRED = "(required)"
 
 
@@ -18,7 +18,7 @@ def list_names(args: argparse.Namespace) -> int:
         return _describe(args.kind, args.name, args.json)
     marks = _marks() if args.kind == "verifiers" else {}
     kinds = [args.kind] if args.kind else plugins.KINDS
-    found = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
+    entries_by_kind = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
     if args.json:
         _print_json(
             {
@@ -27,37 +27,37 @@ def list_names(args: argparse.Namespace) -> int:
                     | ({"mark": marks[e.name]} if e.name in marks else {})
                     for e in entries
                 ]
-                for kind, entries in found.items()
+                for kind, entries in entries_by_kind.items()
             }
         )
         return 0
-    for kind, entries in found.items():
+    for kind, entries in entries_by_kind.items():
         header = [kind, *(["mark"] if marks else []), "", "from"]
         rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
         _print_table(header, rows)
-    if not args.kind:  # the marks follow from the classes, which import PyTorch
-        print("crossdraft list verifiers shows which are certified lossless, not certified, FAILED or lossy")
+    if not args.kind:  # marks need the classes, which import PyTorch
+        print("run crossdraft list verifiers to see which are certified lossless, not certified, FAILED or lossy")
     return 0
 
 
 def _marks() -> dict[str, str]:
-    """The mark of each verifier with its default options, as a text."""
+    """The mark of each verifier with its default options."""
     from ..errors import CrossdraftError
     from ..runs.marks import mark_of_rule
 
-    found = {}
+    marks = {}
     for name in plugins.entries("verifiers"):
         try:
-            rule = plugins.get("verifiers", name)
-            required = any(field.is_required() for field in rule.Config.model_fields.values())
-            found[name] = "follows from its options" if required else str(mark_of_rule(rule, rule.Config()))
+            verifier = plugins.get("verifiers", name)
+            required = any(field.is_required() for field in verifier.Config.model_fields.values())
+            marks[name] = "depends on its options" if required else str(mark_of_rule(verifier, verifier.Config()))
         except CrossdraftError:
-            found[name] = "unusable"
-    return found
+            marks[name] = "unusable"
+    return marks
 
 
 def _describe(kind: str, name: str, as_json: bool) -> int:
-    """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
+    """Print the options and traits of one drafter, verifier, recipe or launcher."""
     from ..runs.marks import mark_of_rule
 
     known = plugins.entries(kind)
@@ -75,16 +75,16 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             options = [_option(key, field) for key, field in value.Config.model_fields.items()]
         facts |= {"options": options}
         if kind == "drafters":
-            more, said = _drafts(value)
-            facts, lines = facts | more, lines + said
+            traits_json, traits_lines = _drafter_traits(value)
+            facts, lines = facts | traits_json, lines + traits_lines
         if kind == "verifiers" and not any(option["default"] == _REQUIRED for option in options):
             with plugins.guarded(kind, name, "its Config"):
                 config = value.Config()
             traits = plugins.traits_of(kind, value, config)
             mark = mark_of_rule(value, config)
             facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": traits.kinds}
-            judged = ", ".join(traits.kinds)
-            lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; judges drafts: {judged}")
+            kinds = ", ".join(traits.kinds)
+            lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; verifies drafts: {kinds}")
     if as_json:
         _print_json(facts)
         return 0
@@ -94,27 +94,27 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     return 0
 
 
-def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
-    """What it drafts with its default options, and which verifiers fit: for programs, and for people."""
+def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
+    """Traits of a drafter with its default options and its compatible verifiers, as JSON and as lines."""
     from ..api.build import configured, default_rule, fitting_rules
     from ..contracts.sampling import Sampling
 
     fields = drafter.Config.model_fields.items()
-    try:  # an option without a default is a model's name, which traits do not look at
-        given = configured("drafters", {"name": drafter.name} | {key: "?" for key, f in fields if f.is_required()})
+    try:  # options without a default are model names, which traits do not use
+        strategy = configured("drafters", {"name": drafter.name} | {key: "?" for key, f in fields if f.is_required()})
     except UsageError:
-        return {}, ["what it drafts follows from its options"]
-    zero = plugins.traits_of("drafters", *given, Sampling(temperature=0)).temperature_zero_only
+        return {}, ["its drafts depend on its options"]
+    zero = plugins.traits_of("drafters", *strategy, Sampling(temperature=0)).temperature_zero_only
     sampling = Sampling(temperature=0 if zero else 1)
-    traits = plugins.traits_of("drafters", *given, sampling)
-    fitting, best = fitting_rules(given, sampling), default_rule(given, sampling)[0].name
+    traits = plugins.traits_of("drafters", *strategy, sampling)
+    fitting, default = fitting_rules(strategy, sampling), default_rule(strategy, sampling)[0].name
     facts = {"kind": traits.kind and traits.kind.name, "point_mass": traits.point_mass, "nodes": traits.nodes}
-    facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": best}
+    facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": default}
     kind = f"{traits.kind} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
     return facts, [
         f"with its default options: {'no drafts' if traits.kind is None else kind}{', temperature 0 only' * zero}",
-        f"lossless verifiers that fit: {', '.join(fitting) or 'none'}",
-        f"where none is named: {best}{'' if zero else ' (greedy at temperature 0)'}",
+        f"compatible lossless verifiers: {', '.join(fitting) or 'none'}",
+        f"default verifier: {default}{'' if zero else ' (greedy at temperature 0)'}",
     ]
 
 
@@ -126,7 +126,7 @@ def _option(key: str, field: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """A default that JSON does not know: a mapping of options, as recipes write it, or its text."""
+    """A JSON-compatible form of a default value."""
     return value.model_dump() if hasattr(value, "model_dump") else str(value)
 
 
@@ -142,7 +142,7 @@ def list_plugins(args: argparse.Namespace) -> int:
     rows = [[p, kind, ", ".join(names)] for p, kinds in providers.items() for kind, names in kinds.items()]
     _print_table(["plug-in", "kind", "names"], rows)
     if broken:
-        _print_table(["skipped", "because"], [list(b.values()) for b in broken])
+        _print_table(["skipped", "reason"], [list(b.values()) for b in broken])
     return 0
 
 
@@ -150,12 +150,12 @@ def show_environment(args: argparse.Namespace) -> int:
     from ..models import threads
     from ..models.environment import describe
 
-    found = describe()
-    found["cpu"]["threads"]["decoding"] = threads.example()
+    environment = describe()
+    environment["cpu"]["threads"]["decoding"] = threads.example()
     if args.json:
-        _print_json(found)
+        _print_json(environment)
     else:
-        _print_table(["", ""], [[key, value] for key, value in _flat(found)])
+        _print_table(["", ""], [[key, value] for key, value in _flat(environment)])
     return 0
 
 

@@ -1,9 +1,9 @@
 """The ``crossdraft`` command.
 
-The larger subcommands are modules of their own with ``add_arguments(parser)`` and ``main(args) -> int``,
-imported only when they were asked for, so that ``--help`` and ``list`` answer at once. Errors made for people
-(`CrossdraftError`) become one line on standard error and the error's exit code: 2 for a wrong request, 1 for
-one that failed. So does whatever else is raised, a plug-in's `sys.exit` included, here and nowhere else.
+Each larger subcommand is a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when it is
+run, so that ``--help`` and ``list`` start fast. A `CrossdraftError` is printed as one line on standard error and sets
+the exit code: 2 for an invalid request, 1 for a failed one. All other exceptions, including a plug-in's `SystemExit`,
+are caught here as well.
 """
 
 import argparse
@@ -25,24 +25,24 @@ from . import standard_streams
 from .list import list_names, list_plugins, show_environment
 
 COMMANDS = {
-    "run": "run a recipe: every cell of its matrix, and a report",
-    "report": "write one page of results from the records of finished runs",
-    "runs": "list runs, and how far each of them is",
-    "plot": "draw charts of finished runs, for papers",
-    "table": "show numbers of finished runs with rows and columns of your choice, as Markdown, LaTeX or CSV",
-    "compare": "set two runs of the same prompts side by side, pair by pair, with intervals",
-    "certify": "check by exact enumeration that a drafter and a verifier keep the target's distribution",
-    "replay": "block efficiency of drafters and verifiers from recorded responses, without decoding",
-    "doctor": "say why a drafter agrees so little with its target: usual mistakes, tried one at a time",
+    "run": "run a recipe: measure every cell of its matrix and write a report",
+    "report": "write a Markdown or HTML report of finished runs",
+    "runs": "list runs and their progress",
+    "plot": "draw charts of finished runs",
+    "table": "print a pivot table of finished runs as Markdown, LaTeX or CSV",
+    "compare": "compare two runs on the same prompts, pair by pair, with confidence intervals",
+    "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
+    "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
+    "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
     "train": "train a drafter for a target",
-    "cost": "measure what a pass costs, and predict speed-ups from it",
-    "advise": "say which drafter, rule and draft length pays at each batch size, and write an engine's settings",
-    "serve": "answer the OpenAI protocol with a pair, for evaluation",
-    "new": "write a working package for a drafter, a verifier or prompts of your own",
+    "cost": "measure the latency of forward passes and predict speed-ups",
+    "advise": "recommend a drafter, verifier and draft length per batch size, and write engine settings",
+    "serve": "start an OpenAI-compatible server with a drafter and a verifier, for evaluation",
+    "new": "create a plug-in package for a drafter, a verifier or prompts",
 }
-"""Subcommands that live in modules of their own, by name, with a line of help."""
+"""Subcommands in separate modules, by name, with a line of help."""
 _PACKAGES = ("advise", "certify", "cost", "replay", "report", "run")
-#: Those that never run a model, and do not choose how OpenMP's threads wait.
+#: Commands that do not run models, for which OpenMP's wait policy is not set.
 WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "plugins")
 
 
@@ -50,21 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     standard_streams.open_closed()
-    for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show of a name, a table is not lost to it
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot encode must not raise
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if sys.stderr is None or not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, too: elsewhere each step would be a line
-    if distributed.rank():  # torchrun's others: what to do is told by the first
+        os.environ.setdefault("TQDM_DISABLE", "1")  # including bars of libraries; in a file each update would be a line
+    if distributed.rank():  # torchrun's other processes follow rank 0
         from ..lm.tensor_parallel_lm import follow
 
         return follow()
     if argv and argv[0] in (*COMMANDS, "env") and argv[0] not in WITHOUT_MODELS:
         threads.choose_wait_policy()  # PyTorch is not loaded yet
-    with (
-        interrupting(),
-        distributed.leading(),
-    ):  # SIGTERM and SIGHUP end a command as Ctrl-C does
+    with interrupting(), distributed.leading():  # SIGTERM and SIGHUP act like Ctrl-C
         return _main(argv)
 
 
@@ -77,52 +74,52 @@ def _main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
-        standard_streams.complain("crossdraft: error: " + "\n".join(map(printable, str(error).split("\n"))))
+        standard_streams.print_error("crossdraft: error: " + "\n".join(map(printable, str(error).split("\n"))))
         if debug:
             traceback.print_exc()
         return error.exit_code
     except KeyboardInterrupt:
-        standard_streams.complain("crossdraft: interrupted")
+        standard_streams.print_error("crossdraft: interrupted")
         return 130
     except BrokenPipeError:
-        standard_streams.discard()  # the reader has left, as in `crossdraft list | head`
+        standard_streams.discard()  # the reader closed the pipe, as in `crossdraft list | head`
         return 141
-    except BaseException as error:  # a bug, ours or a plug-in's, told with its trace on request; SystemExit, too
-        if args is None and isinstance(error, SystemExit):  # argparse's: --help, or arguments that are wrong
+    except BaseException as error:  # a bug or a plug-in's SystemExit; --debug shows the traceback
+        if args is None and isinstance(error, SystemExit):  # from argparse: --help, or invalid arguments
             raise
         try:
             sys.stdout.flush()
-        except OSError:  # it is full: the interpreter would fail at it once more
+        except OSError:  # the disk is full: the interpreter would fail again at exit
             standard_streams.discard()
-        standard_streams.complain(f"crossdraft: error: {_refused(error) or _unexpected(error)}")
+        standard_streams.print_error(f"crossdraft: error: {_system_message(error) or _bug_message(error)}")
         if debug:
             traceback.print_exc()
         return 1
 
 
-#: Errors of the system that are not bugs: no room, no permission, a name or a file that cannot be used like this.
+#: Operating-system errors that are not bugs: full disk, no permission, unusable file name.
 _SYSTEM = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
 _SYSTEM += ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR")
 
 
-def _refused(error: BaseException) -> str:
-    """The message for what the system refused, a full disk for instance; empty for any other error."""
+def _system_message(error: BaseException) -> str:
+    """The message of an operating-system error such as a full disk; empty for other errors."""
     if not isinstance(error, OSError) or errno.errorcode.get(error.errno or 0) not in _SYSTEM:
         return ""
     where = printable(str(error.filename)) if error.filename is not None else "standard output or a file"
     return f"{where}: {error.strerror}"
 
 
-def _unexpected(error: BaseException) -> str:
-    """What an error that nobody made for people says, and where it was raised."""
-    what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
+def _bug_message(error: BaseException) -> str:
+    """The type, message and location of an unexpected error."""
+    message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{what}{where}; --debug shows where it came from, and a report is welcome"
+    return f"{message}{where}; --debug shows the traceback; please report it"
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The parser; of `COMMANDS`, only the `chosen` one declares its arguments."""
+    """The parser; of `COMMANDS`, only the ``chosen`` one declares its arguments."""
     parser = argparse.ArgumentParser(
         prog="crossdraft",
         description="Compare speculative-decoding drafters and verifiers, and certify them lossless.",
@@ -137,23 +134,23 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
             command.set_defaults(main=implementation.main)
             _add_debug(command)
 
-    summary = "list the drafters, verifiers, models, prompts and recipes that are installed"
+    summary = "list installed drafters, verifiers, models, prompts and recipes"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))
     command.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
     command.add_argument(
-        "name", nargs="?", help="of a drafter, verifier or launcher: its options; of a recipe: its file"
+        "name", nargs="?", help="show the options of a drafter, verifier or launcher, or the file of a recipe"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=list_names)
     _add_debug(command)
 
-    summary = "show who provides what, and which plug-ins were skipped and why"
+    summary = "list plug-ins, what they provide, and why some were skipped"
     command = commands.add_parser("plugins", help=summary, description=_sentence(summary))
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=list_plugins)
     _add_debug(command)
 
-    summary = "show versions, the machine and the choices crossdraft makes on it"
+    summary = "show versions, hardware and the defaults chosen for it"
     command = commands.add_parser("env", help=summary, description=_sentence(summary))
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(main=show_environment)
@@ -162,14 +159,14 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _add_debug(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--debug", action="store_true", help="show the traceback of what went wrong")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
 
 class _Version(argparse.Action):
-    """``--version``; argparse's own wants the version before anybody asked."""
+    """``--version``, which looks up the version only if it is used, unlike argparse's own action."""
 
     def __init__(self, option_strings: Sequence[str], dest: str):
-        super().__init__(option_strings, dest, nargs=0, help="show the version and leave")
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version

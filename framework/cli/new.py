@@ -1,6 +1,6 @@
-"""``crossdraft new``: a working package for a drafter, a verifier or prompts, to start from.
+"""``crossdraft new``: create a plug-in package for a drafter, a verifier or prompts.
 
-`templates/` holds one such package of each kind, called ``example-name``; a new one is that with another name.
+`templates/` has one package per kind, called ``example-name``, which is copied and renamed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=KINDS, help="what to write")
-    parser.add_argument("name", help="its name in recipes: lower-case letters, digits and single hyphens")
-    parser.add_argument("--out", metavar="DIR", help="the folder to make for it (default: ./NAME)")
+    parser.add_argument("kind", choices=KINDS, help="kind of plug-in")
+    parser.add_argument("name", help="name in recipes: lower-case letters, digits and single hyphens")
+    parser.add_argument("--out", metavar="DIR", help="folder to create (default: ./NAME)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -36,17 +36,17 @@ def main(args: argparse.Namespace) -> int:
     commands = ["pip install -e '.[test]'", "pytest", "crossdraft run recipe.yaml"]
     if args.kind != "prompts":
         commands.insert(2, f"crossdraft certify --{args.kind} {args.name}")
-    begins = f"src/{module}.py" if args.kind == "prompts" else f"src/{module}/{args.kind}.py"
-    print(f"\nYours begins in {begins}. Then, in that folder:\n")
+    source = f"src/{module}.py" if args.kind == "prompts" else f"src/{module}/{args.kind}.py"
+    print(f"\nEdit {source}, then run in that folder:\n")
     print("\n".join(f"  {command}" for command in commands))
     return 0
 
 
 def write(kind: str, name: str, folder: Path) -> Path:
-    """Write the package ``name`` of a kind (one of `KINDS`) into a new ``folder``, and return that.
+    """Write a package of a kind (one of `KINDS`) into a new ``folder`` and return the folder.
 
     Raises:
-        UsageError: a name that cannot be one or is taken, or a folder that is there already or cannot be written.
+        UsageError: an invalid name or one in use; a folder that exists or cannot be written.
     """
     check_name(kind, name)
     texts = {file.relative_to(TEMPLATES / kind): file.read_text(encoding="utf-8") for file in _files(TEMPLATES / kind)}
@@ -57,14 +57,14 @@ def write(kind: str, name: str, folder: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_renamed(text, name), encoding="utf-8")
     except FileExistsError:
-        raise UsageError(f"{printable(str(folder))} is there already; give another folder with --out") from None
+        raise UsageError(f"{printable(str(folder))} already exists; choose another folder with --out") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{printable(str(folder))} cannot be written: {error}") from error
     return folder
 
 
 def spellings(name: str) -> dict[str, str]:
-    """What stands in a template for the name, the module and the class, and what ``name`` makes of it."""
+    """Replacements in a template: the placeholders of name, module and class."""
     return {
         "example-name": name,
         "example_name": name.replace("-", "_"),
@@ -83,27 +83,27 @@ def _renamed(text: str, name: str) -> str:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise UsageError for a name that no package, module and class could have, or that is taken."""
+    """Raise UsageError if a name is not valid for package, module and class, or is in use."""
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{quoted(name)} is no name here; take lower-case letters, digits and single hyphens: my-drafter"
+            f"{quoted(name)} is not a valid name; use lower-case letters, digits and single hyphens: my-drafter"
         )
     if reason := MOST_NAME.refusal(name):
         raise UsageError(f"the name has {len(name)} characters; {reason}")
     if entry := plugins.entries(KINDS[kind]).get(name):
-        what = "set of prompts" if kind == "prompts" else kind
-        raise UsageError(f"there is a {what} {name!r} already, of {entry.provider}; choose another name")
-    spelt = spellings(name)
-    module, cls = spelt["example_name"], spelt["ExampleName"]
+        what = "prompt set" if kind == "prompts" else kind
+        raise UsageError(f"{what} {name!r} is already provided by {entry.provider}; choose another name")
+    replacements = spellings(name)
+    module, cls = replacements["example_name"], replacements["ExampleName"]
     if keyword.iskeyword(module) or keyword.iskeyword(cls):
-        raise UsageError(f"{name!r} would be a word of Python's own; choose another name")
+        raise UsageError(f"{name!r} is a Python keyword; choose another name")
     if module in sys.stdlib_module_names or _importable(module):
-        raise UsageError(f"there is a Python module {module!r} already; choose another name")
+        raise UsageError(f"Python module {module!r} already exists; choose another name")
 
 
 def _importable(module: str) -> bool:
     try:
-        found = find_spec(module)
-    except (ImportError, ValueError):  # of a module that was made by hand
+        spec = find_spec(module)
+    except (ImportError, ValueError):  # a module without a spec
         return module in sys.modules
-    return found is not None and found.origin is not None  # a bare folder in the working directory has none
+    return spec is not None and spec.origin is not None  # a plain folder has no origin

@@ -1,4 +1,4 @@
-"""``crossdraft plot RUN...``: charts of finished runs, for papers."""
+"""``crossdraft plot RUN...``: publication-quality charts of finished runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=comma_list(KINDS),
         action="extend",
         metavar="KIND,...",
-        help=f"all that the cells allow, or some of these. {kinds}",
+        help=f"kinds of chart (default: all that the cells allow). {kinds}",
     )
     parser.add_argument(
         "--format",
@@ -32,21 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=comma_list(FORMATS),
         metavar="FORMAT,...",
         default=list(FORMATS),
-        help=f"some of {', '.join(FORMATS)} (all)",
+        help=f"file formats: {', '.join(FORMATS)} (all)",
     )
-    parser.add_argument("--width", choices=WIDTHS, default="column", help="of a two-column paper (column)")
+    parser.add_argument("--width", choices=WIDTHS, default="column", help="width in a two-column paper (column)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where files go, as RUN-KIND.FORMAT; by default KIND.FORMAT beside the records",
+        help="output directory, for files RUN-KIND.FORMAT (default: KIND.FORMAT in the run's directory)",
     )
     add_force(parser)
     add_where(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): a run that cannot be read, cells that do not allow a chart that was named."""
+    """Return 0. Raises UsageError (exit status 2) for an unreadable run or a chart that the cells do not allow."""
     out = None if args.out is None else output_folder(args.out)
     runs = read_runs(args.runs)
     note_partial(runs)
@@ -54,27 +54,31 @@ def main(args: argparse.Namespace) -> int:
     cells = finished_cells(sections, args.where)
     planned: list[tuple[str, FinishedRun, dict[str, list[Path]]]] = []
     for title, run in sections:
-        folder, start = run.summary.directory, ""
+        folder, prefix = run.summary.directory, ""
         if out is not None:
-            folder, start = out, re.sub(r"[^\w.-]+", "-", title).strip("-.") + "-"
-        files = {kind: [folder / f"{start}{kind}.{form}" for form in args.formats] for kind in args.kind or KINDS}
-        for file in (file for found in files.values() for file in found):
+            folder, prefix = out, re.sub(r"[^\w.-]+", "-", title).strip("-.") + "-"
+        files = {
+            kind: [folder / f"{prefix}{kind}.{extension}" for extension in args.formats] for kind in args.kind or KINDS
+        }
+        for file in (file for paths in files.values() for file in paths):
             check_output(file, "--out", mark=MARK, force=args.force)
         planned.append((title, run, files))
     written = 0
     for title, run, by_kind in planned:
         results = [cell.result for cell in cells if cell.run is run]
         for kind, files in by_kind.items():
-            left_out = draw_to(results, kind, args.width, files)
-            if left_out is None:
+            omitted = draw_to(results, kind, args.width, files)
+            if omitted is None:
                 if args.kind:
-                    raise UsageError(f"the run {printable(title)} has no {kind}: it needs {KINDS[kind].needs}")
+                    raise UsageError(
+                        f"{kind} cannot be drawn for run {printable(title)}: it requires {KINDS[kind].needs}"
+                    )
                 continue
             for file in files:
                 print(f"wrote {printable(str(file))}")
             written += len(files)
-            if left_out:
-                print(f"{kind} of {printable(title)} leaves out {left_out} panels; choose cells with --where")
+            if omitted:
+                print(f"{kind} of {printable(title)} omits {omitted} panels; select cells with --where")
     if not written:
-        raise UsageError("there is nothing to draw: no run has finished cells that draft")
+        raise UsageError("nothing to draw: none of the runs has finished cells with a drafter")
     return 0

@@ -1,4 +1,4 @@
-"""Options that several commands on finished runs have."""
+"""Options shared by the commands on finished runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="directory of a finished run, runs/NAME-HASH, or of shards of one, which become one run",
+        help="directory of a finished run, runs/NAME-HASH; the shards of a run are merged",
     )
 
 
@@ -31,12 +31,12 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="only cells with one of these values, e.g. batch_size=1,8 or drafter=draft-model; repeatable",
+        help="filter cells, e.g. batch_size=1,8 or drafter=draft-model (repeatable)",
     )
 
 
 def note_partial(runs: Iterable[FinishedRun]) -> None:
-    """Note on standard error which of the runs are not finished."""
+    """Print a note on standard error for each unfinished run."""
     for run in runs:
         if run.partial:
             text = printable(f"{run.summary.directory}: partial results, {run.partial}")
@@ -44,35 +44,33 @@ def note_partial(runs: Iterable[FinishedRun]) -> None:
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--force", action="store_true", help="replace existing files that this command did not write, too"
-    )
+    parser.add_argument("--force", action="store_true", help="overwrite existing files that this command did not write")
 
 
 def output_folder(name: Path) -> Path:
-    """The directory called ``name`` by ``--out``, made if nothing is there. Raises UsageError for anything else."""
+    """The directory of ``--out``, created if it does not exist. Raises UsageError if it cannot be created."""
     folder = path_of(name)
-    about = f"--out {printable(str(folder))}"
+    option = f"--out {printable(str(folder))}"
     if kind_of(folder) in ("file", "other"):
-        raise UsageError(f"{about}: it is not a directory; name one, or a new one")
+        raise UsageError(f"{option} is not a directory; give an existing or a new directory")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{about}: it cannot be made a directory: {error.strerror or error}") from None
+        raise UsageError(f"{option} cannot be created: {error.strerror or error}") from None
     return folder
 
 
 def comma_list(known: Iterable[str] = ()) -> Callable[[str], list[str]]:
-    """Names with commas between them; of ``known`` ones, if there are any."""
+    """An argparse type for comma-separated names, restricted to ``known`` if it is not empty."""
     choices = list(known)
 
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         for name in names:
             if choices and name not in choices:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
         if not names:
-            raise argparse.ArgumentTypeError("it names nothing")
+            raise argparse.ArgumentTypeError("the list is empty")
         return list(dict.fromkeys(names))
 
     return parse

@@ -1,4 +1,4 @@
-"""``crossdraft runs [DIR]``: the runs in a directory, and how far each of them is."""
+"""``crossdraft runs [DIR]``: list the runs in a directory and their progress."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ..runs.state import RunState, runs_in, state_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "directory", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="where they are (runs)"
+        "directory", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="directory of runs (runs)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 1: one of them cannot be read; 2 (as UsageError): no such directory."""
-    found: list[tuple[Path, RunState]] = []
+    """Return 0, or 1 if a run cannot be read. Raises UsageError (exit status 2) if the directory does not exist."""
+    states: list[tuple[Path, RunState]] = []
     unreadable: list[tuple[Path, str]] = []
     for path in runs_in(args.directory):
         try:
-            found.append((path, state_of(path)))
+            states.append((path, state_of(path)))
         except CrossdraftError as error:
             unreadable.append((path, str(error)))
     if args.json:
-        known = [{"run": str(path), **asdict(state)} for path, state in found]
-        print(json.dumps(known + [{"run": str(path), "error": error} for path, error in unreadable], indent=2))
-    elif not found and not unreadable:
+        readable = [{"run": str(path), **asdict(state)} for path, state in states]
+        print(json.dumps(readable + [{"run": str(path), "error": error} for path, error in unreadable], indent=2))
+    elif not states and not unreadable:
         print(f"no runs in {args.directory}")
     else:
-        found.sort(key=lambda one: one[1].updated)  # the last one stands above the prompt
-        rows = [[_name(path, args.directory), *_row(state)] for path, state in found]
+        states.sort(key=lambda item: item[1].updated)  # the latest last, next to the prompt
+        rows = [[_name(path, args.directory), *_row(state)] for path, state in states]
         rows += [[_name(path, args.directory), "cannot be read", "", "", ""] for path, _ in unreadable]
         print(tabulate(rows, headers=["run", "state", "cells", "started", "updated"], disable_numparse=True))
-        notes = [f"{_name(path, args.directory)}: {printable(state.note)}" for path, state in found if state.note]
+        notes = [f"{_name(path, args.directory)}: {printable(state.note)}" for path, state in states if state.note]
         notes += [error for _, error in unreadable]
         if notes:
             print("\n" + "\n".join(notes))
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _name(path: Path, directory: Path) -> str:
-    """A run as it lies in the directory."""
+    """The path of a run relative to the directory."""
     return printable(path.name if path == directory else str(path.relative_to(directory)))
 
 
@@ -59,5 +59,5 @@ def _row(state: RunState) -> list[str]:
 
 
 def _time(iso: str) -> str:
-    """A time of `RunState` to the minute, as UTC."""
+    """A time of `RunState` in UTC, without seconds."""
     return f"{iso[:16].replace('T', ' ')} UTC" if iso else ""

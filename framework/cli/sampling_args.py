@@ -1,4 +1,4 @@
-"""``--temperature``, ``--top-k`` and the like: the same way from options to a law in every command."""
+"""Sampling parameters from ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def sampling_from(args: argparse.Namespace) -> Sampling:
-    """The sampling parameters among the options, those that are not given as they are by default. Raises UsageError."""
+    """Sampling parameters from the options, with defaults for those not set. Raises UsageError."""
     from pydantic import ValidationError
 
     from ..contracts.options import fault
     from ..contracts.sampling import Sampling
 
-    given = {key: value for key in Sampling.model_fields if (value := getattr(args, key, None)) is not None}
+    values = {key: value for key in Sampling.model_fields if (value := getattr(args, key, None)) is not None}
     try:
-        return Sampling.model_validate(given)
+        return Sampling.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {fault(first)}") from None

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or whose reader has left."""
+"""Handling of standard streams that are closed or full, or whose reader has closed the pipe."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from contextlib import suppress
 
 
 def open_closed() -> None:
-    """Open the null device for each standard stream that was closed (``>&-``).
+    """Open the null device for each standard stream that is closed (``>&-``).
 
-    Printing then works, and no file that is opened later gets the stream's number.
+    Otherwise printing fails, and the next file that is opened gets the stream's file descriptor.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
             continue
-        opened = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         try:
             os.fstat(number)
         except OSError:  # still closed
-            os.dup2(opened, number)
-        setattr(sys, name, open(opened, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+            os.dup2(null, number)
+        setattr(sys, name, open(null, mode, encoding="utf-8"))  # noqa: SIM115 (open until exit)
 
 
 def discard(stream: str = "stdout") -> None:
-    """Send what is still to be written to a stream to the null device."""
-    with suppress(OSError, ValueError):  # a stream of a test has no number
+    """Redirect a stream to the null device, with its unwritten buffer."""
+    with suppress(OSError, ValueError):  # streams in tests have no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, stream).fileno())
 
 
-def complain(text: str) -> None:
-    """Print to standard error, if somebody reads it."""
+def print_error(text: str) -> None:
+    """Print to standard error; ignore a closed pipe."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         discard("stderr")
 
 
-def print_kept(text: str) -> None:
-    """Print what is on the disk as well: that its reader has left, as in ``crossdraft run … | head``, is no failure."""
+def print_stored(text: str) -> None:
+    """Print text that is also stored in a file; ignore a closed pipe, as in ``crossdraft run … | head``."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

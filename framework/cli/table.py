@@ -1,4 +1,4 @@
-"""``crossdraft table RUN...``: numbers of finished runs with rows and columns of one's choice."""
+"""``crossdraft table RUN...``: a pivot table of finished runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import UsageError, printable
 from ..report.load_run import read_runs
 from ..report.markdown import titles_of
-from ..report.pivot import FORMATS, pivot, rendered, untold
+from ..report.pivot import FORMATS, hidden_keys, pivot, rendered
 from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
 from .run_args import add_force, add_runs, add_where, comma_list, note_partial
@@ -22,45 +22,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=comma_list(),
         default=["drafter"],
         metavar="KEY,...",
-        help="what tells rows apart: run, drafter, verifier, target, batch_size, temperature, gamma, ... (drafter)",
+        help="keys of the rows: run, drafter, verifier, target, batch_size, temperature, gamma, ... (drafter)",
     )
     parser.add_argument(
-        "--cols", type=comma_list(), default=["verifier"], metavar="KEY,...", help="likewise for columns (verifier)"
+        "--cols", type=comma_list(), default=["verifier"], metavar="KEY,...", help="keys of the columns (verifier)"
     )
     parser.add_argument(
         "--value",
         type=comma_list(),
         default=["block_efficiency"],
         metavar="COLUMN,...",
-        help="columns of summary.csv, which the README of a run explains (block_efficiency)",
+        help="columns of summary.csv, explained in a run's README (block_efficiency)",
     )
     add_where(parser)
-    parser.add_argument("--baseline", action="store_true", help="with plain decoding, the drafter none")
+    parser.add_argument("--baseline", action="store_true", help="include plain decoding (drafter none)")
     parser.add_argument(
         "--format", choices=FORMATS, default="github", help="Markdown, LaTeX with booktabs, or CSV (github)"
     )
-    parser.add_argument("--digits", type=int, default=2, metavar="N", help="after the point, but in CSV (2)")
-    parser.add_argument("--no-intervals", action="store_true", help="values alone")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there instead of printing it")
+    parser.add_argument("--digits", type=int, default=2, metavar="N", help="decimal places, except in CSV (2)")
+    parser.add_argument("--no-intervals", action="store_true", help="omit confidence intervals")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table to a file instead of printing it")
     add_force(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): a run that cannot be read, keys that leave several cells in one place."""
+    """Return 0. Raises UsageError (exit status 2) for an unreadable run, or keys under which cells collide."""
     if not 0 <= args.digits <= 12:
         raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
-    # A table has no place for a mark, so a file that exists takes --force.
+    # A table carries no mark of its origin, so an existing file always requires --force.
     out = None if args.out is None else check_output(args.out, "--out", inputs=args.runs, force=args.force)
     runs = read_runs(args.runs)
     note_partial(runs)
     cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
     cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
     if not cells:
-        raise UsageError("there is no cell to show: none of a pair is left")
+        raise UsageError("no cells to show: --where excludes all of them (plain decoding requires --baseline)")
     table = pivot(cells, args.rows, args.cols, args.value)
-    if differ := untold(table, cells):
-        told = f"the cells of this table differ in {', '.join(differ)}, which neither --rows nor --cols tell"
-        print(f"crossdraft: note: {told}", file=sys.stderr)
+    if keys := hidden_keys(table, cells):
+        note = f"the cells of this table differ in {', '.join(keys)}, which are not in --rows or --cols"
+        print(f"crossdraft: note: {note}", file=sys.stderr)
     text = rendered(table, args.format, args.digits, not args.no_intervals)
     if out is None:
         print(text, end="")

@@ -1,4 +1,4 @@
-"""``--trust-remote-code MODEL``: consent to the Python code of one model, the same option of every command."""
+"""The option ``--trust-remote-code MODEL`` of several commands."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from ..errors import UsageError, quoted
 
 
-def add_consent(parser: Any) -> None:
-    """Declare the option, for a parser or a group of one."""
+def add_trust_argument(parser: Any) -> None:
+    """Add the option to a parser or an argument group."""
     parser.add_argument(
         "--trust-remote-code",
         action="append",
         default=[],
         metavar="MODEL",
-        help="let this model run Python code from its own directory, after you have read it; repeatable",
+        help="allow this model to run Python code from its directory; read the code first (repeatable)",
     )
 
 
-def texts_in(options: Any) -> Iterator[str]:
-    """Every text in a drafter's options: which of them are models, the drafter alone knows."""
+def strings_in(options: Any) -> Iterator[str]:
+    """All strings in a drafter's options, any of which may be a model."""
     if isinstance(options, str):
         yield options
     elif isinstance(options, dict | list):
-        for one in options.values() if isinstance(options, dict) else options:
-            yield from texts_in(one)
+        for value in options.values() if isinstance(options, dict) else options:
+            yield from strings_in(value)
 
 
-def trusted_beside(args: argparse.Namespace, target: str | None) -> frozenset[str]:
-    """`trusted`, among a target and what ``--drafter`` names.
+def trusted_with_drafter(args: argparse.Namespace, target: str | None) -> frozenset[str]:
+    """`trusted` for a target and the models of ``--drafter``.
 
     Raises:
-        UsageError: see `trusted`; a drafter that is no name or mapping.
+        UsageError: see `trusted`; a drafter that is not a name or a mapping.
     """
     from ..recipe.recipe import Strategy
 
@@ -41,20 +41,20 @@ def trusted_beside(args: argparse.Namespace, target: str | None) -> frozenset[st
         return frozenset()
     drafters = [args.drafter] if isinstance(args.drafter, str) else args.drafter or []
     options = [Strategy.parse(text, "--drafter").config for text in drafters]
-    return trusted(args, [target or None, *texts_in(options)])
+    return trusted(args, [target or None, *strings_in(options)])
 
 
 def trusted(args: argparse.Namespace, models: Iterable[Any]) -> frozenset[str]:
-    """The models that may run code of their own.
+    """The models that may run their own code.
 
     Raises:
-        UsageError: one that is not among the ``models`` (None: there is no such model) of the command.
+        UsageError: a model that is not among the ``models`` of the command (None items are skipped).
     """
     known = sorted({name for name in models if isinstance(name, str)})
     for name in args.trust_remote_code:
         if name not in known:
             raise UsageError(
-                f"--trust-remote-code {quoted(name)} names no model of this command, whose models are: "
+                f"--trust-remote-code {quoted(name)} is not a model of this command; its models: "
                 f"{', '.join(map(quoted, known)) or 'none'}"
             )
     return frozenset(args.trust_remote_code)

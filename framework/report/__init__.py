@@ -1,1 +1,1 @@
-"""What a run shows: tables, charts, pages of results."""
+"""Reports of runs: tables, charts, Markdown and HTML pages."""

@@ -1,4 +1,4 @@
-"""Batch size as an axis: the cells of a run that differ in drafter, verifier and batch size alone."""
+"""Series over batch size: cells of a run that differ only in drafter, verifier and batch size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Pair:
-    """A drafter and a verifier: their cells by batch size, and the speed-ups of those that have one."""
+    """A drafter and a verifier with their cells by batch size."""
 
     drafter: str
     verifier: str
@@ -33,27 +33,27 @@ class Pair:
 
     @property
     def single_draft(self) -> bool:
-        """Does it draft chains?"""
+        """True if the drafter drafts chains."""
         return drafts_chains(next(iter(self.results.values())).config)
 
 
 @dataclass
 class Series:
-    """The finished cells of a run that differ in drafter, verifier and batch size alone."""
+    """Finished cells of a run that differ only in drafter, verifier and batch size."""
 
     pairs: list[Pair] = field(default_factory=list)
     baselines: dict[int, CellResult] = field(default_factory=dict)
 
 
 def drafts_chains(config: CellConfig) -> bool:
-    """Does the drafter of a cell draft chains?"""
+    """True if the drafter of a cell drafts chains."""
     drafter = plugins.get("drafters", config.drafter.name)
     options = plugins.recorded_config("drafters", drafter, config.drafter.config)
     return plugins.traits_of("drafters", drafter, options, config.sampling).is_chain
 
 
 def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
-    """The series of a run by what their cells share; those with one batch size are left out."""
+    """The series of a run by title, except those with a single batch size."""
     cells = [result.config for result in results]
     series: dict[str, tuple[Series, dict[str, Pair]]] = {}
     for result in results:
@@ -61,20 +61,20 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
         if result.metrics is None or not result.metrics.timed:
             continue
         title = group_title(config, cells, but="batch_size")
-        found, pairs = series.setdefault(title, (Series(), {}))
+        group, pairs = series.setdefault(title, (Series(), {}))
         if config.is_baseline:
-            found.baselines[config.batch_size] = result
+            group.baselines[config.batch_size] = result
             continue
         key = config.model_copy(update={"batch_size": 1}).hash
         if key not in pairs:
             pairs[key] = Pair(config.drafter.title, verifier_title(result))
-            found.pairs.append(pairs[key])
+            group.pairs.append(pairs[key])
         pairs[key].results[config.batch_size] = result
-    return {title: found for title, (found, _) in series.items() if len(found.baselines) > 1}
+    return {title: group for title, (group, _) in series.items() if len(group.baselines) > 1}
 
 
 def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
-    """Title and table of the speed-ups of each series; where extra rows of several draft sequences pay, below them."""
+    """Title and speed-up table of each series, with the gain of multi-draft over single-draft pairs."""
     tables = []
     for title, series in batch_size_series(summary.results).items():
         batch_sizes = sorted(series.baselines)
@@ -100,7 +100,7 @@ def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
 
 
 def _ratios(ratios: Mapping[int, float], batch_sizes: Sequence[int], last: int) -> list[str]:
-    """Cells of a row: a ratio for each batch size, and the last that pays (0: none)."""
-    about = "≥" if last == max(ratios, default=0) else "=" if last in ratios else "~"
-    up_to = f"B {about} {last}" if last else "none"
+    """Cells of a row: a ratio per batch size, and the last batch size where it is at least 1 (0: none)."""
+    relation = "≥" if last == max(ratios, default=0) else "=" if last in ratios else "~"
+    up_to = f"B {relation} {last}" if last else "none"
     return [*(f"{ratios[b]:.2f}" if b in ratios else "" for b in batch_sizes), up_to]

@@ -1,4 +1,4 @@
-"""Two runs of the same prompts, pair by pair: what differs, and how sure that is."""
+"""Comparison of two runs on the same prompts, pair by pair, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
     from ..runs.records import CellResult
     from .load_run import FinishedRun
 
-#: What runs may differ in as a whole, beside the models themselves.
-_WHOLE = (*RUN_KEYS, "device", "attn_implementation")
-_OTHER_PIECES = "B ÷ A has no interval where the runs cut the prompts into other pieces; give both one seed"
+#: Settings in which runs may differ as a whole, besides the models.
+_RUN_SETTINGS = (*RUN_KEYS, "device", "attn_implementation")
+_OTHER_PIECES = (
+    "B ÷ A has no interval if the runs divide the prompts into different pieces; run both with the same seed"
+)
 
 
 @dataclass(frozen=True)
 class PairDifference:
-    """A pair in both runs.
+    """A pair that both runs have.
 
     Attributes:
-        setting: what its cells share with others: temperature, batch size and whatever else varies.
-        differs: options of the pair that are not the same in both, ``"gamma 4 / 6"``.
+        setting: the title of its group: temperature, batch size and other varying settings.
+        differs: options of the pair that differ, such as ``"gamma 4 / 6"``.
         block_efficiency, speed_up: of each run.
-        difference: of the block efficiencies, the second less the first, over the prompts of both.
-        ratio: of the speed-ups, the second over the first, over pieces of the same prompts.
+        difference: block efficiency of B minus A, paired by prompt.
+        ratio: speed-up of B divided by A, paired by piece.
     """
 
     setting: str
@@ -51,12 +53,12 @@ class PairDifference:
 
 @dataclass
 class Comparison:
-    """Two runs, called A and B.
+    """A comparison of two runs, A and B.
 
     Attributes:
-        pairs: those that both have.
-        only: cells of A that B has not, and of B that A has not, in words.
-        remarks: what the runs differ in as a whole, and what has no interval and why.
+        pairs: pairs that both runs have.
+        only: titles of the cells that only A, and only B, has.
+        remarks: differences between the runs as a whole, and reasons for missing intervals.
     """
 
     runs: tuple[str, str]
@@ -69,40 +71,40 @@ class Comparison:
 
 
 def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
-    """Set the cells of two runs side by side: those of the same pair and setting.
+    """Compare the cells of two runs with the same pair and setting.
 
     Raises:
-        UsageError: they are one run, answered other prompts, or have no pair in common.
+        UsageError: the runs are the same, have different prompts, or have no pair in common.
     """
     runs = (a, b)
     names = tuple(printable(str(run.summary.directory)) for run in runs)
     if len({run.summary.directory.resolve() for run in runs}) == 1:
-        raise UsageError(f"{names[0]} is given twice; give two runs")
-    _same_prompts(runs)
+        raise UsageError(f"{names[0]} is given twice; give two different runs")
+    _check_prompts(runs)
     comparison = Comparison((names[0], names[1]))
     drafting = [[r for r in run.summary.results if r.metrics and not r.config.is_baseline] for run in runs]
-    settled = _settled(drafting, comparison.remarks)
-    matched = _matched(drafting[0], drafting[1], lambda c: (_setting(c, settled), *_pair(c)))
-    left = [[r for r in some if not any(r is one for pair in matched for one in pair)] for some in drafting]
-    matched += _matched(left[0], left[1], lambda c: (_setting(c, settled), c.drafter.title, c.verifier.title))
+    keys = _setting_keys(drafting, comparison.remarks)
+    matched = _match(drafting[0], drafting[1], lambda c: (_setting(c, keys), *_pair(c)))
+    unmatched = [[r for r in side if not any(r is m for pair in matched for m in pair)] for side in drafting]
+    matched += _match(unmatched[0], unmatched[1], lambda c: (_setting(c, keys), c.drafter.title, c.verifier.title))
     if not matched:
         raise UsageError(
-            f"{names[0]} and {names[1]} have no pair in common; crossdraft table shows what each of them has"
+            f"{names[0]} and {names[1]} have no pair in common; run crossdraft table to see the pairs of each"
         )
-    for side, some in enumerate(drafting):
-        cells = [r.config for r in runs[side].summary.results]
-        alone = [r for r in some if not any(r is pair[side] for pair in matched)]
-        comparison.only[side].extend(f"{_called(r)} ({group_title(r.config, cells)})" for r in alone)
-    cells, order = [one.config for one, _ in matched], [id(result) for result in drafting[0]]
-    for one, other in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
-        comparison.pairs.append(_difference(one, other, runs, cells))
+    for i, results in enumerate(drafting):
+        cells = [r.config for r in runs[i].summary.results]
+        only = [r for r in results if not any(r is pair[i] for pair in matched)]
+        comparison.only[i].extend(f"{_title(r)} ({group_title(r.config, cells)})" for r in only)
+    cells, order = [first.config for first, _ in matched], [id(result) for result in drafting[0]]
+    for first, second in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
+        comparison.pairs.append(_difference(first, second, runs, cells))
     if any(_speed_ups(pair) and _same_pieces(*pair, runs) is None for pair in matched):
         comparison.remarks.append(_OTHER_PIECES)
     return comparison
 
 
 def comparison_text(comparison: Comparison, style: str = "simple") -> str:
-    """The comparison as tables in one of tabulate's styles, a setting each, and what is to be said beside them."""
+    """The comparison as a table per setting, in a format of tabulate, with remarks."""
     columns = {"drafter": "left", "verifier": "left", "BE A": "right", "BE B": "right", "B − A [95 %]": "left"}
     columns |= {"speed-up A": "right", "speed-up B": "right", "B ÷ A [95 %]": "left"}
     if differs := any(pair.differs for pair in comparison.pairs):
@@ -114,7 +116,8 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
             if pair.setting != setting:
                 continue
             efficiency, speed = (
-                [f"{e.value:.2f}" if e else "—" for e in two] for two in (pair.block_efficiency, pair.speed_up)
+                [f"{e.value:.2f}" if e else "—" for e in estimates]
+                for estimates in (pair.block_efficiency, pair.speed_up)
             )
             row = [pair.drafter, pair.verifier, *efficiency, estimate_text(pair.difference, "+")]
             row += [*speed, estimate_text(pair.ratio)]
@@ -122,12 +125,12 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
         heading = f"## {setting}" if style == "github" else setting
         parts.append(f"{heading}\n\n{tabulated(columns, rows, style)}")
     parts.append(
-        "B − A: of block efficiency, on the same prompts. B ÷ A: of the speed-ups, each over plain decoding measured "
-        "beside it."
+        "B − A: difference of block efficiency, on the same prompts. B ÷ A: ratio of the speed-ups, each over plain "
+        "decoding in the same run."
     )
     lines = list(comparison.remarks)
-    for name, alone in zip("AB", comparison.only, strict=True):
-        lines += [f"only in {name}: {cell}" for cell in alone]
+    for name, cells in zip("AB", comparison.only, strict=True):
+        lines += [f"only in {name}: {cell}" for cell in cells]
     if lines:
         parts.append("\n".join(f"- {line}" if style == "github" else line for line in lines))
     return "\n\n".join(parts) + "\n"
@@ -136,40 +139,42 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _same_prompts(runs: Sequence[FinishedRun]) -> None:
-    """Raise UsageError unless both runs answered the same prompts."""
+def _check_prompts(runs: Sequence[FinishedRun]) -> None:
+    """Raise UsageError if the runs have different prompts."""
     digests = [{r.provenance.get("prompts") for r in run.summary.results} for run in runs]
-    asked = [{(record.prompt, record.question_id) for r in run.summary.results for record in r.records} for run in runs]
-    if asked[0] == asked[1] and (digests[0] == digests[1] or {None} in digests):
+    prompts = [
+        {(record.prompt, record.question_id) for r in run.summary.results for record in r.records} for run in runs
+    ]
+    if prompts[0] == prompts[1] and (digests[0] == digests[1] or {None} in digests):
         return
-    counts = [len(some) for some in asked]
-    if asked[0] != asked[1] and asked[0] & asked[1] and counts[0] != counts[1]:
+    counts = [len(items) for items in prompts]
+    if prompts[0] != prompts[1] and prompts[0] & prompts[1] and counts[0] != counts[1]:
         raise UsageError(
-            f"the runs cannot be compared: one answered {counts[0]} prompts and the other {counts[1]}; run both with "
-            "the same limit"
+            f"the runs cannot be compared: one has {counts[0]} prompts and the other {counts[1]}; run both with the "
+            "same limit"
         )
-    if asked[0] == asked[1]:
-        raise UsageError("the runs cannot be compared: their prompts have the same names, but not the same texts")
+    if prompts[0] == prompts[1]:
+        raise UsageError("the runs cannot be compared: their prompts have the same ids, but different texts")
     sources = [printable(run.summary.recipe.prompts.source) for run in runs]
-    which = " and ".join(f"{count} of {source}" for count, source in zip(counts, sources, strict=True))
-    raise UsageError(f"the runs cannot be compared: they answered other prompts, {which}")
+    prompt_sets = " and ".join(f"{count} of {source}" for count, source in zip(counts, sources, strict=True))
+    raise UsageError(f"the runs cannot be compared: their prompts differ, {prompt_sets}")
 
 
-def _settled(drafting: Sequence[Sequence[CellResult]], remarks: list[str]) -> tuple[str, ...]:
-    """The keys that tell cells apart: not those that have one value in each run. Where the two differ is remarked."""
+def _setting_keys(drafting: Sequence[Sequence[CellResult]], remarks: list[str]) -> tuple[str, ...]:
+    """Settings that vary within a run; adds remarks on settings that differ between the runs."""
     keys = []
-    for key in _WHOLE:
-        values = [list(dict.fromkeys(shown(getattr(r.config, key)) for r in some)) for some in drafting]
-        if key == "batch_size" or any(len(some) != 1 for some in values):
+    for key in _RUN_SETTINGS:
+        values = [list(dict.fromkeys(shown(getattr(r.config, key)) for r in results)) for results in drafting]
+        if key == "batch_size" or any(len(items) != 1 for items in values):
             keys.append(key)
         elif values[0] != values[1]:
             remarks.append(
                 f"the runs differ in {key}: {values[0][0] or 'default'} in A, {values[1][0] or 'default'} in B"
             )
-    for key, what in (("crossdraft", "crossdraft"), ("torch", "torch"), ("device", "the device")):
-        found = [sorted({str(r.provenance[key]) for r in some if key in r.provenance}) for some in drafting]
-        if found[0] and found[1] and found[0] != found[1]:
-            remarks.append(f"the runs differ in {what}: {', '.join(found[0])} in A, {', '.join(found[1])} in B")
+    for key, name in (("crossdraft", "crossdraft"), ("torch", "torch"), ("device", "the device")):
+        recorded = [sorted({str(r.provenance[key]) for r in rs if key in r.provenance}) for rs in drafting]
+        if recorded[0] and recorded[1] and recorded[0] != recorded[1]:
+            remarks.append(f"the runs differ in {name}: {', '.join(recorded[0])} in A, {', '.join(recorded[1])} in B")
     return tuple(keys)
 
 
@@ -178,57 +183,57 @@ def _setting(config: CellConfig, keys: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _pair(config: CellConfig) -> tuple[str, ...]:
-    """Both strategies with all their options."""
+    """Both strategies with all of their options."""
     return tuple(f"{side.name} {sorted(side.config.items())}" for side in (config.drafter, config.verifier))
 
 
-def _matched(
+def _match(
     a: Sequence[CellResult], b: Sequence[CellResult], key: Callable[[CellConfig], Any]
 ) -> list[tuple[CellResult, CellResult]]:
-    """The cells that have the same key and are the only ones that have it."""
+    """Pairs of cells with the same key, if it is unique in both runs."""
     sides: list[dict[Any, list[CellResult]]] = [{}, {}]
-    for found, some in zip(sides, (a, b), strict=True):
-        for result in some:
-            found.setdefault(str(key(result.config)), []).append(result)
+    for by_key, results in zip(sides, (a, b), strict=True):
+        for result in results:
+            by_key.setdefault(str(key(result.config)), []).append(result)
     both = [name for name in sides[0] if name in sides[1]]
     return [(sides[0][n][0], sides[1][n][0]) for n in both if len(sides[0][n]) == len(sides[1][n]) == 1]
 
 
 def _difference(
-    one: CellResult, other: CellResult, runs: Sequence[FinishedRun], cells: Sequence[CellConfig]
+    first: CellResult, second: CellResult, runs: Sequence[FinishedRun], cells: Sequence[CellConfig]
 ) -> PairDifference:
-    assert one.metrics is not None and other.metrics is not None
-    depth = max(one.metrics.depth, other.metrics.depth)
-    difference = paired_difference(free(other.records, depth), free(one.records, depth))
+    assert first.metrics is not None and second.metrics is not None
+    depth = max(first.metrics.depth, second.metrics.depth)
+    difference = paired_difference(free(second.records, depth), free(first.records, depth))
     differs = []
     for kind in ("drafter", "verifier"):
-        mine, theirs = getattr(one.config, kind), getattr(other.config, kind)
-        options = {"name": (mine.name, theirs.name)}
-        options |= {key: (mine.config.get(key), theirs.config.get(key)) for key in mine.config | theirs.config}
+        a, b = getattr(first.config, kind), getattr(second.config, kind)
+        options = {"name": (a.name, b.name)}
+        options |= {key: (a.config.get(key), b.config.get(key)) for key in a.config | b.config}
         differs += [f"{key} {shown(x)} / {shown(y)}" for key, (x, y) in options.items() if x != y]
-    marks = [str(mark_of(result)) for result in (one, other)]
+    marks = [str(mark_of(result)) for result in (first, second)]
     differs += [" / ".join(marks)] * (marks[0] != marks[1])
-    efficiency = one.metrics.block_efficiency, other.metrics.block_efficiency
-    speeds = one.metrics.speed_up, other.metrics.speed_up
-    setting = group_title(one.config, cells)
-    names = one.config.drafter.title, verifier_title(one)
-    return PairDifference(setting, *names, differs, efficiency, difference, speeds, _ratio(one, other, runs))
+    efficiency = first.metrics.block_efficiency, second.metrics.block_efficiency
+    speeds = first.metrics.speed_up, second.metrics.speed_up
+    setting = group_title(first.config, cells)
+    names = first.config.drafter.title, verifier_title(first)
+    return PairDifference(setting, *names, differs, efficiency, difference, speeds, _ratio(first, second, runs))
 
 
-def _ratio(one: CellResult, other: CellResult, runs: Sequence[FinishedRun]) -> Estimate | None:
-    """Of the speed-ups; without an interval where pieces held other prompts."""
-    if (speeds := _speed_ups((other, one))) is None:
+def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> Estimate | None:
+    """The ratio of the speed-ups, without an interval if the pieces differ."""
+    if (speeds := _speed_ups((second, first))) is None:
         return None
-    if _same_pieces(one, other, runs) is not None:
-        found = speed_up_ratio(_times(other, runs[1]), _times(one, runs[0]))
-        return None if isinstance(found, Withheld) else found
+    if _same_pieces(first, second, runs) is not None:
+        ratio = speed_up_ratio(_times(second, runs[1]), _times(first, runs[0]))
+        return None if isinstance(ratio, Withheld) else ratio
     return Estimate(speeds[0] / speeds[1])
 
 
 def _times(result: CellResult, run: FinishedRun) -> tuple[ComponentTimes, int, int]:
-    """The component times of a cell's group, which of its cells it is, and which plain decoding."""
+    """The component times of a cell's group, and the indices of the cell and of plain decoding."""
     group = _group(result, run)
-    cell, baseline = (next(i for i, r in enumerate(group) if of(r)) for of in (lambda r: r is result, _is_baseline))
+    cell, baseline = (next(i for i, r in enumerate(group) if test(r)) for test in (lambda r: r is result, _is_baseline))
     return ComponentTimes(cells_of(group)), cell, baseline
 
 
@@ -241,19 +246,19 @@ def _group(result: CellResult, run: FinishedRun) -> list[CellResult]:
 
 
 def _speed_ups(pair: tuple[CellResult, CellResult]) -> tuple[float, float] | None:
-    """Of both cells, if both have one."""
-    found = [r.metrics.speed_up.value for r in pair if r.metrics is not None and r.metrics.speed_up is not None]
-    return (found[0], found[1]) if len(found) == 2 else None
+    """The speed-ups of both cells, or None if one is missing."""
+    values = [r.metrics.speed_up.value for r in pair if r.metrics is not None and r.metrics.speed_up is not None]
+    return (values[0], values[1]) if len(values) == 2 else None
 
 
-def _same_pieces(one: CellResult, other: CellResult, runs: Sequence[FinishedRun]) -> list[CellResult] | None:
-    """The second cell, its baseline, the first cell and its own, if piece i of all four held the same prompts."""
-    four: list[CellResult] = []
-    for result, run in ((other, runs[1]), (one, runs[0])):
-        four += [result, *(r for r in _group(result, run) if r.config.is_baseline)]
-    pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in four}
-    return four if len(four) == 4 and len(pieces) == 1 else None
+def _same_pieces(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> list[CellResult] | None:
+    """The second cell, its baseline, the first cell and its baseline, if their pieces have the same prompts."""
+    cells: list[CellResult] = []
+    for result, run in ((second, runs[1]), (first, runs[0])):
+        cells += [result, *(r for r in _group(result, run) if r.config.is_baseline)]
+    pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in cells}
+    return cells if len(cells) == 4 and len(pieces) == 1 else None
 
 
-def _called(result: CellResult) -> str:
+def _title(result: CellResult) -> str:
     return f"{result.config.drafter.title} × {verifier_title(result)}"

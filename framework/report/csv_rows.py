@@ -1,4 +1,4 @@
-"""Every number of every cell, as CSV."""
+"""All numbers of all cells as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def summary_csv(summary: Summary) -> str:
-    """Every number of every cell, a line each; a failed cell has its error."""
+    """A CSV row per cell; failed cells have their error."""
     rows = [row_of(result, summary.predicted.get(result.config.hash)) for result in summary.results]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
@@ -54,9 +54,10 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         elif key == "shares":
             row |= {f"{phase}_share": share for phase, share in value.items()}
         elif key == "by_category":
-            for category, found in value.items():
-                row[f"prompts_{category}"] = found["prompts"]
-                row |= _spread("block_efficiency", found, f"_{category}") | _spread("speed_up", found, f"_{category}")
+            for category, numbers in value.items():
+                row[f"prompts_{category}"] = numbers["prompts"]
+                row |= _spread("block_efficiency", numbers, f"_{category}")
+                row |= _spread("speed_up", numbers, f"_{category}")
         else:
             row[key] = value
     if predicted:
@@ -66,6 +67,6 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
 
 def _spread(key: str, numbers: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
     """An estimate in three columns."""
-    found = numbers[key] or {"value": None, "low": None, "high": None}
+    estimate = numbers[key] or {"value": None, "low": None, "high": None}
     names = (f"{key}{suffix}", f"{key}{suffix}_low", f"{key}{suffix}_high")
-    return dict(zip(names, (found["value"], found["low"], found["high"]), strict=True))
+    return dict(zip(names, (estimate["value"], estimate["low"], estimate["high"]), strict=True))

@@ -1,4 +1,4 @@
-"""Reading a finished run back from its directory."""
+"""Load a run from its directory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .summary import Summary
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run as its directory tells it.
+    """A run loaded from its directory.
 
     Attributes:
-        summary: the recipe and the finished cells, in the recipe's order, and the curves that were kept with them.
-        environment: versions and machine, as `crossdraft env` tells them.
-        remarks: lines of its summary about what has no numbers: pairs skipped, cells failed, notes.
-        cells: of a shard, the hashes of all cells of the recipe, those of other shards included.
-        partial: how far a run that is not finished has come, a sentence; empty for one that is.
+        summary: the recipe, its finished cells in the recipe's order, and the stored cost curves.
+        environment: versions and machine, as in `crossdraft env`.
+        remarks: lines of its summary that do not follow from its cells: skipped pairs, failed cells, notes.
+        cells: for shards, the hashes of all cells of the recipe, including other shards.
+        partial: the progress of an unfinished run; empty for a finished one.
     """
 
     summary: Summary
@@ -52,48 +52,48 @@ class FinishedRun:
 
 
 def read_runs(directories: Sequence[Path], running: bool = False) -> list[FinishedRun]:
-    """Read the records of runs, of which shards of the same recipe are one; see `read_run`.
+    """Load runs, merging shards of the same recipe; see `read_run`.
 
-    A directory of a run that has nothing but shards stands for all of them. A group that several shards measured is
-    taken from the one that measured it last.
+    A run directory with shards only means all of its shards. A group that several shards measured is taken from the one
+    that measured it last.
 
     Args:
         running: see `read_run`.
 
     Raises:
-        UsageError: as `read_run` does.
+        UsageError: see `read_run`.
     """
-    every: list[Path] = []
+    paths: list[Path] = []
     for directory in directories:
         shards = [] if (directory / "recipe.json").is_file() else sorted((directory / FOLDER).glob(f"*-of-*/{FILE}"))
-        every += [shard.parent for shard in shards] or [directory]
-    runs = [read_run(directory, timed=False, running=running) for directory in every]
-    found: dict[Any, list[FinishedRun]] = {}
+        paths += [shard.parent for shard in shards] or [directory]
+    runs = [read_run(directory, timed=False, running=running) for directory in paths]
+    groups: dict[Any, list[FinishedRun]] = {}
     for i, run in enumerate(runs):
-        found.setdefault((run.name, run.cells) if run.cells else i, []).append(run)
-    return [_merged(parts) if parts[0].cells else parts[0] for parts in found.values()]
+        groups.setdefault((run.name, run.cells) if run.cells else i, []).append(run)
+    return [_merge(parts) if parts[0].cells else parts[0] for parts in groups.values()]
 
 
-def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
-    """One run of the shards of a recipe, its groups in the recipe's order."""
+def _merge(shards: Sequence[FinishedRun]) -> FinishedRun:
+    """Merge the shards of a recipe, with groups in the recipe's order."""
     shards = sorted(shards, key=lambda shard: shard.summary.directory)
     first, groups = shards[0], dict[str, list[CellResult]]()
     for shard in shards:
-        own: dict[str, list[CellResult]] = {}
+        shard_groups: dict[str, list[CellResult]] = {}
         for result in shard.summary.results:
-            own.setdefault(result.config.group, []).append(result)
-        for key, results in own.items():
+            shard_groups.setdefault(result.config.group, []).append(result)
+        for key, results in shard_groups.items():
             if key not in groups or groups[key][0].measured < results[0].measured:
                 groups[key] = results
     by_hash = {result.config.hash: result for results in groups.values() for result in results}
     results = [by_hash[cell] for cell in first.cells if cell in by_hash]
     remarks = list(dict.fromkeys(line for shard in shards for line in shard.remarks))
     if missing := len(first.cells) - len(results):
-        why = "they failed, or belong to a shard that is not here"
-        remarks.append(f"- note: {missing} of {len(first.cells)} cells have no numbers: {why}")
+        reason = "they failed or belong to a missing shard"
+        remarks.append(f"- note: {missing} of {len(first.cells)} cells have no results: {reason}")
     environment = joined([shard.environment for shard in shards])
     if environment.get("elsewhere"):
-        remarks.append("- note: groups were measured on several machines; tok/s compare within a group alone")
+        remarks.append("- note: groups were measured on several machines; tok/s are comparable only within a group")
     curves = [curve for shard in shards for curve in shard.summary.curves]
     distinct = list({json.dumps(curve.to_json(), sort_keys=True): curve for curve in curves}.values())
     run = first.summary.directory.parent.parent if len(shards) > 1 else first.summary.directory
@@ -103,33 +103,33 @@ def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
 
 
 def read_run(directory: Path, timed: bool = True, running: bool = False) -> FinishedRun:
-    """Read the records of a run, or of one shard.
+    """Load a run or one of its shards.
 
     Args:
-        timed: refuse records that hold no times.
-        running: count the cells that are there, not those of its summary; so it is of a run that was interrupted.
+        timed: reject untimed records.
+        running: load the finished cells on disk rather than those in the summary, as for an interrupted run.
 
     Raises:
-        UsageError: there are none, a file is missing or damaged (names it, and the key), or another version wrote it.
+        UsageError: no finished cells, a missing or damaged file, or a file of another version.
     """
     if not (directory / "recipe.json").is_file():
-        what = "has no recipe.json" if directory.is_dir() else "is no directory"
-        raise UsageError(f"{directory} {what}; give the directory of a finished run, which crossdraft run named last")
+        problem = "has no recipe.json" if directory.is_dir() else "is not a directory"
+        raise UsageError(f"{directory} {problem}; give the directory of a finished run, which crossdraft run prints")
     run = RunDirectory(directory)
     try:
         recipe = read_recipe(directory / "recipe.json")
-    except UsageError:  # keys come and go
+    except UsageError:  # possibly of another version
         for path in run.found_cells():
-            read_config(path)  # refuses another version's
+            read_config(path)  # raises if the version differs
         raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
     partial = _unfinished(directory)
-    paths, remarks = _so_far(run, partial) if running or partial else _summed_up(run)
+    paths, remarks = _partial_cells(run, partial) if running or partial else _summary_cells(run)
     results = [result for result in map(read_cell, paths) if result.error is None]
     if not results:
-        raise UsageError(f"the run {directory} has no finished cell; run its recipe again")
+        raise UsageError(f"the run {directory} has no finished cells; run its recipe again")
     if timed and not all(result.metrics is None or result.metrics.timed for result in results):
-        raise UsageError(f"the run {directory} was not timed (--untimed); run its recipe on a device of its own")
+        raise UsageError(f"the run {directory} was not timed (--untimed); run its recipe on an exclusive device")
     try:
         curves = [
             CostCurve.from_json(curve)
@@ -138,34 +138,34 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
     summary, shard = Summary(recipe, directory, results, curves=curves), _optional(directory / FILE, ShardFile)
-    told = {f"- {line}" for lines in remarks_of(summary) for line in lines}  # from the cells, again
-    kept = [line for line in remarks if line.startswith(_REMARKS) and line not in told]
+    derived = {f"- {line}" for lines in remarks_of(summary) for line in lines}
+    stored = [line for line in remarks if line.startswith(_REMARKS) and line not in derived]
     environment = _optional(directory / "environment.json", Environment)
-    return FinishedRun(summary, environment, kept, tuple(shard.get("cells", ())), partial)
+    return FinishedRun(summary, environment, stored, tuple(shard.get("cells", ())), partial)
 
 
 def _optional(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
-    """A file of a run, which may be missing. Raises UsageError, naming file and key, if it is damaged."""
+    """A file of a run, or {} if it is missing. Raises UsageError if it is damaged."""
     return read_checked(file, schema) if os.path.lexists(file) else {}
 
 
 def _unfinished(directory: Path) -> str:
-    """Progress of a run that is not finished, a sentence; empty for a finished one."""
+    """The progress of an unfinished run; empty for a finished one."""
     if (directory / STATE).exists() or not (directory / "summary.csv").exists():
-        now = state_of(directory)
-        if now.state != "finished":
+        status = state_of(directory)
+        if status.state != "finished":
             run = RunDirectory(directory)
-            whole = sum(path.parent.parent == directory for path in run.found_cells())
-            part = len(run.found_cells()) - whole
-            count = f"{whole} of {now.cells if now.cells is not None else 'an unknown number of'} cells so far"
-            more = f", and {part} from a part of their prompts" if part else ""
-            why = f" ({now.note})" if now.note else ""
-            return f"{now.state}: {count}{more}{why}"
+            complete = sum(path.parent.parent == directory for path in run.found_cells())
+            incomplete = len(run.found_cells()) - complete
+            count = f"{complete} of {status.cells if status.cells is not None else 'an unknown number of'} cells so far"
+            more = f", and {incomplete} on some of their prompts" if incomplete else ""
+            note = f" ({status.note})" if status.note else ""
+            return f"{status.state}: {count}{more}{note}"
     return ""
 
 
 def _rows(run: RunDirectory) -> list[dict[str, str]]:
-    """The lines of ``summary.csv``. Raises UsageError if it is damaged."""
+    """The rows of ``summary.csv``. Raises UsageError if it is damaged."""
     try:
         rows = list(csv.DictReader(read_text(run.path / "summary.csv", INDEX_BYTES, surrogates=True).splitlines()))
     except csv.Error:
@@ -179,8 +179,8 @@ def _remarks(run: RunDirectory) -> list[str]:
     return read_text(run.path / "summary.md", INDEX_BYTES, surrogates=True).splitlines()
 
 
-def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
-    """The directories of the cells of a finished run, in the order of its summary, and the remarks there."""
+def _summary_cells(run: RunDirectory) -> tuple[list[Path], list[str]]:
+    """Cell directories of a finished run, in the order of its summary, and the lines of its summary."""
     paths = []
     for cell in [row["cell"] for row in _rows(run) if not row["error"]]:
         path = run.cell_path(cell)
@@ -190,40 +190,40 @@ def _summed_up(run: RunDirectory) -> tuple[list[Path], list[str]]:
     return paths, _remarks(run)
 
 
-def _so_far(run: RunDirectory, partial: str) -> tuple[list[Path], list[str]]:
-    """The same of a run that is not finished: in the order of its summary, or as cells were measured, plain ones first.
+def _partial_cells(run: RunDirectory, partial: str) -> tuple[list[Path], list[str]]:
+    """Cell directories of an unfinished run, in the order of its summary or of measurement, and remarks.
 
-    Of a cell that was measured whole, what an earlier interruption left is passed over.
+    Incomplete results of an earlier interruption are skipped if the cell is complete.
     """
-    summed_up = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
-    order = {row["cell"]: i for i, row in enumerate(_rows(run))} if summed_up else {}
+    has_summary = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
+    order = {row["cell"]: i for i, row in enumerate(_rows(run))} if has_summary else {}
     heads = {}
-    for path in reversed(run.found_cells()):  # those of groups that were cut short stand last
+    for path in reversed(run.found_cells()):  # incomplete groups come last
         head = read_config(path)[1]
         heads[head["hash"]] = head, path
-    found = sorted(
+    cells = sorted(
         heads.values(),
-        key=lambda one: (
-            order.get(one[0]["hash"], len(order)),
-            one[0]["measured"],
-            not one[1].name.startswith("none_"),
-            one[1].name,
+        key=lambda item: (
+            order.get(item[0]["hash"], len(order)),
+            item[0]["measured"],
+            not item[1].name.startswith("none_"),
+            item[1].name,
         ),
     )
-    remarks = [f"- failed: {head['hash']}: {head['error']}" for head, _ in found if head["error"]]
+    remarks = [f"- failed: {head['hash']}: {head['error']}" for head, _ in cells if head["error"]]
     if partial:
         remarks.append(f"- note: {partial}")
-        if summed_up:
+        if has_summary:
             remarks += [line for line in _remarks(run) if line.startswith(("- skipped: ", "- note: "))]
-    return [path for head, path in found if not head["error"]], remarks
+    return [path for head, path in cells if not head["error"]], remarks
 
 
-#: What a run says in its summary beyond the numbers, and its cells do not know.
+#: Prefixes of summary lines that do not follow from the cells.
 _REMARKS = ("- skipped: ", "- failed: ", "- note: ", "- interrupted: ")
 
 
 def portable(prompts: PromptSpec) -> PromptSpec:
-    """The same, but of a file on this machine only its name."""
+    """The prompt specification with local paths reduced to the file name."""
     if prompts.source.startswith("hf:") or prompts.source in plugins.entries("prompts"):
         return prompts
     return prompts.model_copy(update={"name" if prompts.name else "path": Path(prompts.source).name})

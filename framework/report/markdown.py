@@ -1,7 +1,7 @@
-"""One page of Markdown from the records of finished runs.
+"""The Markdown report of finished runs.
 
-A page is made from what `crossdraft run` left on disk and from nothing else, so that no number on it is typed: the
-tables of each run, its rules side by side as papers print them, and the conditions it was measured under.
+All numbers are from the records of `crossdraft run`: the tables of each run, a comparison of its verifiers in the
+format of papers, and the measurement conditions.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 _INTRODUCTION = "Every number on this page was written by `crossdraft report` from the records of runs; none was typed."
 
-#: `util.output_files.check_output` recognises a page by it.
+#: Marks reports, so that `util.output_files.check_output` recognises them.
 MARK = _INTRODUCTION.encode()
 
 
 def page(runs: Sequence[FinishedRun]) -> str:
-    """The page: contents if there are several runs, then a section for each."""
+    """The report: contents if there are several runs, then a section per run."""
     titles = titles_of(runs)
     parts = ["# Results", _INTRODUCTION]
     if len(runs) > 1:
-        # A heading's link is its text in lower case without the dots.
+        # GitHub's anchor of a heading: lower case, without dots.
         links = [f"[{title}](#{title.lower().replace('.', '')})" for title in titles]
         questions = [run.summary.recipe.question for run in runs]
         parts.append("\n".join(f"- {link}: {q}".removesuffix(": ") for link, q in zip(links, questions, strict=True)))
@@ -47,15 +47,15 @@ def page(runs: Sequence[FinishedRun]) -> str:
 
 
 def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
-    """What each run is called: its name, or its directory's where several have that name, or that one's path."""
+    """Unique titles of runs: the name, else the directory name, else its path."""
     names, directories = (
-        Counter(found) for found in ([r.name for r in runs], [r.summary.directory.name for r in runs])
+        Counter(values) for values in ([r.name for r in runs], [r.summary.directory.name for r in runs])
     )
     titles = []
     for run in runs:
         directory = run.summary.directory
-        alone = directory.name if directories[directory.name] == 1 else str(directory)
-        titles.append(run.name if names[run.name] == 1 else alone)
+        fallback = directory.name if directories[directory.name] == 1 else str(directory)
+        titles.append(run.name if names[run.name] == 1 else fallback)
     return titles
 
 
@@ -68,43 +68,47 @@ def _section(title: str, run: FinishedRun) -> list[str]:
     ]
     if run.remarks:
         parts.append("\n".join(run.remarks))
-    if table := side_by_side(run.summary.results):
-        parts += ["### Rules side by side", "In brackets: the gain over the first rule of the row.", table]
+    if table := verifier_table(run.summary.results):
+        parts += ["### Verifiers compared", "In brackets: the gain over the first verifier of the row.", table]
     parts += ["### How it was measured", tabulate(conditions(run), headers=["", ""], tablefmt="github")]
     return parts
 
 
-def side_by_side(results: Sequence[CellResult]) -> str:
-    """Block efficiency and speed-up with a column for each verifier, the form of the papers' tables.
+def verifier_table(results: Sequence[CellResult]) -> str:
+    """Block efficiency and speed-up with a column per verifier, in the format of papers.
 
-    A row is a group and a drafter, or several drafters that share no verifier: one draft for some rules, two for
-    others. Empty if no row has two verifiers.
+    A row is a group and a drafter, or several drafters that share no verifier, such as single and multi-draft ones.
+    Empty if no row has two verifiers.
     """
     rows = _rows(results)
     if all(len(row) < 2 for row in rows.values()):
         return ""
-    several = len({title for title, _ in rows}) > 1
+    has_groups = len({title for title, _ in rows}) > 1
     verifiers = list(dict.fromkeys(name for row in rows.values() for name in row))
     values = {"BE": lambda m: m.block_efficiency, "speed-up": lambda m: m.speed_up}
     table = []
     for (title, drafters), row in rows.items():
-        line = [title, drafters] if several else [drafters]
+        line = [title, drafters] if has_groups else [drafters]
         for value in values.values():
-            found = {name: value(result.metrics) for name, result in row.items()}
-            first = next(iter(found.values()))
+            estimates = {name: value(result.metrics) for name, result in row.items()}
+            first = next(iter(estimates.values()))
             for name in verifiers:
-                estimate = found.get(name)
+                estimate = estimates.get(name)
                 text = f"{estimate.value:.2f}" if estimate else ""
                 if estimate and first and estimate is not first:
                     text += f" ({100 * (estimate.value / first.value - 1):+.1f} %)"
                 line.append(text)
         table.append(line)
-    header = [*(["group"] if several else []), "drafter", *(f"{what} {name}" for what in values for name in verifiers)]
+    header = [
+        *(["group"] if has_groups else []),
+        "drafter",
+        *(f"{quantity} {name}" for quantity in values for name in verifiers),
+    ]
     return tabulate(table, headers=header, tablefmt="github", disable_numparse=True)
 
 
 def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, CellResult]]:
-    """By group and drafters: the cells by verifier."""
+    """Cells by verifier, by group and drafters."""
     cells = [result.config for result in results]
     groups: dict[str, dict[str, dict[str, CellResult]]] = {}
     for result in results:
@@ -115,11 +119,11 @@ def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, Cell
     for title, drafters in groups.items():
         merged: list[tuple[list[str], dict[str, CellResult]]] = []
         for drafter, row in drafters.items():
-            names, into = next((m for m in merged if not m[1].keys() & row.keys()), ([], {}))
+            names, cells_of_row = next((m for m in merged if not m[1].keys() & row.keys()), ([], {}))
             if not names:
-                merged.append((names, into))
+                merged.append((names, cells_of_row))
             names.append(drafter)
-            into.update(row)
+            cells_of_row.update(row)
         rows |= {(title, ", ".join(names)): row for names, row in merged}
     return rows
 
@@ -151,43 +155,43 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
         ("prompts", f"{', '.join(sorted(counts))} of {run.summary.recipe.prompts.source}"),
         *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),
     ]
-    return [(what, text) for what, text in rows if text]
+    return [(name, text) for name, text in rows if text]
 
 
 def _threads(provenance: Mapping[str, Any]) -> list[str]:
-    """Thread settings of a cell: several, if it was resumed with others."""
-    used = provenance.get("decoding_threads")
-    found = [described(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
-    return list(filter(None, found)) or ([str(provenance["threads"])] if "threads" in provenance else [])
+    """Thread settings of a cell; several if it was resumed with others."""
+    recorded = provenance.get("decoding_threads")
+    settings = [described(item) for item in recorded if isinstance(item, dict)] if isinstance(recorded, list) else []
+    return list(filter(None, settings)) or ([str(provenance["threads"])] if "threads" in provenance else [])
 
 
 def _machine(environment: Mapping[str, Any]) -> list[str]:
     cpu = environment.get("cpu", {})
-    found = [f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])]
-    return found + (
+    gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])]
+    return gpus + (
         [f"{cpu.get('model')}, {cpu.get('cores')} cores, {environment.get('memory_gib')} GiB"] if cpu else []
     )
 
 
 def _command(recipe: Recipe) -> str:
-    """What runs the recipe again: the installed one of its name, with what differs from it."""
+    """The command that reruns the recipe: an installed recipe with the settings that differ."""
     installed = next((name for name in plugins.entries("recipes") if name.rpartition("/")[2] == recipe.name), None)
     if installed is None:
         return f"crossdraft run {recipe.name}.yaml"
     base = read_recipe(installed)
     base = base.model_copy(update={"prompts": portable(base.prompts)})
-    own, theirs = recipe.model_dump(mode="json"), base.model_dump(mode="json")
+    values, base_values = recipe.model_dump(mode="json"), base.model_dump(mode="json")
     settings: dict[str, Any] = {}
-    for key in own:
-        if own[key] == theirs[key] or key in ("description", "question"):
+    for key in values:
+        if values[key] == base_values[key] or key in ("description", "question"):
             continue
         if key == "prompts":
             spec = recipe.prompts.model_dump(mode="json", exclude_defaults=True)
             settings[key] = spec["name"] if spec.keys() == {"name"} else spec
-        elif key in ("matrix", "sampling") and own[key].keys() >= theirs[key].keys():
-            settings |= {f"{key}.{k}": value for k, value in own[key].items() if theirs[key].get(k) != value}
+        elif key in ("matrix", "sampling") and values[key].keys() >= base_values[key].keys():
+            settings |= {f"{key}.{k}": value for k, value in values[key].items() if base_values[key].get(k) != value}
         else:
-            settings[key] = own[key]
+            settings[key] = values[key]
     words = ["crossdraft", "run", installed]
     for key, value in settings.items():
         if key == "limit" and value is not None:

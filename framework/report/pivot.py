@@ -1,4 +1,4 @@
-"""Numbers of finished cells as a table with rows and columns of one's choice, as Markdown, LaTeX or CSV."""
+"""Pivot tables of finished cells as Markdown, LaTeX or CSV."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tabulate import tabulate
 from ..errors import UnknownNameError, UsageError
 from ..metrics.columns import ENDS, explained
 from .csv_rows import row_of
-from .selection import SETTINGS, Chosen, check_keys
+from .selection import SETTINGS, SelectedCell, check_keys
 from .table_utils import tabulated
 
 FORMATS = ("github", "latex", "csv")
-#: Keys whose values speak for themselves.
+#: Keys whose values are shown without the key.
 _NAMES = ("run", "drafter", "verifier", "target", "dtype")
 
 
 @dataclass(frozen=True)
 class Pivot:
-    """A table: what rows and columns are called, and what stands where they meet.
+    """A pivot table.
 
     Attributes:
         rows, columns: keys of cells, see `selection`.
         values: columns of ``summary.csv``.
-        cells: by the values of the row keys and of the column keys, the row of ``summary.csv``.
+        cells: rows of ``summary.csv``, by the values of the row keys and of the column keys.
     """
 
     rows: tuple[str, ...]
@@ -37,64 +37,63 @@ class Pivot:
     cells: Mapping[tuple[str, ...], Mapping[tuple[str, ...], Mapping[str, Any]]]
 
     @property
-    def across(self) -> list[tuple[str, ...]]:
+    def column_values(self) -> list[tuple[str, ...]]:
         """The values of the column keys, in order of first appearance."""
-        return list(dict.fromkeys(place for row in self.cells.values() for place in row))
+        return list(dict.fromkeys(column for row in self.cells.values() for column in row))
 
 
-def pivot(chosen: Sequence[Chosen], rows: Sequence[str], columns: Sequence[str], values: Sequence[str]) -> Pivot:
-    """Put cells where their keys say.
+def pivot(cells: Sequence[SelectedCell], rows: Sequence[str], columns: Sequence[str], values: Sequence[str]) -> Pivot:
+    """Arrange cells by the values of their keys.
 
     Raises:
-        UsageError: a key or a value that no cell has, one that is named twice, or several cells in one place; it says
-            by which keys these differ.
+        UsageError: a key or value that no cell has, a duplicate key or value, or several cells in one place.
     """
     keys = (*rows, *columns)
     if not rows:
-        raise UsageError("--rows names no key; for instance --rows drafter")
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise UsageError(f"{twice} stands in --rows and --cols twice; name it once")
-    check_keys(keys, chosen)
-    found = [(cell, row_of(cell.result, cell.run.summary.predicted.get(cell.result.config.hash))) for cell in chosen]
-    _check_values(values, [row for _, row in found])
-    placed: dict[tuple[str, ...], dict[tuple[str, ...], tuple[Chosen, Mapping[str, Any]]]] = {}
-    for cell, row in found:
-        down, across = (tuple(cell.fact(key, keys) for key in some) for some in (rows, columns))
-        other = placed.setdefault(down, {}).setdefault(across, (cell, row))
-        if other[0] is not cell:
-            raise UsageError(_crowded(other[0], cell, keys))
-    cells = {down: {across: row for across, (_, row) in some.items()} for down, some in placed.items()}
-    return Pivot(tuple(rows), tuple(columns), tuple(values), cells)
+        raise UsageError("--rows is empty; give a key, for example --rows drafter")
+    if duplicate := next((key for key in keys if keys.count(key) > 1), None):
+        raise UsageError(f"{duplicate} occurs twice in --rows and --cols; give it once")
+    check_keys(keys, cells)
+    csv_rows = [(cell, row_of(cell.result, cell.run.summary.predicted.get(cell.result.config.hash))) for cell in cells]
+    _check_values(values, [row for _, row in csv_rows])
+    placed: dict[tuple[str, ...], dict[tuple[str, ...], tuple[SelectedCell, Mapping[str, Any]]]] = {}
+    for cell, row in csv_rows:
+        row_key, column = (tuple(cell.value(key, keys) for key in names) for names in (rows, columns))
+        other, _ = placed.setdefault(row_key, {}).setdefault(column, (cell, row))
+        if other is not cell:
+            raise UsageError(_collision_message(other, cell, keys))
+    table = {row_key: {column: row for column, (_, row) in line.items()} for row_key, line in placed.items()}
+    return Pivot(tuple(rows), tuple(columns), tuple(values), table)
 
 
 def rendered(table: Pivot, form: str, digits: int = 2, intervals: bool = True) -> str:
-    """The table as ``github`` Markdown, as ``latex`` (booktabs, everything escaped) or as ``csv``.
+    """The table as ``github`` Markdown, ``latex`` (booktabs, escaped) or ``csv``.
 
-    CSV has all digits, and the ends of intervals in columns of their own.
+    CSV has all digits, and interval bounds in separate columns.
     """
     if form == "csv":
         return _csv(table, intervals)
     header = [key.replace("_", " ") for key in table.rows]
-    header += [_header(table, place, value) for place in table.across for value in table.values]
+    header += [_header(table, column, value) for column in table.column_values for value in table.values]
     body = []
-    for down, row in table.cells.items():
-        line = list(down)
-        for place in table.across:
-            line += [_text(row.get(place, {}), value, digits, intervals) for value in table.values]
+    for row_key, row in table.cells.items():
+        line = list(row_key)
+        for column in table.column_values:
+            line += [_text(row.get(column, {}), value, digits, intervals) for value in table.values]
         body.append(line)
-    aligned = ["left"] * len(table.rows) + ["right"] * (len(header) - len(table.rows))
+    alignment = ["left"] * len(table.rows) + ["right"] * (len(header) - len(table.rows))
     if form == "github":
-        return tabulated(list(zip(header, aligned, strict=True)), body, "github") + "\n"
-    text = tabulate(body, headers=header, tablefmt="latex_booktabs", disable_numparse=True, colalign=aligned)
-    # A bracket that follows the end of a row would be taken for its argument.
+        return tabulated(list(zip(header, alignment, strict=True)), body, "github") + "\n"
+    text = tabulate(body, headers=header, tablefmt="latex_booktabs", disable_numparse=True, colalign=alignment)
+    # LaTeX reads a bracket after the end of a row as its argument.
     lines = [f"{{[}}{line.lstrip()[1:]}" if line.lstrip().startswith("[") else line for line in text.splitlines()]
     return "\n".join(["% \\usepackage{booktabs}", *lines]) + "\n"
 
 
-def untold(table: Pivot, chosen: Sequence[Chosen]) -> list[str]:
-    """The settings in which the cells of a table differ, and which neither its rows nor its columns tell."""
+def hidden_keys(table: Pivot, cells: Sequence[SelectedCell]) -> list[str]:
+    """Settings in which the cells of a table differ and that are not among its keys."""
     keys = [key for key in ("run", *SETTINGS) if key not in (*table.rows, *table.columns)]
-    return [key for key in keys if len({cell.fact(key) for cell in chosen}) > 1]
+    return [key for key in keys if len({cell.value(key) for cell in cells}) > 1]
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------
@@ -108,38 +107,38 @@ def _check_values(values: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> N
         if isinstance(value, int | float) and not isinstance(value, bool) and key not in SETTINGS
     )
     if not values:
-        raise UsageError("--value names nothing; for instance --value block_efficiency")
+        raise UsageError("--value is empty; give a column, for example --value block_efficiency")
     for value in values:
         if value not in known:
             raise UnknownNameError.among("number of these cells", value, known)
     if len(set(values)) < len(values):
-        raise UsageError("--value names a number twice; name it once")
+        raise UsageError("--value has a duplicate column; give it once")
 
 
-def _crowded(one: Chosen, other: Chosen, keys: Sequence[str]) -> str:
-    """Why two cells cannot stand in one place, and what would part them."""
+def _collision_message(first: SelectedCell, second: SelectedCell, keys: Sequence[str]) -> str:
+    """The error message for two cells in one place, with keys that separate them."""
     options = {
         key
-        for cell in (one, other)
+        for cell in (first, second)
         for side in ("drafter", "verifier")
         for key in getattr(cell.result.config, side).config
     }
     candidates = ("run", "drafter", "verifier", *SETTINGS, *sorted(options))
-    apart = [key for key in candidates if key not in keys and one.fact(key, keys) != other.fact(key, keys)]
-    if not apart:
-        return "the same cell is in the table twice; name each run once, or put run into --rows or --cols"
-    key = apart[0]
+    different = [k for k in candidates if k not in keys and first.value(k, keys) != second.value(k, keys)]
+    if not different:
+        return "the same cell is in the table twice; give each run once, or add run to --rows or --cols"
+    key = different[0]
     return (
-        f"several cells fall into one place of the table; they differ in {' and '.join(apart)}: put {key} into --rows "
-        f"or --cols, or choose with --where {key}={one.fact(key, keys)}"
+        f"several cells have the same place in the table; they differ in {' and '.join(different)}: add {key} to "
+        f"--rows or --cols, or select with --where {key}={first.value(key, keys)}"
     )
 
 
-def _header(table: Pivot, place: tuple[str, ...], value: str) -> str:
+def _header(table: Pivot, column: tuple[str, ...], value: str) -> str:
     names = [
-        found if key in _NAMES else f"{key.replace('_', ' ')} {found}"
-        for key, found in zip(table.columns, place, strict=True)
-        if found
+        text if key in _NAMES else f"{key.replace('_', ' ')} {text}"
+        for key, text in zip(table.columns, column, strict=True)
+        if text
     ]
     if len(table.values) > 1 or not table.columns:
         quantity = explained(value)
@@ -148,10 +147,10 @@ def _header(table: Pivot, place: tuple[str, ...], value: str) -> str:
 
 
 def _text(row: Mapping[str, Any], value: str, digits: int, intervals: bool) -> str:
-    found = row.get(value)
-    if found is None or found == "":
+    number = row.get(value)
+    if number is None or number == "":
         return ""
-    text = str(found) if isinstance(found, int) else f"{found:.{digits}f}"
+    text = str(number) if isinstance(number, int) else f"{number:.{digits}f}"
     low, high = (row.get(value + end) for end in ENDS)
     if intervals and low is not None and high is not None:
         text += f" [{low:.{digits}f}, {high:.{digits}f}]"
@@ -161,14 +160,16 @@ def _text(row: Mapping[str, Any], value: str, digits: int, intervals: bool) -> s
 def _csv(table: Pivot, intervals: bool) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    rows = [row for some in table.cells.values() for row in some.values()]
+    rows = [row for line in table.cells.values() for row in line.values()]
     parts = []
     for value in table.values:
-        has = intervals and any(row.get(value + ENDS[0]) is not None for row in rows)
-        parts += [(value, end) for end in ("", *ENDS)] if has else [(value, "")]
-    names = [_header(table, place, value) + end.replace("_", " ") for place in table.across for value, end in parts]
+        has_interval = intervals and any(row.get(value + ENDS[0]) is not None for row in rows)
+        parts += [(value, end) for end in ("", *ENDS)] if has_interval else [(value, "")]
+    names = [
+        _header(table, column, value) + end.replace("_", " ") for column in table.column_values for value, end in parts
+    ]
     writer.writerow([*table.rows, *names])
-    for down, row in table.cells.items():
-        found = [row.get(place, {}).get(value + end) for place in table.across for value, end in parts]
-        writer.writerow([*down, *("" if one is None else one for one in found)])
+    for row_key, row in table.cells.items():
+        numbers = [row.get(column, {}).get(value + end) for column in table.column_values for value, end in parts]
+        writer.writerow([*row_key, *("" if number is None else number for number in numbers)])
     return text.getvalue()

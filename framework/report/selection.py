@@ -1,4 +1,4 @@
-"""Which cells of finished runs are meant: what a cell is called by its keys, and ``--where KEY=VALUE``."""
+"""Selection of cells: the values of their keys, and ``--where KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -14,80 +14,81 @@ if TYPE_CHECKING:
     from ..runs.records import CellResult
     from .load_run import FinishedRun
 
-#: Keys that every cell has; the options of drafters and verifiers come on top.
+#: Keys of all cells; options of drafters and verifiers are further keys.
 NAMES = ("run", "drafter", "verifier")
 SETTINGS = (*RUN_KEYS, *SAMPLING_KEYS)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A finished cell, the run that it is of, and that run's title among those given."""
+class SelectedCell:
+    """A finished cell with its run and the run's title."""
 
     title: str
     run: FinishedRun
     result: CellResult
 
-    def fact(self, key: str, told: Sequence[str] = ()) -> str:
-        """The value of a key, as people write it; empty where the cell has no such option.
+    def value(self, key: str, separate: Sequence[str] = ()) -> str:
+        """The value of a key as text; empty if the cell has no such option.
 
-        ``told``: keys that are told apart from drafter and verifier, which then do not repeat them.
+        ``separate``: keys that are shown separately and omitted from the titles of drafter and verifier.
         """
         config = self.result.config
         if key == "run":
             return self.title
         if key == "drafter":
-            return _without(config.drafter.title, config.drafter.config, told)
+            return _without(config.drafter.title, config.drafter.config, separate)
         if key == "verifier":
             return (
                 "plain decoding"
                 if config.is_baseline
-                else _without(verifier_title(self.result), config.verifier.config, told)
+                else _without(verifier_title(self.result), config.verifier.config, separate)
             )
         if key in SETTINGS:
             return shown(getattr(config.sampling if key in SAMPLING_KEYS else config, key))
         options = config.verifier.config | config.drafter.config
         return shown(options[key]) if key in options else ""
 
-    def is_called(self, key: str, value: str) -> bool:
-        """Does it have this value? Drafters and verifiers may be called by name or title."""
+    def matches(self, key: str, value: str) -> bool:
+        """True if the cell has this value; drafters and verifiers match by name or title."""
         config = self.result.config
         names = {"drafter": config.drafter.name, "verifier": config.verifier.name}
         if key in names and not (key == "verifier" and config.is_baseline) and names[key] == value:
             return True
         if key == "verifier" and not config.is_baseline and config.verifier.title == value:
-            return True  # whatever its mark
-        return self.fact(key) == value or (_number(value) is not None and _number(self.fact(key)) == _number(value))
+            return True  # with any mark
+        own = self.value(key)
+        return own == value or (_number(value) is not None and _number(own) == _number(value))
 
 
-def finished_cells(runs: Sequence[tuple[str, FinishedRun]], where: Sequence[str] = ()) -> list[Chosen]:
-    """The finished cells of runs that have all the values of ``where``, texts ``KEY=VALUE`` or ``KEY=VALUE,VALUE``.
+def finished_cells(runs: Sequence[tuple[str, FinishedRun]], where: Sequence[str] = ()) -> list[SelectedCell]:
+    """The finished cells that match all clauses ``KEY=VALUE`` or ``KEY=VALUE,VALUE`` of ``where``.
 
-    Plain decoding has neither drafter nor verifier to choose by: it stays wherever its settings fit.
+    Clauses on the drafter or verifier do not exclude plain decoding.
 
     Raises:
-        UsageError: a clause that is none, a key that no cell has, or a value that none has.
+        UsageError: a malformed clause, or a key or value that no cell has.
     """
-    cells = [Chosen(title, run, r) for title, run in runs for r in run.summary.results if r.metrics is not None]
+    cells = [SelectedCell(title, run, r) for title, run in runs for r in run.summary.results if r.metrics is not None]
     for clause in where:
         key, equals, text = clause.partition("=")
         if not equals or not key:
-            raise UsageError(f"--where {quoted(clause)} is no KEY=VALUE; for instance --where batch_size=1,8")
+            raise UsageError(f"--where {quoted(clause)} is not KEY=VALUE; for example --where batch_size=1,8")
         check_keys([key], cells)
-        wanted = [value.strip() for value in text.split(",")]
-        for value in wanted:
-            if not any(cell.is_called(key, value) for cell in cells):
-                there = ", ".join(list(dict.fromkeys(f for cell in cells if (f := cell.fact(key))))[:12])
-                raise UsageError(f"no cell has {key} {quoted(value)}; there are: {printable(there) or 'none'}")
-        own = key not in ("run", *SETTINGS)  # the pair's
+        values = [value.strip() for value in text.split(",")]
+        for value in values:
+            if not any(cell.matches(key, value) for cell in cells):
+                known = ", ".join(list(dict.fromkeys(v for cell in cells if (v := cell.value(key))))[:12])
+                raise UsageError(f"no cell has {key} {quoted(value)}; known values: {printable(known) or 'none'}")
+        of_pair = key not in ("run", *SETTINGS)
         cells = [
             cell
             for cell in cells
-            if (own and cell.result.config.is_baseline) or any(cell.is_called(key, value) for value in wanted)
+            if (of_pair and cell.result.config.is_baseline) or any(cell.matches(key, value) for value in values)
         ]
     return cells
 
 
-def check_keys(keys: Sequence[str], cells: Sequence[Chosen]) -> None:
+def check_keys(keys: Sequence[str], cells: Sequence[SelectedCell]) -> None:
     """Raise UsageError for a key that no cell has."""
     options = {
         key
@@ -101,7 +102,7 @@ def check_keys(keys: Sequence[str], cells: Sequence[Chosen]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value of a recipe, as people write it."""
+    """A value of a recipe as text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -111,9 +112,9 @@ def shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _without(title: str, options: dict[str, Any], told: Sequence[str]) -> str:
-    """A title without options shown elsewhere: beside a column ``gamma``, ``draft-model gamma=4`` is draft-model."""
-    for key in told:
+def _without(title: str, options: dict[str, Any], separate: Sequence[str]) -> str:
+    """A title without options shown in other columns: ``draft-model gamma=4`` becomes ``draft-model``."""
+    for key in separate:
         if key in options:
             title = title.replace(f" {key}={options[key]}", "")
     return title

@@ -1,4 +1,4 @@
-"""A run and what follows from it: predictions from cost curves, and charts."""
+"""An outcome with derived data: predictions and charts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..runs.records import Outcome
 
 @dataclass
 class Summary(Outcome):
-    """An `Outcome` with what its tables show beside what was measured.
+    """An `Outcome` with predictions and charts.
 
     Attributes:
-        curves: measured costs of its models on its device, to predict from.
+        curves: cost curves of its models on its device.
         charts: names of image files in the directory.
     """
 
@@ -29,5 +29,5 @@ class Summary(Outcome):
 
     @cached_property
     def predicted(self) -> dict[str, Prediction]:
-        """By the hash of the cell, for those whose models have a cost curve on this machine; of finished runs."""
+        """Predictions by cell hash, for finished cells whose models have a cost curve."""
         return predictions(self.results, self.curves)

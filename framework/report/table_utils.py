@@ -1,4 +1,4 @@
-"""What tables and remarks are laid out with."""
+"""Helpers for tables and remarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def groups_of(summary: Summary) -> list[tuple[str, list[CellResult]]]:
-    """The results that were measured together, with the title of what they share."""
+    """Title and results of each group of cells."""
     cells = [result.config for result in summary.results]
     groups: dict[str, list[CellResult]] = {}
     for result in summary.results:
@@ -25,26 +25,26 @@ def groups_of(summary: Summary) -> list[tuple[str, list[CellResult]]]:
 
 
 def tabulated(columns: Mapping[str, str] | Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], style: str) -> str:
-    """A table of texts; ``columns`` are headers and their alignment, ``style`` is tabulate's."""
+    """A table of strings; ``columns``: headers and their alignment; ``style``: a table format of tabulate."""
     pairs = list(columns.items()) if isinstance(columns, Mapping) else list(columns)
-    header, *body = [[_plain(cell, style) for cell in row] for row in ([name for name, _ in pairs], *rows)]
+    header, *body = [[_escape(cell, style) for cell in row] for row in ([name for name, _ in pairs], *rows)]
     align = tuple(align for _, align in pairs)
     return tabulate(body, headers=header, tablefmt=style, disable_numparse=True, colalign=align)
 
 
-def _plain(text: str, style: str) -> str:
-    """A text that cannot leave its cell: what people called things may hold bars and codes for a terminal."""
+def _escape(text: str, style: str) -> str:
+    """Escape control characters and, in Markdown, bars."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
     return text.replace("|", "\\|") if style == "github" else text
 
 
 def speed_up_text(metrics: Metrics) -> str:
-    """The speed-up with its interval, or why it is withheld; nothing without a baseline."""
+    """The speed-up with its interval, or the reason why it is withheld; empty without a baseline."""
     return f"— ({metrics.withheld})" if metrics.withheld else estimate_text(metrics.speed_up)
 
 
 def estimate_text(estimate: Estimate | None, sign: str = "") -> str:
-    """A value and its interval, to two digits; nothing for None."""
+    """A value with its interval, to two decimals; empty for None."""
     if estimate is None:
         return ""
     interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"

@@ -1,7 +1,6 @@
-"""The table of a run: for the terminal, as Markdown and as CSV.
+"""Tables of a run for the terminal and as Markdown.
 
-Knows finished results only. Cells are grouped as they were measured; a speed-up is always over the drafter
-``none`` of the same group.
+Cells are grouped as they were measured; a speed-up is over the drafter ``none`` of the same group.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _COLUMNS = {  # header: alignment
     "speed-up [95 %]": "left",
 }
 _LEGEND = (
-    "BE: tokens emitted per target call, of steps with room for a whole draft. rows/tok: positions the target\n"
-    "evaluates per token emitted. d/t/v/r: share of the decoding time in draft (with prefill), target, verify, rest.\n"
-    "These, tok/s and speed-up count steps with all slots in use; the tail, when fewer prompts than slots are left,\n"
-    "is not in them. tok/s: by what each component of a step takes undisturbed, in all cells of the group together.\n"
-    "speed-up: of tok/s over the drafter none in the same group; an interval needs 3 pieces of prompts."
+    "BE: block efficiency, mean tokens per target call, bonus token included (mean acceptance length), of steps with\n"
+    "full drafts. rows/tok: target positions evaluated per emitted token. d/t/v/r: % of the decoding time in draft\n"
+    "(with prefill), target, verify, rest. These, tok/s and speed-up are for steps with all slots in use. tok/s: from\n"
+    "the undisturbed time of each component of a step, estimated over all cells of the group. speed-up: of tok/s over\n"
+    "the drafter none in the same group; an interval requires 3 pieces of prompts."
 )
 _BY_BATCH_SIZE = (
-    "pays up to: the last batch size at which a pair is no slower than the drafter none; ~: by the cost curve,\n"
-    "between measured ones. best multi-draft ÷ best single: do the extra rows of several draft sequences pay?"
+    "pays up to: the last batch size at which a pair is not slower than the drafter none; ~: interpolated with the\n"
+    "cost curve. best multi-draft ÷ best single: the gain of several draft sequences over one."
 )
-#: As many values of Pr(tau >= i) fit the terminal.
-_DEPTHS = 5
+#: Values of Pr(tau >= i) that fit the terminal.
+_MAX_DEPTHS = 5
 
 
 def terminal(summary: Summary) -> str:
-    """The whole report as text, for a terminal of about 130 columns."""
+    """The report as text for a terminal of about 130 columns."""
     parts = [f"{title}\n\n{table}" for title, table in _tables(summary, "simple")]
     if parts:
         parts.append(_LEGEND)
@@ -55,13 +54,13 @@ def terminal(summary: Summary) -> str:
         if lines:
             parts.append("\n".join(lines))
     if _by_category(summary):
-        parts.append("block efficiency and speed-up by category of prompts: summary.md, beside the records")
+        parts.append("block efficiency and speed-up by category of prompts: see summary.md in the run directory")
     parts.append(f"records: {summary.directory}")
     return "\n\n".join(parts)
 
 
 def brief(summary: Summary) -> str:
-    """The tables alone, under a line that says of how many prompts they are, while a run goes on."""
+    """The tables of a running run, with the number of prompts so far."""
     tables = "\n\n".join(f"{title}\n\n{table}" for title, table in _tables(summary, "simple"))
     measured = max((result.prompts for result in summary.results), default=0)
     planned = max((result.planned or 0 for result in summary.results), default=0)
@@ -69,7 +68,7 @@ def brief(summary: Summary) -> str:
 
 
 def summary_markdown(summary: Summary) -> str:
-    """The same as Markdown."""
+    """The report as Markdown."""
     recipe = summary.recipe
     parts = [f"# {recipe.name}"]
     parts += [text for text in (recipe.question, recipe.description) if text]
@@ -87,13 +86,13 @@ def summary_markdown(summary: Summary) -> str:
 
 
 def _tables(summary: Summary, style: str) -> list[tuple[str, str]]:
-    """Title and finished cells of each group; groups without any are left out."""
-    shown = {name: align for name, align in _COLUMNS.items() if name != "predicted" or summary.predicted}
+    """Title and table of each group with finished cells."""
+    columns = {name: align for name, align in _COLUMNS.items() if name != "predicted" or summary.predicted}
     tables = []
     for title, results in groups_of(summary):
         cells = [_row(r, summary.predicted.get(r.config.hash)) for r in results if r.metrics is not None]
         if cells:
-            tables.append((title, tabulated(shown, [[cell[name] for name in shown] for cell in cells], style)))
+            tables.append((title, tabulated(columns, [[cell[name] for name in columns] for cell in cells], style)))
     return tables
 
 
@@ -101,13 +100,13 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
     config, metrics = result.config, result.metrics
     assert metrics is not None
     acceptance = [f"{p:.2f}".removeprefix("0") for p in metrics.acceptance]
-    more = " …" if len(acceptance) > _DEPTHS else ""
+    more = " …" if len(acceptance) > _MAX_DEPTHS else ""
     shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest") if metrics.timed]
     cells = (
         config.drafter.title,
         verifier_title(result),
         "1" if config.is_baseline else estimate_text(metrics.block_efficiency),
-        " ".join(acceptance[:_DEPTHS]) + more,
+        " ".join(acceptance[:_MAX_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
         "/".join(shares),
         ("—" if metrics.withheld else f"{metrics.tokens_per_second:.1f}") if metrics.timed else "",
@@ -118,9 +117,9 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
 
 
 def _by_category(summary: Summary) -> list[tuple[str, str]]:
-    """Title and Markdown table of each group that was measured category by category: a line for each pair and one.
+    """Title and Markdown table, with a row per pair and category, of each group measured category by category.
 
-    Left out where pieces mix categories or have too few prompts for an interval; the CSV has what there is.
+    Omitted if pieces mix categories or have too few prompts for an interval; the CSV is complete.
     """
     tables = []
     columns = {"drafter": "left", "verifier": "left", "category": "left", "prompts": "right"}
@@ -131,14 +130,16 @@ def _by_category(summary: Summary) -> list[tuple[str, str]]:
             if result.config.is_baseline or result.metrics is None:
                 continue
             by_category = result.metrics.by_category
-            every = by_category.values()
-            whole = any(f.speed_up for f in every) and all(f.block_efficiency and f.block_efficiency.low for f in every)
-            if len(by_category) < 2 or not whole:
+            values = by_category.values()
+            complete = any(m.speed_up for m in values) and all(
+                m.block_efficiency and m.block_efficiency.low for m in values
+            )
+            if len(by_category) < 2 or not complete:
                 continue
-            for category, found in by_category.items():
+            for category, metrics in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result)
-                numbers = estimate_text(found.block_efficiency), estimate_text(found.speed_up)
-                rows.append([*pair, category, str(found.prompts), *numbers])
+                numbers = estimate_text(metrics.block_efficiency), estimate_text(metrics.speed_up)
+                rows.append([*pair, category, str(metrics.prompts), *numbers])
         if rows:
             tables.append((f"by category, {title}", tabulated(columns, rows, "github")))
     return tables

@@ -1,4 +1,4 @@
-"""What a finished run writes beside its records: the curves it is predicted from, tables, charts."""
+"""Write the summary of a run: cost curves, tables and charts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .tables import summary_markdown
 
 
 def write_summary(outcome: Outcome) -> Summary:
-    """Predict from the curves kept on this machine, write ``summary.csv`` and ``summary.md``, and draw.
+    """Write ``summary.csv``, ``summary.md`` and charts, with predictions from this machine's cost curves.
 
-    A disk that takes no more is told in `Outcome.stopped`: the table can be shown all the same.
+    If the files cannot be written, `Outcome.stopped` is set and the summary is returned.
     """
     directory = RunDirectory(outcome.directory)
     summary = Summary.of(outcome, used_curves(outcome.results, stored_curves()))
     try:
-        # Kept with the run: later reports predict from the same curves, on any machine.
+        # Stored with the run, so that later reports use the same curves on any machine.
         directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in summary.curves]})
         directory.write_text("summary.csv", summary_csv(summary))
         directory.write_text("summary.md", summary_markdown(summary))
-        try:  # last, and never at the price of a table
+        try:  # last, so that an error does not affect the tables
             summary.charts = draw(summary)
         except Exception as error:
             summary.notes.append(f"no charts: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint over the decode loop, for evaluation."""
+"""An OpenAI-compatible server for evaluation."""

@@ -1,4 +1,4 @@
-"""The endpoint: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/health``."""
+"""The HTTP server: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/health``."""
 
 from __future__ import annotations
 
@@ -21,67 +21,69 @@ from starlette.routing import Route
 
 from ..api.output_processor import Output
 from ..contracts.steps import Chunk
-from ..contracts.steps import Response as Answer
+from ..contracts.steps import Response as DecodedResponse
 from ..errors import CrossdraftError, first_line
 from ..util.input_files import parse_json
 from ..util.limits import BODY_BYTES
 from .access import AccessControl
-from .decoder_pool import Served
+from .decoder_pool import DecoderPool
 from .errors import error_object, error_response
-from .protocol import Asked, Refused, asked
-from .response import Telling
-from .worker import Client, Failed, Full, Job, Worker
+from .protocol import CompletionRequest, InvalidRequestError, parse_request
+from .response import ResponseBuilder
+from .worker import ChunkQueue, Job, RequestFailedError, UnavailableError, Worker
 
-#: Seconds that clients have to fetch what there is when the server ends.
-_GRACE = 3
+#: Seconds that open connections have to finish at shutdown.
+_SHUTDOWN_SECONDS = 3
+#: nginx's status for a client that closed the connection; the client does not receive it.
+_CLIENT_CLOSED = 499
 
 
 def server(
-    served: Served, *, most_waiting: int = 1024, loopback: bool = True, api_key: str | None = None
+    pool: DecoderPool, *, max_waiting: int = 1024, loopback: bool = True, api_key: str | None = None
 ) -> uvicorn.Server:
-    """A server of one pair; ``run(sockets=[..])`` answers until ``should_exit`` is set or a signal comes.
+    """A server of a decoder pool; ``run(sockets=[..])`` returns when ``should_exit`` is set or at a signal.
 
     ``loopback``, ``api_key``: see `AccessControl`.
     """
-    worker = Worker(served, most_waiting)
-    app = application(served, worker, loopback=loopback, api_key=api_key)
+    worker = Worker(pool, max_waiting)
+    app = application(pool, worker, loopback=loopback, api_key=api_key)
     config = uvicorn.Config(
-        app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_GRACE
+        app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS
     )
     return _Server(config, worker)
 
 
 class _Server(uvicorn.Server):
-    """When it ends, so do the answers under way: nobody waits for the last token."""
+    """A server that aborts running responses at shutdown."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker):
         super().__init__(config)
         self._worker = worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._worker.end()
+        self._worker.stop()
         await super().shutdown(sockets)
 
 
-def application(served: Served, worker: Worker, *, loopback: bool = True, api_key: str | None = None) -> Starlette:
-    """The endpoint as an ASGI application; its lifespan is the worker's."""
-    # Bodies are parsed and tokenized here, not in the event loop: one at a time, as tokenizers need not be thread-safe.
+def application(pool: DecoderPool, worker: Worker, *, loopback: bool = True, api_key: str | None = None) -> Starlette:
+    """The ASGI application; its lifespan starts and closes the worker."""
+    # Bodies are parsed and tokenized off the event loop, in one thread: tokenizers may not be thread-safe.
     parser = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
     async def health(_: HttpRequest) -> Response:
-        return JSONResponse(worker.counts, 200 if worker.alive else 503)
+        return JSONResponse(worker.stats, 200 if worker.alive else 503)
 
     async def models(_: HttpRequest) -> Response:
-        model = {"id": served.target.name, "object": "model", "created": 0, "owned_by": "crossdraft"}
+        model = {"id": pool.target.name, "object": "model", "created": 0, "owned_by": "crossdraft"}
         return JSONResponse(
-            {"object": "list", "data": [{**model, "max_model_len": served.length, "pair": served.title}]}
+            {"object": "list", "data": [{**model, "max_model_len": pool.max_length, "pair": pool.title}]}
         )
 
     async def chat(http: HttpRequest) -> Response:
-        return await _answer(served, worker, parser, http, chat=True)
+        return await _complete(pool, worker, parser, http, chat=True)
 
     async def completions(http: HttpRequest) -> Response:
-        return await _answer(served, worker, parser, http, chat=False)
+        return await _complete(pool, worker, parser, http, chat=False)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -97,50 +99,49 @@ def application(served: Served, worker: Worker, *, loopback: bool = True, api_ke
         Route("/v1/completions", completions, methods=["POST"]),
     ]
     access = Middleware(AccessControl, loopback=loopback, api_key=api_key)
-    handlers = {HTTPException: _elsewhere, Exception: _internal}
+    handlers = {HTTPException: _not_found, Exception: _internal_error}
     return Starlette(routes=routes, lifespan=lifespan, middleware=[access], exception_handlers=handlers)
 
 
-async def _elsewhere(http: HttpRequest, error: Exception) -> Response:
-    """An address that there is not, or another method."""
+async def _not_found(http: HttpRequest, error: Exception) -> Response:
+    """The response to an unknown path or a method that it does not allow."""
     assert isinstance(error, HTTPException)
-    offered = "/v1/models, /v1/completions, /v1/chat/completions and /health"
-    asked_for = f"{http.method} {http.url.path}"
-    return error_response(f"{asked_for}: {error.detail.lower()}; this server answers {offered}", error.status_code)
+    paths = "/v1/models, /v1/completions, /v1/chat/completions and /health"
+    message = f"{http.method} {http.url.path}: {error.detail.lower()}; the endpoints are {paths}"
+    return error_response(message, error.status_code)
 
 
-async def _internal(_: HttpRequest, error: Exception) -> Response:
-    """A fault of the server's own; the traceback goes to its log."""
-    return error_response(f"internal error: {first_line(error)}", 500)
+async def _internal_error(_: HttpRequest, error: Exception) -> Response:
+    return error_response(f"internal error: {first_line(error)}", 500)  # the traceback is in the server's log
 
 
-async def _answer(
-    served: Served, worker: Worker, parser: ThreadPoolExecutor, http: HttpRequest, *, chat: bool
+async def _complete(
+    pool: DecoderPool, worker: Worker, parser: ThreadPoolExecutor, http: HttpRequest, *, chat: bool
 ) -> Response:
     loop = asyncio.get_running_loop()
-    client = Client(loop)
+    queue = ChunkQueue(loop)
     try:
-        wanted = await loop.run_in_executor(parser, _parsed, served, await _body(http), chat)
-        tokenizer = served.target.tokenizer
-        outputs = [Output(tokenizer, wanted.stop) for _ in wanted.requests]
-        jobs = worker.submit(client, wanted.law, list(zip(wanted.requests, outputs, strict=True)))
-    except Refused as error:
+        request = await loop.run_in_executor(parser, _parse, pool, await _read_body(http), chat)
+        tokenizer = pool.target.tokenizer
+        outputs = [Output(tokenizer, request.stop) for _ in request.prompts]
+        jobs = worker.submit(queue, request.sampling, list(zip(request.prompts, outputs, strict=True)))
+    except InvalidRequestError as error:
         return error_response(str(error), error.status, error.param)
     except ClientDisconnect:
-        return Response(status_code=499)  # it left while it sent; nobody is there to read it
-    except Full as error:
+        return Response(status_code=_CLIENT_CLOSED)
+    except UnavailableError as error:
         return error_response(str(error), 503)
-    telling = Telling(wanted, served.target.name, tokenizer)
-    if wanted.stream:
-        return _Stream(_events(wanted, telling, client), worker, jobs)
-    return await _whole(http, telling, client, worker, jobs)
+    builder = ResponseBuilder(request, pool.target.name, tokenizer)
+    if request.stream:
+        return _EventStream(_events(request, builder, queue), worker, jobs)
+    return await _complete_response(http, builder, queue, worker, jobs)
 
 
-async def _body(http: HttpRequest) -> bytes:
-    """The body of a request, refused by its Content-Length or as soon as it is too large."""
-    data, announced = bytearray(), http.headers.get("content-length", "")
-    if announced.isdecimal():
-        _check_size(int(announced[:20]))
+async def _read_body(http: HttpRequest) -> bytes:
+    """Read the body; raise `InvalidRequestError` as soon as its Content-Length or its size exceeds the limit."""
+    data, length = bytearray(), http.headers.get("content-length", "")
+    if length.isdecimal():
+        _check_size(int(length[:20]))
     async for part in http.stream():
         data += part
         _check_size(len(data))
@@ -149,39 +150,38 @@ async def _body(http: HttpRequest) -> bytes:
 
 def _check_size(size: int) -> None:
     if reason := BODY_BYTES.refusal(size):
-        raise Refused(f"the body of a request has too many bytes: {reason}", status=413)
+        raise InvalidRequestError(f"the request body has too many bytes: {reason}", status=413)
 
 
-def _parsed(served: Served, data: bytes, chat: bool) -> Asked:
-    """The request in a body. Raises `Refused`."""
+def _parse(pool: DecoderPool, data: bytes, chat: bool) -> CompletionRequest:
     try:
-        body = parse_json(data.decode("utf-8"), "the body of the request", nan=False)
+        body = parse_json(data.decode("utf-8"), "the request body", nan=False)
     except (CrossdraftError, UnicodeDecodeError) as error:
-        raise Refused(f"the body of a request is JSON in UTF-8: {error}") from None
-    return asked(served, body, chat=chat)
+        raise InvalidRequestError(f"the request body must be JSON in UTF-8: {error}") from None
+    return parse_request(pool, body, chat=chat)
 
 
-async def _events(wanted: Asked, telling: Telling, client: Client) -> AsyncIterator[str]:
+async def _events(request: CompletionRequest, builder: ResponseBuilder, queue: ChunkQueue) -> AsyncIterator[str]:
     """Server-sent events."""
-    for chunk in telling.first():
-        yield _event(chunk)
-    responses: list[Answer] = []
-    while len(responses) < len(wanted.requests):
-        for choice, piece in await client.fetch():
-            if isinstance(piece, Failed):
-                yield _event(error_object(str(piece), 500))
+    for event in builder.role_chunks():
+        yield _event(event)
+    responses: list[DecodedResponse] = []
+    while len(responses) < len(request.prompts):
+        for choice, chunk in await queue.get():
+            if isinstance(chunk, RequestFailedError):
+                yield _event(error_object(str(chunk), 500))
                 return
-            if piece.response is not None:
-                responses.append(piece.response)
-            if (chunk := telling.part(choice, piece)) is not None:
-                yield _event(chunk)
-    if wanted.usage:
-        yield _event(telling.usage(responses))
+            if chunk.response is not None:
+                responses.append(chunk.response)
+            if (event := builder.chunk(choice, chunk)) is not None:
+                yield _event(event)
+    if request.include_usage:
+        yield _event(builder.usage_chunk(responses))
     yield "data: [DONE]\n\n"
 
 
-class _Stream(StreamingResponse):
-    """Events of jobs, which are given up when the client leaves, even before the first of them."""
+class _EventStream(StreamingResponse):
+    """A stream of events whose jobs are aborted when the client disconnects, even before the first event."""
 
     def __init__(self, events: AsyncIterator[str], worker: Worker, jobs: Sequence[Job]):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -191,37 +191,44 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(*scope_receive_send)
         finally:
-            self._worker.give_up(self._jobs)
+            self._worker.abort(self._jobs)
 
 
-async def _whole(http: HttpRequest, telling: Telling, client: Client, worker: Worker, jobs: Sequence[Job]) -> Response:
-    """All answers in one object; given up when the client leaves."""
-    answers, gone = asyncio.ensure_future(_collected(client, len(jobs))), asyncio.ensure_future(_gone(http))
+async def _complete_response(
+    http: HttpRequest, builder: ResponseBuilder, queue: ChunkQueue, worker: Worker, jobs: Sequence[Job]
+) -> Response:
+    """All choices in one object; the jobs are aborted when the client disconnects."""
+    collected, disconnected = (
+        asyncio.ensure_future(_collect(queue, len(jobs))),
+        asyncio.ensure_future(_disconnect(http)),
+    )
     try:
-        await asyncio.wait({answers, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
-            return Response(status_code=499)  # nobody is there to read it
-        found = answers.result()
-        return error_response(str(found), 500) if isinstance(found, Failed) else JSONResponse(telling.whole(found))
+        await asyncio.wait({collected, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not collected.done():
+            return Response(status_code=_CLIENT_CLOSED)
+        chunks = collected.result()
+        if isinstance(chunks, RequestFailedError):
+            return error_response(str(chunks), 500)
+        return JSONResponse(builder.complete(chunks))
     finally:
-        answers.cancel()
-        gone.cancel()
-        worker.give_up(jobs)
+        collected.cancel()
+        disconnected.cancel()
+        worker.abort(jobs)
 
 
-async def _collected(client: Client, choices: int) -> list[Chunk] | Failed:
-    """The whole answers as one piece each, or the first that failed."""
-    found: dict[int, Chunk] = {}
-    while len(found) < choices:
-        for choice, piece in await client.fetch():
-            if isinstance(piece, Failed):
-                return piece
-            if (one := piece.response) is not None:
-                found[choice] = Chunk(piece.index, one.tokens, one.text, one.logprobs, one)
-    return [found[choice] for choice in range(choices)]
+async def _collect(queue: ChunkQueue, choices: int) -> list[Chunk] | RequestFailedError:
+    """Each choice as one chunk, or the first failure."""
+    chunks: dict[int, Chunk] = {}
+    while len(chunks) < choices:
+        for choice, chunk in await queue.get():
+            if isinstance(chunk, RequestFailedError):
+                return chunk
+            if (response := chunk.response) is not None:
+                chunks[choice] = Chunk(chunk.index, response.tokens, response.text, response.logprobs, response)
+    return [chunks[choice] for choice in range(choices)]
 
 
-async def _gone(http: HttpRequest) -> None:
+async def _disconnect(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

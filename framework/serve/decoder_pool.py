@@ -1,4 +1,4 @@
-"""What a server offers: a pair over one target, and a decoder of it for each law that requests ask for."""
+"""The decoders of a server: one drafter-verifier pair over one target, one decoder per set of sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,45 +9,50 @@ from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
 from ..engine.decoder import Decoder
 
-#: Laws beside the server's own whose decoders are kept; each has slots of its own, and a drafter with its memory.
-MOST_OTHERS = 3
+#: Decoders kept besides the default one. Each has its own slots (KV cache) and its own drafter state.
+MAX_EXTRA_DECODERS = 3
 
 
 @dataclass
-class Served:
-    """What a server offers, to answers of up to ``most`` tokens in slots of ``length``.
+class DecoderPool:
+    """An LRU cache of decoders, keyed by sampling parameters.
 
     Attributes:
-        sampling: the law of requests that name none.
-        check: raises UsageError where drafter and rule cannot run together at a law; builds nothing.
-        build: makes the decoder of a law.
-        decoder: that of the server's own law, which is never dropped.
+        target: the target model.
+        sampling: default sampling parameters of requests that set none.
+        check: raises UsageError if the drafter and the verifier are incompatible at these sampling parameters.
+        build: builds a decoder.
+        max_new_tokens: upper limit of a response, in tokens.
+        max_length: length of a slot, prompt and response, in tokens.
+        title: the pair, as shown to users.
+        decoder: the decoder of the default sampling parameters, which is never evicted.
     """
 
     target: LoadedModel
     sampling: Sampling
     check: Callable[[Sampling], object]
     build: Callable[[Sampling], Decoder]
-    most: int
-    length: int
+    max_new_tokens: int
+    max_length: int
     title: str
     decoder: Decoder = field(init=False)
-    _others: dict[Sampling, Decoder] = field(init=False, default_factory=dict)
+    _extra: dict[Sampling, Decoder] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.decoder = self.build(self.sampling)
 
-    def decoder_of(self, law: Sampling, busy: Container[Sampling] = ()) -> Decoder:
-        """The decoder of a law, made now if it is not among those used last; for the decoding thread only.
+    def get(self, sampling: Sampling, busy: Container[Sampling] = ()) -> Decoder:
+        """Return the decoder for ``sampling``, building it if it is not cached. For the decoding thread only.
 
-        ``busy``: laws whose decoders run, fewer than `MOST_OTHERS` beside the server's own; those are not dropped.
+        ``busy``: sampling parameters whose decoders are running and are not evicted; fewer than `MAX_EXTRA_DECODERS`
+        besides the default ones.
         """
-        if law == self.sampling:
+        if sampling == self.sampling:
             return self.decoder
-        found = self._others.pop(law, None)
-        if found is None:
-            while len(self._others) >= MOST_OTHERS:  # before another takes their memory
-                del self._others[next(other for other in self._others if other not in busy)]
-            found = self.build(law)
-        self._others[law] = found
-        return found
+        decoder = self._extra.pop(sampling, None)
+        if decoder is None:
+            while len(self._extra) >= MAX_EXTRA_DECODERS:  # free memory before building the next one
+                del self._extra[next(key for key in self._extra if key not in busy)]
+            decoder = self.build(sampling)
+        self._extra[sampling] = decoder
+        return decoder

@@ -1,4 +1,4 @@
-"""Error responses in the shape of the OpenAI protocol."""
+"""Error responses in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-#: Machine-readable codes of some statuses, as OpenAI has them.
+#: OpenAI's error codes by HTTP status.
 _CODES = {401: "invalid_api_key"}
 
 
 def error_object(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an error; ``param``: the field of the request that is wrong."""
+    """The JSON body of an error; ``param``: the invalid field of the request."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = "model_not_found" if param == "model" else _CODES.get(status)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""What a request asks for: every field is honoured, refused with a sentence, or changes nothing about the answer."""
+"""Requests of the OpenAI API: every field is supported, rejected with an error, or has no effect on the response."""
 
 from __future__ import annotations
 
@@ -13,45 +13,51 @@ from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text
-from .decoder_pool import Served
+from .decoder_pool import DecoderPool
 
-#: Fields that are honoured, by both endpoints and by one of them.
-HONOURED = frozenset({
+#: Fields supported by both endpoints, and by one of them (key: True for chat).
+SUPPORTED = frozenset({
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options",
     "logprobs", "ignore_eos",
 })  # fmt: skip
-HONOURED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: frozenset({"prompt"})}
-#: Fields that say something about the client alone.
-HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
+SUPPORTED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: frozenset({"prompt"})}
+#: Fields that describe the client and are ignored.
+IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
 
-_LAW = "it changes the law along the draft, which a step scores at once"
-_ONE = "each prompt is answered once; send it again, with another seed"
-#: Fields that are refused: the values that ask for nothing (null always does), and why others cannot be honoured.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), _ONE),
-    "best_of": ((1,), _ONE),
-    "echo": ((False,), "prompts are not repeated, and their tokens are not scored: no drafter has a part in that"),
-    "suffix": (("",), "text is continued, not filled in"),
-    "top_logprobs": ((0,), "log P of the chosen token is known, of others it is not asked"),
-    "presence_penalty": ((0,), _LAW),
-    "frequency_penalty": ((0,), _LAW),
-    "repetition_penalty": ((1,), _LAW),
-    "logit_bias": (({},), _LAW),
-    "min_tokens": ((0,), _LAW),
-    "tools": (([],), "answers are text"),
-    "tool_choice": (("none", "auto"), "answers are text"),
-    "functions": (([],), "answers are text"),
-    "function_call": (("none", "auto"), "answers are text"),
-    "response_format": (({"type": "text"},), _LAW),
-    "modalities": ((["text"],), "answers are text"),
-    "parallel_tool_calls": ((True, False), "answers are text"),
-    "store": ((False,), "nothing is kept"),
+_DISTRIBUTION = "it changes the target's distribution at every position, and a draft is scored in one pass"
+_ONE_CHOICE = "one choice is returned per prompt; send the request again with another seed"
+_TEXT_ONLY = "responses are text"
+#: Fields that are not supported: values without effect (as null), which are accepted, and the reason.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), _ONE_CHOICE),
+    "best_of": ((1,), _ONE_CHOICE),
+    "echo": ((False,), "prompts are not scored or returned"),
+    "suffix": (("",), "infilling is not supported"),
+    "top_logprobs": ((0,), "only the log-probability of the sampled token is computed"),
+    "presence_penalty": ((0,), _DISTRIBUTION),
+    "frequency_penalty": ((0,), _DISTRIBUTION),
+    "repetition_penalty": ((1,), _DISTRIBUTION),
+    "logit_bias": (({},), _DISTRIBUTION),
+    "min_tokens": ((0,), _DISTRIBUTION),
+    "tools": (([],), _TEXT_ONLY),
+    "tool_choice": (("none", "auto"), _TEXT_ONLY),
+    "functions": (([],), _TEXT_ONLY),
+    "function_call": (("none", "auto"), _TEXT_ONLY),
+    "response_format": (({"type": "text"},), _DISTRIBUTION),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "parallel_tool_calls": ((True, False), _TEXT_ONLY),
+    "store": ((False,), "responses are not stored"),
 }
-_MOST_STREAM = 2**32
+_SEED_LIMIT = 2**32
 
 
-class Refused(UsageError):
-    """A request that is not answered: the field that is wrong, and the HTTP status."""
+class InvalidRequestError(UsageError):
+    """An invalid request.
+
+    Attributes:
+        param: the invalid field, if it is one field.
+        status: the HTTP status of the response.
+    """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
@@ -59,166 +65,187 @@ class Refused(UsageError):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A checked request: its prompts, their law, and how the answer is to be told.
+class CompletionRequest:
+    """A validated request.
 
     Attributes:
-        usage: whether a last chunk counts tokens; ``counting``: whether every chunk does.
+        chat: True for ``/v1/chat/completions``.
+        prompts: one decoding request per prompt.
+        include_usage: a last chunk with token counts is sent.
+        continuous_usage: every chunk has token counts.
     """
 
     chat: bool
-    law: Sampling
-    requests: list[Request]
+    sampling: Sampling
+    prompts: list[Request]
     stop: tuple[str, ...]
     stream: bool
-    usage: bool
-    counting: bool
+    include_usage: bool
+    continuous_usage: bool
     logprobs: bool
 
 
-def asked(served: Served, body: Any, *, chat: bool) -> Asked:
-    """Read the body of a request to ``/v1/chat/completions`` or ``/v1/completions``. Raises `Refused`."""
+def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequest:
+    """Validate the body of ``/v1/chat/completions`` or ``/v1/completions``. Raises `InvalidRequestError`."""
     if not isinstance(body, dict):
-        raise Refused("the body of a request is a JSON object")
-    given = {key: value for key, value in body.items() if value is not None}
-    _check_fields(given, chat)
-    if (name := given.get("model")) != served.target.name:
-        raise Refused(f"there is no model {quoted(name)} here; it is {quoted(served.target.name)}", "model", 404)
-    law = _law(served, given)
+        raise InvalidRequestError("the request body must be a JSON object")
+    fields = {key: value for key, value in body.items() if value is not None}
+    _check_fields(fields, chat)
+    if (name := fields.get("model")) != pool.target.name:
+        raise InvalidRequestError(
+            f"model {quoted(name)} is not served; the model is {quoted(pool.target.name)}", "model", 404
+        )
+    sampling = _sampling(pool, fields)
     try:
-        stop = stop_strings(given.get("stop", ()))
+        stop = stop_strings(fields.get("stop", ()))
     except UsageError as error:
-        raise Refused(str(error), "stop") from None
-    logprobs, stream, ignore_eos = given.get("logprobs", False), _truth(given, "stream"), _truth(given, "ignore_eos")
-    if chat:
-        logprobs = _truth(given, "logprobs")
-    elif logprobs is not False and (isinstance(logprobs, bool) or logprobs != 0):
-        raise Refused(f"logprobs={quoted(logprobs)} asks for other tokens than the chosen one; say 0", "logprobs")
-    else:
-        logprobs = logprobs is not False
-    usage, counting = _usage(given, stream)
+        raise InvalidRequestError(str(error), "stop") from None
+    stream, ignore_eos = _boolean(fields, "stream"), _boolean(fields, "ignore_eos")
+    logprobs = _logprobs(fields, chat)
+    include_usage, continuous_usage = _stream_options(fields, stream)
     key = "messages" if chat else "prompt"
     try:
-        prompts = _chat(served, given.get(key)) if chat else _prompts(served, given.get(key))
+        prompts = _encode_chat(pool, fields.get(key)) if chat else _encode_prompts(pool, fields.get(key))
         for i, prompt in enumerate(prompts):
-            check_ids(served.decoder, key if len(prompts) == 1 else f"{key} {i}", prompt, served.target.name)
-    except Refused:
+            check_ids(pool.decoder, key if len(prompts) == 1 else f"{key} {i}", prompt, pool.target.name)
+    except InvalidRequestError:
         raise
     except CrossdraftError as error:
-        raise Refused(str(error), key) from None
-    seed = _number(given, "seed", 0)
-    if seed is not None and seed >= _MOST_STREAM:
-        raise Refused(f"seed={quoted(seed)} must be below 2^32", "seed")
+        raise InvalidRequestError(str(error), key) from None
+    seed = _integer(fields, "seed", 0)
+    if seed is not None and seed >= _SEED_LIMIT:
+        raise InvalidRequestError(f"seed={quoted(seed)} must be below 2^32", "seed")
     requests = [
         Request(
             prompt,
-            stream=secrets.randbelow(_MOST_STREAM) if seed is None else seed,
+            stream=secrets.randbelow(_SEED_LIMIT) if seed is None else seed,
             name=key,
-            most=_most(served, given, len(prompt)),
+            most=_max_tokens(pool, fields, len(prompt)),
             eos=() if ignore_eos else None,
         )
         for prompt in prompts
     ]
-    return Asked(chat, law, requests, stop, stream, usage, counting, logprobs)
+    return CompletionRequest(chat, sampling, requests, stop, stream, include_usage, continuous_usage, logprobs)
 
 
-def _check_fields(given: Mapping[str, Any], chat: bool) -> None:
-    for name, value in given.items():
-        neutral, why = REFUSED.get(name, ((), "this server does not know it"))
-        known = name in HONOURED or name in HONOURED_BY[chat] or name in HARMLESS
-        if not known and not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            raise Refused(f"{quoted(name)[1:-1]}={quoted(value)} cannot be honoured: {why}; leave it out", name)
+def _check_fields(fields: Mapping[str, Any], chat: bool) -> None:
+    for name, value in fields.items():
+        if name in SUPPORTED or name in SUPPORTED_BY[chat] or name in IGNORED:
+            continue
+        neutral, reason = UNSUPPORTED.get(name, ((), "unknown field"))
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
+            raise InvalidRequestError(
+                f"{quoted(name)[1:-1]}={quoted(value)} is not supported: {reason}; remove it", name
+            )
 
 
-def _law(served: Served, given: Mapping[str, Any]) -> Sampling:
-    """The server's law, with what the request says of it. At temperature 0 only the temperature counts."""
-    told = {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) is not None}
-    if told.get("top_k") == -1:  # how engines spell it
-        told["top_k"] = 0
-    for name, value in told.items():
+def _sampling(pool: DecoderPool, fields: Mapping[str, Any]) -> Sampling:
+    """The sampling parameters of the request over the server's defaults; at temperature 0, all others are reset."""
+    values = {name: fields[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in fields}
+    if values.get("top_k") == -1:  # "off" in vLLM
+        values["top_k"] = 0
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Refused(f"{name}={quoted(value)} must be a number", name)
+            raise InvalidRequestError(f"{name}={quoted(value)} must be a number", name)
         try:
             checked_sampling(**{name: value})
         except UsageError as error:
-            raise Refused(str(error), name) from None
-    law = served.sampling.model_copy(update=told)
-    law = Sampling(temperature=0) if law.temperature == 0 else Sampling(**law.model_dump())
-    if law != served.sampling:
+            raise InvalidRequestError(str(error), name) from None
+    sampling = pool.sampling.model_copy(update=values)
+    sampling = Sampling(temperature=0) if sampling.temperature == 0 else Sampling(**sampling.model_dump())
+    if sampling != pool.sampling:
         try:
-            served.check(law)
+            pool.check(sampling)
         except CrossdraftError as error:
-            raise Refused(str(error), "temperature") from None
-    return law
+            raise InvalidRequestError(str(error), "temperature") from None
+    return sampling
 
 
-def _truth(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _boolean(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
     if not isinstance(value, bool):
-        raise Refused(f"{name}={quoted(value)} must be true or false", name)
+        raise InvalidRequestError(f"{name}={quoted(value)} must be true or false", name)
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, least: int) -> int | None:
-    if given.get(name) is None:
+def _integer(fields: Mapping[str, Any], name: str, minimum: int) -> int | None:
+    if name not in fields:
         return None
     try:
-        return whole(name, given[name], least)
+        return whole(name, fields[name], minimum)
     except UsageError as error:
-        raise Refused(str(error), name) from None
+        raise InvalidRequestError(str(error), name) from None
 
 
-def _usage(given: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
-    options = given.get("stream_options", {})
+def _logprobs(fields: Mapping[str, Any], chat: bool) -> bool:
+    """A boolean for chats; for completions the number of alternatives per token, of which only 0 is supported."""
+    value = fields.get("logprobs", False)
+    if chat:
+        return _boolean(fields, "logprobs")
+    if value is not False and (isinstance(value, bool) or value != 0):
+        raise InvalidRequestError(
+            f"logprobs={quoted(value)} is not supported: only the log-probability of the sampled token is computed; "
+            "send 0",
+            "logprobs",
+        )
+    return value is not False
+
+
+def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
+    options = fields.get("stream_options", {})
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     if not isinstance(options, dict) or set(options) - known:
-        raise Refused(
-            f"stream_options={quoted(options)} may hold include_usage and continuous_usage_stats alone",
+        raise InvalidRequestError(
+            f"stream_options={quoted(options)} must be an object with include_usage and continuous_usage_stats only",
             "stream_options",
         )
     if options.get("include_obfuscation"):
-        raise Refused("include_obfuscation cannot be honoured: pieces are sent as they are", "stream_options")
+        raise InvalidRequestError("include_obfuscation is not supported; remove it", "stream_options")
     if options and not stream:
-        raise Refused("stream_options are for stream=true", "stream_options")
-    return _truth(options, "include_usage"), _truth(options, "continuous_usage_stats")
+        raise InvalidRequestError("stream_options requires stream=true", "stream_options")
+    return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
 
 
-def _most(served: Served, given: Mapping[str, Any], prompt: int) -> int:
-    """How many tokens an answer may have: as many as are asked for, or as there are room and limit for."""
-    named = [name for name in ("max_completion_tokens", "max_tokens") if given.get(name) is not None]
-    room = served.length - prompt
-    if room < 1:
-        raise Refused(f"the prompt has {prompt} tokens, but a slot holds {served.length}, answer included", "prompt")
-    if not named:
-        return min(served.most, room)
-    most = _number(given, named[0], 1)
-    assert most is not None
-    if len(named) == 2 and given["max_tokens"] != most:
-        raise Refused("max_tokens and max_completion_tokens say different things; leave one out", "max_tokens")
-    if most > served.most:
-        raise Refused(f"{named[0]}={most}, but this server was started with --max-new-tokens {served.most}", named[0])
-    if most > room:
-        raise Refused(
-            f"a prompt of {prompt} tokens and {named[0]}={most} exceed the {served.length} tokens that a slot holds",
-            named[0],
+def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], prompt: int) -> int:
+    """The limit of new tokens: as requested, else as many as the server's limit and the slot allow."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
+    remaining = pool.max_length - prompt
+    if remaining < 1:
+        raise InvalidRequestError(
+            f"the prompt has {prompt} tokens; a slot holds {pool.max_length} tokens of prompt and response", "prompt"
         )
-    return most
+    if not names:
+        return min(pool.max_new_tokens, remaining)
+    limit = _integer(fields, names[0], 1)
+    assert limit is not None
+    if len(names) == 2 and fields["max_tokens"] != limit:
+        raise InvalidRequestError("max_tokens and max_completion_tokens differ; remove one of them", "max_tokens")
+    if limit > pool.max_new_tokens:
+        raise InvalidRequestError(
+            f"{names[0]}={limit} exceeds the server's --max-new-tokens {pool.max_new_tokens}", names[0]
+        )
+    if limit > remaining:
+        raise InvalidRequestError(
+            f"a prompt of {prompt} tokens and {names[0]}={limit} exceed the {pool.max_length} tokens of a slot",
+            names[0],
+        )
+    return limit
 
 
-def _chat(served: Served, messages: Any) -> list[list[int]]:
-    tokenizer = served.target.tokenizer
+def _encode_chat(pool: DecoderPool, messages: Any) -> list[list[int]]:
+    tokenizer = pool.target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise Refused(f"{served.target.name} has no chat template; ask /v1/completions", "messages")
+        raise InvalidRequestError(f"{pool.target.name} has no chat template; use /v1/completions", "messages")
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages must be a list of objects with role and content", "messages")
-    found = []
+        raise InvalidRequestError("messages must be a list of objects with role and content", "messages")
+    conversation = []
     for i, message in enumerate(messages):
-        said = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        if set(said) != {"role", "content"} or not isinstance(said["role"], str):
-            raise Refused(f"messages[{i}] must have role and content, and nothing else", "messages")
-        found.append({"role": said["role"], "content": _content(i, said["content"])})
-    check_text(f"messages[{len(found) - 1}]", found[-1]["content"])
-    return [encode_messages(tokenizer, found, served.length)]
+        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
+            raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")
+        conversation.append({"role": fields["role"], "content": _content(i, fields["content"])})
+    check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
+    return [encode_messages(tokenizer, conversation, pool.max_length)]
 
 
 def _content(i: int, content: Any) -> str:
@@ -226,22 +253,24 @@ def _content(i: int, content: Any) -> str:
     if not isinstance(parts, list) or not all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
     ):
-        raise Refused(f"messages[{i}].content must be a text, or a list of parts of type text", "messages")
+        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts of type text", "messages")
     return "".join(part["text"] for part in parts)
 
 
-def _prompts(served: Served, prompt: Any) -> list[list[int]]:
-    several: Sequence[Any] = prompt if isinstance(prompt, list) and not _ids(prompt) else [prompt]
-    if not several or not all(isinstance(one, str) or _ids(one) for one in several):
-        raise Refused("prompt must be a text, a list of texts, or one or more lists of token ids", "prompt")
-    found = []
-    for i, one in enumerate(several):
-        if isinstance(one, str):
-            check_text("prompt" if len(several) == 1 else f"prompt {i}", one)
-            one = encode_text(served.target.tokenizer, one, special=True, most=served.length)
-        found.append(one)
-    return found
+def _encode_prompts(pool: DecoderPool, prompt: Any) -> list[list[int]]:
+    prompts: Sequence[Any] = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
+    if not prompts or not all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
+        raise InvalidRequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+        )
+    encoded = []
+    for i, item in enumerate(prompts):
+        if isinstance(item, str):
+            check_text("prompt" if len(prompts) == 1 else f"prompt {i}", item)
+            item = encode_text(pool.target.tokenizer, item, special=True, most=pool.max_length)
+        encoded.append(item)
+    return encoded
 
 
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -1,4 +1,4 @@
-"""How answers are told: the objects of the OpenAI protocol, whole or chunk by chunk."""
+"""Response objects of the OpenAI API, complete or as stream chunks."""
 
 from __future__ import annotations
 
@@ -9,101 +9,103 @@ from typing import Any
 
 from ..api.detokenizer import Text
 from ..contracts.steps import Chunk, Response
-from .protocol import Asked
+from .protocol import CompletionRequest
 
-#: What stands for log 0, which JSON cannot say; the protocol's own number.
-_IMPOSSIBLE = -9999.0
+#: Stands for log 0, which JSON cannot represent; OpenAI uses the same number.
+_LOG_ZERO = -9999.0
 
 
-class Telling:
-    """The answer to one request, told piece by piece or at once.
+class ResponseBuilder:
+    """Builds the response to one HTTP request.
 
     Args:
-        asked: the request.
-        name: the model's name.
-        tokenizer: the model's.
+        request: the parsed request.
+        model: the model's name.
+        tokenizer: the model's tokenizer.
     """
 
-    def __init__(self, asked: Asked, name: str, tokenizer: Any):
-        self._asked, self._tokenizer = asked, tokenizer
-        kind = "chat.completion" if asked.chat else "text_completion"
-        head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
-        self._whole = {**head, "object": kind, "model": name}
-        self._part = {**head, "object": f"{kind}.chunk" if asked.chat else kind, "model": name}
-        if asked.usage:
-            self._part["usage"] = None  # of every chunk but the last one
-        self._said = 0
-        self._texts = [Text(tokenizer) for _ in asked.requests]  # where in its text a token begins
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Any):
+        self._request, self._tokenizer = request, tokenizer
+        kind = "chat.completion" if request.chat else "text_completion"
+        head = {"id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._complete = {**head, "object": kind, "model": model}
+        self._chunk = {**head, "object": f"{kind}.chunk" if request.chat else kind, "model": model}
+        if request.include_usage:
+            self._chunk["usage"] = None  # set in the last chunk only
+        self._completion_tokens = 0
+        self._texts = [Text(tokenizer) for _ in request.prompts]  # for text offsets
 
-    def first(self) -> list[dict[str, Any]]:
-        """The chunks before any text: who speaks."""
-        if not self._asked.chat:
+    def role_chunks(self) -> list[dict[str, Any]]:
+        """The chunks that open a chat stream; empty for completions."""
+        if not self._request.chat:
             return []
-        return [self._chunk(i, delta={"role": "assistant", "content": ""}) for i in range(len(self._asked.requests))]
+        return [
+            self._choice_chunk(i, delta={"role": "assistant", "content": ""}) for i in range(len(self._request.prompts))
+        ]
 
-    def part(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
-        """The chunk of a piece; None where it says nothing yet, because its text is held back."""
-        done = piece.response is not None
-        self._said += len(piece.tokens)
-        if not (piece.text or done or (self._asked.logprobs and piece.tokens)):
+    def chunk(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
+        """The stream chunk for new tokens of a choice; None if all of their text is held back."""
+        self._completion_tokens += len(chunk.tokens)
+        if not (chunk.text or chunk.response is not None or (self._request.logprobs and chunk.tokens)):
             return None
-        logprobs = self._logprobs(choice, piece)
-        finish_reason = None if piece.response is None else piece.response.finish_reason
-        said = {"delta": {"content": piece.text} if piece.text else {}} if self._asked.chat else {"text": piece.text}
-        return self._chunk(choice, finish_reason=finish_reason, logprobs=logprobs, **said)
+        logprobs = self._logprobs(choice, chunk)
+        finish_reason = None if chunk.response is None else chunk.response.finish_reason
+        if self._request.chat:
+            content: dict[str, Any] = {"delta": {"content": chunk.text} if chunk.text else {}}
+        else:
+            content = {"text": chunk.text}
+        return self._choice_chunk(choice, finish_reason=finish_reason, logprobs=logprobs, **content)
 
-    def whole(self, pieces: list[Chunk]) -> dict[str, Any]:
-        """All answers at once; ``pieces``: the whole of each, in order."""
-        choices, responses = [], [piece.response for piece in pieces if piece.response is not None]
-        for i, (piece, response) in enumerate(zip(pieces, responses, strict=True)):
-            said = {"message": {"role": "assistant", "content": response.text}} if self._asked.chat else {}
-            said = said or {"text": response.text}
-            logprobs, finish_reason = self._logprobs(i, piece), response.finish_reason
-            choices.append({"index": i, **said, "logprobs": logprobs, "finish_reason": finish_reason})
-        return {**self._whole, "choices": choices, "usage": self.counted(responses)}
+    def complete(self, chunks: list[Chunk]) -> dict[str, Any]:
+        """The response without streaming; ``chunks``: all tokens of each choice, in order."""
+        choices, responses = [], [chunk.response for chunk in chunks if chunk.response is not None]
+        for i, (chunk, response) in enumerate(zip(chunks, responses, strict=True)):
+            text = response.text
+            content = {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
+            logprobs, finish_reason = self._logprobs(i, chunk), response.finish_reason
+            choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason})
+        return {**self._complete, "choices": choices, "usage": self._usage(responses)}
 
-    def usage(self, responses: list[Response]) -> dict[str, Any]:
-        """The chunk behind all others, where it was asked for."""
-        return {**self._part, "choices": [], "usage": self.counted(responses)}
+    def usage_chunk(self, responses: list[Response]) -> dict[str, Any]:
+        """The last chunk of a stream with ``include_usage``."""
+        return {**self._chunk, "choices": [], "usage": self._usage(responses)}
 
-    def counted(self, responses: list[Response]) -> dict[str, Any]:
-        """Tokens, and how many of those that were drafted were accepted."""
-        prompt = sum(len(request.prompt) for request in self._asked.requests)
-        new = sum(len(response.tokens) for response in responses)
-        steps = [one for response in responses for one in response.steps]
-        accepted = sum(one.tau for one in steps)
+    def _usage(self, responses: list[Response]) -> dict[str, Any]:
+        completion = sum(len(response.tokens) for response in responses)
+        steps = [step for response in responses for step in response.steps]
+        accepted = sum(step.tau for step in steps)
         details = {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.nodes for one in steps) - accepted,
+            "rejected_prediction_tokens": sum(step.nodes for step in steps) - accepted,
         }
-        return {**_counts(prompt, new), "completion_tokens_details": details}
+        return {**self._token_counts(completion), "completion_tokens_details": details}
 
-    def _chunk(self, choice: int, **said: Any) -> dict[str, Any]:
-        chunk = {**self._part, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **said}]}
-        if self._asked.counting:
-            chunk["usage"] = _counts(sum(len(request.prompt) for request in self._asked.requests), self._said)
+    def _token_counts(self, completion: int) -> dict[str, int]:
+        prompt = sum(len(request.prompt) for request in self._request.prompts)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _choice_chunk(self, choice: int, **content: Any) -> dict[str, Any]:
+        chunk = {**self._chunk, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **content}]}
+        if self._request.continuous_usage:
+            chunk["usage"] = self._token_counts(self._completion_tokens)
         return chunk
 
-    def _logprobs(self, choice: int, piece: Chunk) -> dict[str, Any] | None:
-        """At temperature 0 every log P is 0."""
-        if not self._asked.logprobs:
+    def _logprobs(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
+        """The ``logprobs`` object; at temperature 0 every log-probability is 0."""
+        if not self._request.logprobs:
             return None
-        names = [str(self._tokenizer.decode([token])) for token in piece.tokens]
-        numbers = [_IMPOSSIBLE if math.isinf(one) else one for one in piece.logprobs or [0.0] * len(names)]
-        if self._asked.chat:
+        names = [str(self._tokenizer.decode([token])) for token in chunk.tokens]
+        values = [_LOG_ZERO if math.isinf(value) else value for value in chunk.logprobs or [0.0] * len(names)]
+        if self._request.chat:
             return {
                 "content": [
-                    {"token": name, "logprob": number, "bytes": list(name.encode()), "top_logprobs": []}
-                    for name, number in zip(names, numbers, strict=True)
+                    {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}
+                    for name, value in zip(names, values, strict=True)
                 ],
                 "refusal": None,
             }
         offsets, text = [], self._texts[choice]
-        for token in piece.tokens:
+        for token in chunk.tokens:
             offsets.append(len(text.text))
             text.add([token])
-        return {"tokens": names, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
-
-
-def _counts(prompt: int, new: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}

@@ -1,11 +1,11 @@
-"""The decoding thread: requests wait in a queue, join running batches as slots free up, and leave chunks behind.
+"""The decoding thread: continuous batching of queued requests.
 
-A batch has one sampling setting, because its drafts and verdicts do. Requests of several settings run side by side, in
-decoders of their own that take turns, one step each. Where more settings are requested than decoders are kept, the
-oldest decoder admits nothing more, finishes what it runs, and makes room.
+A batch has one set of sampling parameters. Requests with different parameters run in separate batches, each with its
+own decoder; the batches take turns, one step each. If more sets of parameters are requested than decoders are kept, the
+oldest batch stops admitting requests, finishes the ones it runs, and its decoder is evicted.
 
-Nothing that a client does holds the thread up. A piece is appended to what its client has not fetched yet, which is at
-most the client's whole answers; a slot is free when its answer is decoded, whether it was read or not.
+Clients never block the thread: chunks are buffered until they are fetched (at most the client's whole responses), and
+a slot is freed when its response is decoded, not when it is read.
 """
 
 from __future__ import annotations
@@ -21,91 +21,91 @@ from ..api.output_processor import Output, Outputs
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Chunk, Request
 from ..errors import CrossdraftError, first_line
-from .decoder_pool import MOST_OTHERS, Served
+from .decoder_pool import MAX_EXTRA_DECODERS, DecoderPool
 
 
-class Failed(CrossdraftError):
-    """A request could not be answered; the server goes on."""
+class RequestFailedError(CrossdraftError):
+    """A request that failed while the server keeps running."""
 
 
-class Full(CrossdraftError):
-    """As many requests wait as may, or the server is ending."""
+class UnavailableError(CrossdraftError):
+    """The queue is full or the server is shutting down."""
 
 
-class Client:
-    """One HTTP request: the pieces of its answers, from the decoding thread to the event loop ``loop``."""
+class ChunkQueue:
+    """The chunks of one HTTP request, passed from the decoding thread to the event loop ``loop``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._news = loop, asyncio.Event()
+        self._loop, self._ready = loop, asyncio.Event()
         self._lock = threading.Lock()
-        self._pieces: list[tuple[int, Chunk | Failed]] = []
+        self._items: list[tuple[int, Chunk | RequestFailedError]] = []
 
-    def put(self, choice: int, piece: Chunk | Failed) -> None:
-        """From any thread; never waits for the client."""
+    def put(self, choice: int, item: Chunk | RequestFailedError) -> None:
+        """Add an item without blocking, from any thread."""
         with self._lock:
-            self._pieces.append((choice, piece))
-        with suppress(RuntimeError):  # the loop is closed: nobody will ask
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._items.append((choice, item))
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ready.set)
 
-    async def fetch(self) -> list[tuple[int, Chunk | Failed]]:
-        """All that came since the last time, at least one: which answer, and a piece of it or why it failed."""
-        await self._news.wait()
-        self._news.clear()
+    async def get(self) -> list[tuple[int, Chunk | RequestFailedError]]:
+        """Wait for items and return all of them, each with the index of its choice."""
+        await self._ready.wait()
+        self._ready.clear()
         with self._lock:
-            pieces, self._pieces = self._pieces, []
-        return pieces
+            items, self._items = self._items, []
+        return items
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt that a client wants answered, as its answer number ``choice``."""
+    """One prompt of an HTTP request, whose response is its choice number ``choice``."""
 
-    client: Client
+    queue: ChunkQueue
     choice: int
-    law: Sampling
+    sampling: Sampling
     request: Request
     output: Output
 
 
 @dataclass(eq=False)
-class Session:
-    """The running requests of one sampling setting.
+class Batch:
+    """The running jobs with the same sampling parameters.
 
     Attributes:
         running: jobs that have a slot, by the index of their request.
-        admits: whether waiting jobs may join.
-        steps: decodes them, one step for each `next`.
+        admitting: False once the batch takes no more jobs.
+        steps: a generator that runs one decoding step per `next`.
     """
 
-    law: Sampling
+    sampling: Sampling
     running: dict[int, Job] = field(default_factory=dict)
-    admits: bool = True
+    admitting: bool = True
     steps: Generator[list[Chunk], None, None] = field(init=False)
 
 
 class Worker:
-    """Decodes in a thread of its own.
+    """The decoding thread and its queue.
 
     Args:
-        served: the pair, with a decoder for each law.
-        most_waiting: how many requests may wait for a slot.
+        pool: the decoders.
+        max_waiting: the limit of the queue.
     """
 
-    def __init__(self, served: Served, most_waiting: int):
-        self.served, self.most_waiting = served, most_waiting
+    def __init__(self, pool: DecoderPool, max_waiting: int):
+        self.pool, self.max_waiting = pool, max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._sessions: dict[Sampling, Session] = {}
+        self._batches: dict[Sampling, Batch] = {}
         self._closing = False
-        self._next = 0
+        self._next_index = 0
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Slots of each decoder, running answers of all decoders, and requests that wait for a slot."""
+    def stats(self) -> dict[str, int]:
+        """Slots per decoder, running responses of all decoders, and queued requests."""
         return {
-            "slots": self.served.decoder.target.batch_size,
-            "running": sum(len(session.running) for session in list(self._sessions.values())),
+            "slots": self.pool.decoder.target.batch_size,
+            "running": sum(len(batch.running) for batch in list(self._batches.values())),
             "waiting": len(self._waiting),
         }
 
@@ -116,34 +116,36 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
-        """End after the step under way; what is not answered fails, and nothing is accepted any more."""
+    def stop(self) -> None:
+        """Stop after the current step. Unfinished jobs fail, and no more jobs are accepted."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def close(self) -> None:
-        """`end`, and wait for it."""
-        self.end()
+        """`stop`, and join the thread."""
+        self.stop()
         self._thread.join()
 
-    def submit(self, client: Client, law: Sampling, requests: Sequence[tuple[Request, Output]]) -> list[Job]:
-        """Put prompts of one law into the queue, all or none; their ``index`` is given here. Raises `Full`."""
+    def submit(self, queue: ChunkQueue, sampling: Sampling, requests: Sequence[tuple[Request, Output]]) -> list[Job]:
+        """Queue requests, all or none, and assign their ``index``. Raises `UnavailableError`."""
         with self._changed:
             if self._closing:
-                raise Full("the server is ending")
-            if len(self._waiting) + len(requests) > self.most_waiting:
-                raise Full(f"{len(self._waiting)} requests wait already, and {self.most_waiting} may; ask again later")
+                raise UnavailableError("the server is shutting down")
+            if len(self._waiting) + len(requests) > self.max_waiting:
+                raise UnavailableError(
+                    f"the queue is full: {len(self._waiting)} of at most {self.max_waiting} requests wait; retry later"
+                )
             jobs = []
             for choice, (request, output) in enumerate(requests):
-                jobs.append(Job(client, choice, law, request._replace(index=self._next), output))
-                self._next += 1
+                jobs.append(Job(queue, choice, sampling, request._replace(index=self._next_index), output))
+                self._next_index += 1
             self._waiting.extend(jobs)
             self._changed.notify()
         return jobs
 
-    def give_up(self, jobs: Sequence[Job]) -> None:
-        """Nobody wants these answers any more: those in work end with the step under way."""
+    def abort(self, jobs: Sequence[Job]) -> None:
+        """Remove jobs from the queue; running ones end with the current step."""
         with self._changed:
             for job in jobs:
                 job.output.given_up = True
@@ -152,93 +154,91 @@ class Worker:
 
     def _run(self) -> None:
         while not self._closing:
-            self._open_sessions()
-            for session in list(self._sessions.values()):
+            self._open_batches()
+            for batch in list(self._batches.values()):
                 if not self._closing:
-                    self._step(session)
-        for session in list(self._sessions.values()):
-            with suppress(BaseException):  # a strategy's code may raise while its slots are freed
-                session.steps.close()
-        self._fail("the server is ending")
+                    self._step(batch)
+        for batch in list(self._batches.values()):
+            with suppress(BaseException):  # a strategy may raise while its slots are freed
+                batch.steps.close()
+        self._fail("the server is shutting down")
 
-    def _open_sessions(self) -> None:
-        """Wait for work, then open a session for each waiting setting for which a decoder may be kept."""
+    def _open_batches(self) -> None:
+        """Wait for jobs, then open a batch for all sampling parameters in the queue that may get a decoder."""
         with self._changed:
-            while not (self._waiting or self._sessions or self._closing):
+            while not (self._waiting or self._batches or self._closing):
                 self._changed.wait()
-        while not self._closing and (law := self._openable()) is not None:
+        while not self._closing and (sampling := self._next_sampling()) is not None:
             try:
-                outputs = Outputs(self.served.decoder_of(law, busy=self._sessions))
-            except BaseException as error:  # out of memory, say
-                self._fail(f"requests with these sampling parameters cannot be decoded: {first_line(error)}", law)
+                outputs = Outputs(self.pool.get(sampling, busy=self._batches))
+            except BaseException as error:  # such as out of memory
+                self._fail(f"the decoder for these sampling parameters failed to start: {first_line(error)}", sampling)
                 continue
-            session = Session(law)
-            session.steps = outputs.steps(self._admitted(session), interleaved=lambda: len(self._sessions) > 1)
-            self._sessions[law] = session
+            batch = Batch(sampling)
+            batch.steps = outputs.steps(self._admit(batch), interleaved=lambda: len(self._batches) > 1)
+            self._batches[sampling] = batch
 
-    def _openable(self) -> Sampling | None:
-        """The first waiting setting that has no session and may get one.
+    def _next_sampling(self) -> Sampling | None:
+        """The first sampling parameters in the queue that have no batch and may get one.
 
-        If there is no room for it, the oldest session that occupies room stops to admit jobs; its own waiting jobs go
-        behind all others.
+        If all decoders are in use, the oldest batch besides the default one stops admitting, and its queued jobs move
+        to the end.
         """
         with self._changed:
-            own = self.served.sampling
-            others = [session for law, session in self._sessions.items() if law != own]
-            for law in dict.fromkeys(job.law for job in self._waiting if job.law not in self._sessions):
-                if law == own or len(others) < MOST_OTHERS:
-                    return law
-                if all(session.admits for session in others):
-                    others[0].admits = False
-                    self._waiting = deque(sorted(self._waiting, key=lambda job: job.law == others[0].law))
+            default = self.pool.sampling
+            extra = [batch for sampling, batch in self._batches.items() if sampling != default]
+            for sampling in dict.fromkeys(job.sampling for job in self._waiting if job.sampling not in self._batches):
+                if sampling == default or len(extra) < MAX_EXTRA_DECODERS:
+                    return sampling
+                if all(batch.admitting for batch in extra):
+                    oldest = extra[0]
+                    oldest.admitting = False
+                    self._waiting = deque(sorted(self._waiting, key=lambda job: job.sampling == oldest.sampling))
             return None
 
-    def _admitted(self, session: Session) -> Iterator[tuple[Request, Output] | None]:
-        """Waiting jobs of a session's setting; None while there are none and others run; ends when none runs."""
+    def _admit(self, batch: Batch) -> Iterator[tuple[Request, Output] | None]:
+        """Yield queued jobs of a batch, or None while others run; end if none runs."""
         while True:
             with self._changed:
-                found = (job for job in self._waiting if job.law == session.law)
-                job = next(found, None) if session.admits and not self._closing else None
+                matching = (job for job in self._waiting if job.sampling == batch.sampling)
+                job = next(matching, None) if batch.admitting and not self._closing else None
                 if job is not None:
                     self._waiting.remove(job)
-                    session.running[job.request.index] = job
-                elif not session.running:
+                    batch.running[job.request.index] = job
+                elif not batch.running:
                     return
             yield None if job is None else (job.request, job.output)
 
-    def _step(self, session: Session) -> None:
-        """One step of a session, which is over when nothing is left of it, or when its strategies fail."""
+    def _step(self, batch: Batch) -> None:
+        """Run one step of a batch; remove the batch if it is finished or if the step raises."""
         try:
-            pieces = next(session.steps, None)
-        except BaseException as error:  # of a strategy or a model; SystemExit, too
+            chunks = next(batch.steps, None)
+        except BaseException as error:  # of a strategy or a model, SystemExit included
             with self._changed:
-                del self._sessions[session.law]
-            failed = Failed(f"decoding failed; all requests that ran beside this one were aborted: {first_line(error)}")
-            for job in session.running.values():
-                job.client.put(job.choice, failed)
+                del self._batches[batch.sampling]
+            failure = RequestFailedError(f"decoding failed; all running requests were aborted: {first_line(error)}")
+            for job in batch.running.values():
+                job.queue.put(job.choice, failure)
             return
-        if pieces is None:
+        if chunks is None:
             with self._changed:
-                del self._sessions[session.law]
+                del self._batches[batch.sampling]
             return
-        for piece in pieces:
-            job, response = session.running[piece.index], piece.response
+        for chunk in chunks:
+            job, response = batch.running[chunk.index], chunk.response
             if response is not None:
-                del session.running[piece.index]
-            failed = response is not None and response.error is not None
-            job.client.put(job.choice, Failed(str(response.error)) if failed and response is not None else piece)
+                del batch.running[chunk.index]
+            error = None if response is None else response.error
+            job.queue.put(job.choice, chunk if error is None else RequestFailedError(str(error)))
 
-    def _fail(self, why: str, law: Sampling | None = None) -> None:
-        """Fail the jobs that wait for ``law``; without one, all jobs."""
+    def _fail(self, reason: str, sampling: Sampling | None = None) -> None:
+        """Fail the queued jobs with these sampling parameters; if None, all jobs, running ones included."""
         with self._changed:
-            jobs = (
-                []
-                if law is not None
-                else [job for session in self._sessions.values() for job in session.running.values()]
-            )
-            jobs += [job for job in self._waiting if law is None or job.law == law]
-            self._waiting = deque(job for job in self._waiting if law is not None and job.law != law)
-            if law is None:
-                self._sessions.clear()
+            jobs = []
+            if sampling is None:
+                jobs = [job for batch in self._batches.values() for job in batch.running.values()]
+                self._batches.clear()
+            jobs += [job for job in self._waiting if sampling in (None, job.sampling)]
+            self._waiting = deque(job for job in self._waiting if sampling not in (None, job.sampling))
         for job in jobs:
-            job.client.put(job.choice, Failed(why))
+            job.queue.put(job.choice, RequestFailedError(reason))

@@ -51,7 +51,7 @@ def told(capsys: Any, *arguments: Any) -> dict[str, Any]:
 # -- a finished run --------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_judged_where_it_ran(place: Path, capsys: Any) -> None:
+def test_a_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     results = [cell(None, b) for b in (1, 4)] + [
         cell(taus, b, model=m) for b in (1, 4) for taus, m in ((GOOD, "d"), (POOR, "e"))
     ]
@@ -66,8 +66,8 @@ def test_a_run_is_judged_where_it_ran(place: Path, capsys: Any) -> None:
     assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
     remarks = found["remarks"]
     assert any("3 independent prompts" in line for line in remarks["measured"])
-    assert any("where it ran" in line for line in remarks["computed"])
-    assert any("longer drafts than 3 tokens were not measured" in line for line in remarks["warnings"])
+    assert any("cost curves of its machine" in line for line in remarks["computed"])
+    assert any("drafts of more than 3 tokens were not measured" in line for line in remarks["warnings"])
     assert any("12 drafts are few" in line for line in remarks["warnings"])
     _, text, _ = advise(capsys, run, "--batch-size", "1,64")
     assert [line.split()[:2] for line in text.splitlines() if line[:2] in ("1 ", "64")] == [
@@ -76,7 +76,7 @@ def test_a_run_is_judged_where_it_ran(place: Path, capsys: Any) -> None:
     ]
 
 
-def test_a_run_elsewhere(place: Path, capsys: Any) -> None:
+def test_a_run_on_another_machine(place: Path, capsys: Any) -> None:
     run = write_run(place, [cell(None), cell(GOOD)])
     found = told(
         capsys, run, "--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100"
@@ -85,9 +85,9 @@ def test_a_run_elsewhere(place: Path, capsys: Any) -> None:
     assert step["measured_best"] is None  # on another machine
     # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
     assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
-    assert "verification and bookkeeping count as free" in found["remarks"]["assumed"]
+    assert "verification and bookkeeping are free" in found["remarks"]["assumed"]
     found = told(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
-    assert "drafting with d counts as free" in found["remarks"]["assumed"]
+    assert "drafting with d is free" in found["remarks"]["assumed"]
 
 
 def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
@@ -100,10 +100,10 @@ def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--temperature", "0")
     assert code == 0 and vllm(out).draft_sample_method == "greedy"
     code, _, err = advise(capsys, run, "--temperature", "0.5")
-    assert code == 2 and "nothing drafts at temperature 0.5" in err
+    assert code == 2 and "the sources have no drafter at temperature 0.5" in err
 
 
-def test_what_an_engine_cannot_do_is_priced(place: Path, capsys: Any) -> None:
+def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:
     """llama.cpp drafts greedily: sampled drafts are beyond it, n-grams are not."""
     cells = [cell(None), cell(GOOD, verifier="block"), cell(POOR, drafter="prompt-lookup")]
     run = write_run(place, cells)
@@ -111,17 +111,17 @@ def test_what_an_engine_cannot_do_is_priced(place: Path, capsys: Any) -> None:
     assert code == 0 and LlamaCpp(out).given.spec_type in ("ngram-simple", "none")
     assert "draft-model × block at gamma 3: at temperature 1.0 llama.cpp drafts greedily" in err
     code, _, err = advise(capsys, write_run(place, cells[:2], "other"), "--export", "llama.cpp")
-    assert code == 2 and "llama.cpp can do none of these" in err
+    assert code == 2 and "llama.cpp supports none of the candidates" in err
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--draft-path", "org/draft")
     found = vllm(out)
     assert (found.rejection_sample_method, found.model, found.num_speculative_tokens) == ("block", "org/draft", 3)
 
 
-def test_no_response_reached_its_end(place: Path, capsys: Any) -> None:
+def test_truncated_responses(place: Path, capsys: Any) -> None:
     run = write_run(place, [cell(None, finish_reason="length"), cell(GOOD, finish_reason="length")])
-    assert any("no response reached its end" in w for w in told(capsys, run)["remarks"]["warnings"])
+    assert any("all responses are truncated" in w for w in told(capsys, run)["remarks"]["warnings"])
     code, _, err = advise(capsys, write_run(place, [cell(None)], "plain"))
-    assert code == 2 and "there is no pair to choose from" in err
+    assert code == 2 and "no candidates" in err
 
 
 # -- imported numbers ------------------------------------------------------------------------------------------
@@ -137,16 +137,16 @@ def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
     code, out, err = advise(capsys, "vllm.log", *costs, *SAID, "--export", "vllm", "--draft-path", "org/draft")
     schedule = vllm(out).num_speculative_tokens_per_batch_size
     assert code == 0 and schedule is not None and schedule[-1][1:] == [64, 0]
-    assert "settings: names as of vLLM main" in err and "does not say whether drafts were sampled" in err
+    assert "settings: option names of vLLM main" in err and "does not record whether drafts were sampled" in err
 
 
-def test_drafts_made_while_the_target_verifies(place: Path, capsys: Any) -> None:
+def test_overlapped_drafting(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100")
     found = told(capsys, "vllm.log", *costs, *SAID, "--overlap")
     # Three drafts of a millisecond are hidden behind a pass of ten.
     speed_up = found["advice"][0]["best"]["speed_up"]["value"]
     assert speed_up == pytest.approx(1 + (220 + 110 + 50) / 310, rel=1e-4)
-    assert any("at best" in line for line in found["remarks"]["assumed"])
+    assert any("overlap" in line for line in found["remarks"]["assumed"])
 
 
 def test_a_draft_head_with_fewer_tokens(place: Path, capsys: Any) -> None:
@@ -166,7 +166,7 @@ def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
     both = told(capsys, "scrape.txt", "vllm.log", *costs)["advice"][0]
     assert {both["best"]["source"], both["runner_up"]["source"]} == {"scrape.txt, model m", "vllm.log:2-4"} or both
     code, _, err = advise(capsys, "scrape.txt", "vllm.log", "--since", "before.txt", *costs)
-    assert code == 2 and "give one file" in err
+    assert code == 2 and "requires exactly one SOURCE" in err
     code, _, err = advise(capsys, "before.txt", "--since", "scrape.txt", *costs)
     assert code == 2 and "the counter was reset" in err
 
@@ -180,70 +180,75 @@ def test_contexts_are_an_axis(place: Path, capsys: Any) -> None:
     assert text.splitlines()[2].split()[:2] == ["B", "context"]
 
 
-def test_a_length_alone_takes_an_assumption(place: Path, capsys: Any) -> None:
+def test_a_mean_length_requires_an_assumption(place: Path, capsys: Any) -> None:
     code, _, err = advise(capsys, "sglang.log", "--cost", "passes.csv")
-    assert code == 2 and "give the draft length as --gamma" in err
+    assert code == 2 and "give it as --gamma" in err
     found = told(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
-    assert any("accepted with the same probability" in line for line in found["remarks"]["assumed"])
+    assert any("a constant conditional acceptance rate" in line for line in found["remarks"]["assumed"])
 
 
-def test_what_the_traffic_was(place: Path, capsys: Any) -> None:
+def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
     head = "Namespace(backend='vllm', dataset_name='random', ignore_eos=True)\n"
     Path("bench.log").write_text(head + VLLM_LOG, encoding="utf-8")
     warnings = told(capsys, "bench.log", "--on", "h100", "--target", "experts.json")["remarks"]["warnings"]
-    assert any("random prompts" in line for line in warnings) and any("ignored end" in line for line in warnings)
-    assert any("at which temperature" in line for line in warnings)
+    assert any("random prompts" in line for line in warnings) and any(
+        "ignores end-of-sequence" in line for line in warnings
+    )
+    assert any("does not record the temperature" in line for line in warnings)
     found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
-    assert any("engines count steps with a draft alone" in line for line in found["remarks"]["warnings"])
+    assert any("engines count steps with a draft only" in line for line in found["remarks"]["warnings"])
     found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in found["warnings"])
     assert any("over its 4 experts" in line for line in found["assumed"])
-    assert any("drafting counts as free" in line for line in found["assumed"])
+    assert any("drafting is free" in line for line in found["assumed"])
 
 
 def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
     from crossdraft.framework.cost.curve import save_curve
 
     code, _, err = advise(capsys, "vllm.log", "--target", "m")
-    assert code == 2 and "no cost curve of m was measured here: crossdraft cost --target m" in err
+    assert code == 2 and "m has no cost curve on this machine; run crossdraft cost --target m" in err
     for one in curves():
         save_curve(one)
     found = told(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
     assert found["advice"][0]["draft"] and any("passes of m, float32" in line for line in found["remarks"]["measured"])
-    assert any("beyond B = 64" in line for line in found["remarks"]["warnings"])
+    assert any("extrapolated beyond B = 64" in line for line in found["remarks"]["warnings"])
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
-        (["missing.log"], "there is no file or directory missing.log"),
-        (["nothing.txt"], "no acceptance in any known format"),
-        (["vllm.log"], "nothing says what a pass of the target costs"),
-        (["vllm.log", "--on", "h100"], "--on needs --target"),
-        (["vllm.log", "--on", "h100", "--target", "target.json", "--cost", "passes.csv"], "--on and --cost both"),
-        (["vllm.log", "--target", "x", "--cost", "passes.csv"], "--target and --cost both"),
-        (["vllm.log", "--draft-cost", "draft.csv"], "--draft-cost needs --cost"),
-        (["vllm.log", "--draft-model", "d"], "--draft-model needs --target"),
-        (["vllm.log", "--draft-model", "d", "--draft-cost", "x"], "--draft-model and --draft-cost both"),
+        (["missing.log"], "missing.log does not exist"),
+        (["nothing.txt"], "no acceptance in a known format"),
+        (["vllm.log"], "the cost of the target is unknown"),
+        (["vllm.log", "--on", "h100"], "--on requires --target"),
+        (
+            ["vllm.log", "--on", "h100", "--target", "target.json", "--cost", "passes.csv"],
+            "--on and --cost cannot be combined",
+        ),
+        (["vllm.log", "--target", "x", "--cost", "passes.csv"], "--target and --cost cannot be combined"),
+        (["vllm.log", "--draft-cost", "draft.csv"], "--draft-cost requires --cost"),
+        (["vllm.log", "--draft-model", "d"], "--draft-model requires --target"),
+        (["vllm.log", "--draft-model", "d", "--draft-cost", "x"], "--draft-model and --draft-cost cannot be combined"),
         (["vllm.log", "--drafter", "draft-modl"], "did you mean 'draft-model'"),
         (["vllm.log", "--export", "vlm"], "did you mean 'vllm'"),
         (["vllm.log", "--batch-size", "0"], "--batch-size takes positive numbers"),
-        (["vllm.log", "--temperature", "-1"], "--temperature must be 0 or greater"),
-        (["vllm.log", "--temperature", "nan"], "--temperature must be 0 or greater"),
-        (["vllm.log", "--cost", "passes.csv", "--gamma", "3"], "--gamma is for where it does not"),
+        (["vllm.log", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["vllm.log", "--temperature", "nan"], "--temperature must be at least 0"),
+        (["vllm.log", "--cost", "passes.csv", "--gamma", "3"], "remove --gamma"),
         (["vllm.log", "--cost", "passes.csv", "--context", "1,2", "--export", "vllm"], "takes one --context"),
-        (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "does not say what drafts"),
+        (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "the drafter of"),
         (["vllm.log", "--cost", "passes.csv", "--export", "transformers", "--batch-size", "4"], "--batch-size 1"),
         ([".", "--cost", "passes.csv"], "has no recipe.json"),
-        ([".", "--drafter", "draft-model"], "a finished run knows it"),
-        (["vllm.log", "--cost", "passes.csv", "--devices", "2"], "--devices describes the machine of --on"),
-        (["vllm.log", "--cost", "passes.csv", "--draft-vocab", "9"], "--draft-vocab is of the --draft-model"),
-        (["vllm.log", "--cost", "passes.csv", "--draft-path", "x"], "--draft-path is for the settings of --export"),
+        ([".", "--drafter", "draft-model"], "cannot be used with a finished run"),
+        (["vllm.log", "--cost", "passes.csv", "--devices", "2"], "--devices requires --on"),
+        (["vllm.log", "--cost", "passes.csv", "--draft-vocab", "9"], "--draft-vocab requires --draft-model"),
+        (["vllm.log", "--cost", "passes.csv", "--draft-path", "x"], "--draft-path requires --export"),
     ],
 )
-def test_what_is_refused(place: Path, capsys: Any, arguments: list[str], says: str) -> None:
+def test_invalid_arguments(place: Path, capsys: Any, arguments: list[str], message: str) -> None:
     code, out, err = advise(capsys, *arguments)
-    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
 def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, install: Any) -> None:
@@ -269,24 +274,24 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
-        ("", "t.csv:1: a cost table begins with"),
-        ("batch_size,width,seconds\n1,1,1\n", "t.csv:1: a cost table begins with"),
-        ("batch_size,width,context,seconds\n", "no line below its header"),
+        ("", "t.csv:1: a cost table must begin with"),
+        ("batch_size,width,seconds\n1,1,1\n", "t.csv:1: a cost table must begin with"),
+        ("batch_size,width,context,seconds\n", "no lines after the header"),
         ("batch_size,width,context,seconds\n1,1,1\n", "t.csv:2: the line has 3 values"),
-        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1,1,0.2\n", "t.csv:3: this combination stands there twice"),
-        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1.5,1,0.2\n", "t.csv:3: .*not three whole numbers"),
-        ("batch_size,width,context,seconds\n1,1,1,nan\n", "t.csv:2: a pass cannot take nan seconds"),
-        ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: there is no pass of batch size 0"),
-        (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: no line of a CSV file"),
+        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1,1,0.2\n", "t.csv:3: this combination is a duplicate"),
+        ("batch_size,width,context,seconds\n1,1,1,0.1\n1,1.5,1,0.2\n", "t.csv:3: .*not three integers"),
+        ("batch_size,width,context,seconds\n1,1,1,nan\n", "t.csv:2: nan seconds is not a positive time"),
+        ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: batch size 0, width"),
+        (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: not valid CSV"),
         ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for every combination"),
     ],
 )
-def test_cost_tables_that_are_none(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_cost_tables(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "t.csv"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         read_cost_table(str(path))
 
 
@@ -295,5 +300,5 @@ def test_a_kept_curve_is_a_cost_table(tmp_path: Path) -> None:
     path.write_text(json.dumps(curves()[0].to_json()), encoding="utf-8")
     assert read_cost_table(str(path)) == curves()[0]
     path.write_text('{"points": [[1, 1, 1, 0, 0, 0]]}', encoding="utf-8")
-    with pytest.raises(UsageError, match="is no cost curve"):
+    with pytest.raises(UsageError, match="is not a cost curve"):
         read_cost_table(str(path))

@@ -88,22 +88,22 @@ def test_shorter_drafts_cost_and_emit_less() -> None:
         found.speed_up(8, 4)
 
 
-def test_what_is_left_out_of_a_run_is_said() -> None:
+def test_omitted_cells_are_noted() -> None:
     short = cell(GOOD)
     short.metrics.block_efficiency = None  # type: ignore[union-attr]
     failed = CellResult(cell(GOOD, verifier="block").config, error="it broke")
     results = [cell(None), short, cell(GOOD, verifier="lenient"), failed]
     found, notes = of_run(results, "run", curves())
     assert found == [] and sorted(note.split(": ")[1] for note in notes) == [
-        "draft-model had no room for a draft in any step and is left out",
-        "draft-model × block failed and is left out",
-        "lenient is left out",
+        "draft-model drafted no tokens and is omitted",
+        "draft-model × block failed and is omitted",
+        "lenient is omitted",
     ]
     found, notes = of_run([cell(None), cell(GOOD)], "run", [])
-    assert found == [] and "measure it there: crossdraft cost --target m" in notes[0]
+    assert found == [] and "run crossdraft cost --target m" in notes[0]
 
 
-def test_trees_and_rules_that_look_ahead_are_not_cut() -> None:
+def test_trees_and_non_causal_verifiers_are_not_cut() -> None:
     sequences = cell(GOOD, drafter="prompt-lookup")
     assert of_run([cell(None), sequences], "run", curves())[0][0].gammas == (1, 2, 3)
     (found,), _ = of_run([cell(None), cell(GOOD, verifier="greedy-block")], "run", curves())
@@ -111,7 +111,7 @@ def test_trees_and_rules_that_look_ahead_are_not_cut() -> None:
     assert chain((0.5, 0.4), cuttable=False).gammas == (2,)
 
 
-def test_several_sequences_are_called_by_their_number() -> None:
+def test_titles_of_several_sequences() -> None:
     results = [cell(None), cell(GOOD, drafter="draft-model-iid", verifier="specinfer", K=2)]
     (found,), _ = of_run(results, "run", curves())
     assert found.title == "draft-model-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
@@ -119,7 +119,7 @@ def test_several_sequences_are_called_by_their_number() -> None:
     assert step.best.gamma == 3 and step.runner_up is None
 
 
-def test_elsewhere_no_second_of_the_run_counts() -> None:
+def test_times_of_the_run_are_ignored_on_another_machine() -> None:
     asked: list[str] = []
 
     def drafter(name: str) -> Any:
@@ -145,7 +145,7 @@ def test_the_best_and_the_runner_up() -> None:
     assert step.best.speed_up.value > step.runner_up.speed_up.value
     alone = decide(found[:1], 1)
     assert alone.runner_up is not None and alone.runner_up.gamma == 2  # of the same pair, there is no other
-    with pytest.raises(UsageError, match="nothing to choose from"):
+    with pytest.raises(UsageError, match="no candidates"):
         decide([], 1)
 
 
@@ -212,15 +212,15 @@ def test_one_length_is_the_best_on_the_whole() -> None:
     assert only == Range(1, 64, max(scores, key=lambda g: scores[g]))
     assert schedule_for([chain((0.1,))], Fixed(), [64]).schedule.gamma == 0
     assert schedule_for([found], Single(), [1, 64]).schedule.ranges == (Range(1, 1, 4),)
-    with pytest.raises(UsageError, match="ask for --batch-size 1"):
+    with pytest.raises(UsageError, match="use --batch-size 1"):
         schedule_for([found], Single(), [2])
 
 
-def test_what_the_engine_cannot_do_is_left_out_and_priced() -> None:
+def test_unsupported_candidates() -> None:
     able, unable = chain((0.5, 0.4)), chain((0.9, 0.8), drafter="medusa")
     made = schedule_for([able, unable], Scheduled(), [1])
-    assert made.candidate is able and list(made.left_out) == [unable.pair]
-    with pytest.raises(UsageError, match="fixed can do none of these: it has no drafter medusa"):
+    assert made.candidate is able and list(made.unsupported) == [unable.pair]
+    with pytest.raises(UsageError, match="fixed supports none of the candidates: it has no drafter medusa"):
         schedule_for([unable], Fixed(), [1])
 
 

@@ -37,7 +37,7 @@ def drafts(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name, drafter", [(name, drafter) for name in PARSERS for drafter in drafts(name)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_method_is_taken(name: str, drafter: str, temperature: float) -> None:
+def test_every_method_is_accepted(name: str, drafter: str, temperature: float) -> None:
     about = {"drafter": drafter, "temperature": temperature, "point_mass": True}
     if drafter in ("prompt-lookup", "mtp"):
         about["model"] = ""
@@ -59,21 +59,21 @@ def schedules(draw: st.DrawFn) -> tuple[Range, ...]:
 def test_schedules_mean_the_same_everywhere(ranges: tuple[Range, ...]) -> None:
     found = schedule(*ranges)
     for name in ("vllm", "sglang", "tensorrt-llm"):
-        told = engine(name).export(found)
-        parsed = PARSERS[name](told.text)
+        settings = engine(name).export(found)
+        parsed = PARSERS[name](settings.text)
         if name == "tensorrt-llm" and len(ranges) > 1 and ranges[0].gamma < found.gamma:
-            assert "has to begin with its longest drafts" in told.remarks[-1]
+            assert "must begin with its longest drafts" in settings.remarks[-1]
             assert parsed.gamma(ranges[0].high) == found.gamma
             ranges = (Range(1, ranges[0].high, found.gamma), *ranges[1:])
         for one in ranges:
-            assert [parsed.gamma(b) for b in (one.low, one.high)] == [one.gamma] * 2, told.text
+            assert [parsed.gamma(b) for b in (one.low, one.high)] == [one.gamma] * 2, settings.text
         beyond = parsed.gamma(ranges[-1].high + 1)
         if len(ranges) > 1:
-            said = next(remark for remark in told.remarks if remark.startswith("beyond"))
-            assert (f"gamma {beyond}" if beyond else "does not draft") in said
+            note = next(remark for remark in settings.remarks if remark.startswith("beyond"))
+            assert (f"gamma {beyond}" if beyond else "does not draft") in note
 
 
-def test_what_vllm_is_told() -> None:
+def test_vllm_settings() -> None:
     found = vllm(engine("vllm").export(schedule(*FALLING, verifier="block")).text)
     assert found.rejection_sample_method == "block" and found.draft_sample_method == "probabilistic"
     assert found.num_speculative_tokens_per_batch_size == [[1, 8, 5], [9, 31, 2], [32, 64, 0]]
@@ -88,17 +88,17 @@ def test_what_vllm_is_told() -> None:
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == (2, 5)
 
 
-def test_what_the_others_are_told() -> None:
+def test_settings_of_other_engines() -> None:
     assert Sglang(engine("sglang").export(schedule()).text).given.speculative_use_rejection_sampling
     assert not Sglang(engine("sglang").export(schedule(point_mass=True)).text).given.speculative_use_rejection_sampling
-    assert "older releases cannot" in " ".join(engine("sglang").export(schedule(*FALLING)).remarks)
+    assert "older releases reject" in " ".join(engine("sglang").export(schedule(*FALLING)).remarks)
     assert trt(engine("tensorrt-llm").export(schedule()).text).use_rejection_sampling
     ngram = {"drafter": "prompt-lookup", "model": "", "point_mass": True, "options": {"min_ngram": 2, "max_ngram": 4}}
-    told = engine("llama.cpp").export(schedule(**ngram))
-    flags = LlamaCpp(told.text).given
+    settings = engine("llama.cpp").export(schedule(**ngram))
+    flags = LlamaCpp(settings.text).given
     assert (flags.spec_ngram_simple_size_n, flags.spec_ngram_simple_size_m) == (4, 3)
-    assert told.remarks[0] == "it looks up suffixes of 4 tokens alone, not of 2 to 4"
-    assert "of 3 tokens behind 4 it never drafts; take max_ngram: 3 or less" in told.remarks[1]
+    assert settings.remarks[0] == "it looks up suffixes of 4 tokens only, not of 2 to 4"
+    assert "with 3 tokens after 4 it never drafts; use max_ngram: 3 or less" in settings.remarks[1]
     assert not engine("llama.cpp").export(schedule(**ngram | {"options": {"min_ngram": 3, "max_ngram": 3}})).remarks
     assert LlamaCpp(engine("llama.cpp").export(schedule(point_mass=True)).text).given.spec_draft_p_min == 0
 
@@ -106,16 +106,16 @@ def test_what_the_others_are_told() -> None:
 @pytest.mark.parametrize("name", plugins.entries("engines"))
 def test_not_drafting(name: str) -> None:
     off = schedule(Range(1, 64, 0))
-    told = engine(name).export(off)
+    settings = engine(name).export(off)
     if name == "speculation-profile":
-        assert json.loads(told.text)["num_speculative_tokens"] == 5
+        assert json.loads(settings.text)["num_speculative_tokens"] == 5
     else:
-        assert told.text in ("", "--spec-type none", "model.generate(**inputs)")
-        assert told.text or told.remarks
+        assert settings.text in ("", "--spec-type none", "model.generate(**inputs)")
+        assert settings.text or settings.remarks
 
 
 @pytest.mark.parametrize(
-    "name, about, says",
+    "name, about, message",
     [
         ("sglang", {"verifier": "block"}, "no block verification"),
         ("sglang", {"drafter": "draft-model"}, "STANDALONE drafts greedily"),
@@ -125,33 +125,33 @@ def test_not_drafting(name: str) -> None:
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
         ("transformers", {"drafter": "draft-model", "verifier": "block"}, "no block verification"),
         ("transformers", {}, "no drafter eagle3"),
-        ("vllm", {"verifier": "specinfer"}, "not by specinfer"),
-        ("vllm", {"chain": False}, "these are trees"),
-        ("vllm", {"options": {"policy": {"name": "confidence"}}}, "end by the policy confidence"),
+        ("vllm", {"verifier": "specinfer"}, "not specinfer"),
+        ("vllm", {"chain": False}, "does not support tree drafts"),
+        ("vllm", {"options": {"policy": {"name": "confidence"}}}, "length policy confidence"),
         ("speculation-profile", {"verifier": "block"}, "no rates for block"),
     ],
 )
-def test_what_an_engine_cannot_do(name: str, about: dict[str, Any], says: str) -> None:
+def test_unsupported_pairs(name: str, about: dict[str, Any], message: str) -> None:
     reason = engine(name).cannot(schedule(**about).acceptance)
-    assert reason is not None and says in reason
+    assert reason is not None and message in reason
     if "verifier" in about and name != "vllm" and name != "speculation-profile":
         assert engine(name).cannot(schedule(**about, temperature=0.0).acceptance) is None
 
 
 @pytest.mark.parametrize(
-    "about, says", [({"drafter": ""}, "give it as --drafter"), ({"model": ""}, "give it as --draft-model")]
+    "about, message", [({"drafter": ""}, "give it as --drafter"), ({"model": ""}, "give it as --draft-model")]
 )
 @pytest.mark.parametrize("name", [*PARSERS, "transformers"])
-def test_what_nobody_said(name: str, about: dict[str, Any], says: str) -> None:
+def test_missing_facts(name: str, about: dict[str, Any], message: str) -> None:
     drafter = {"drafter": "draft-model"} if name == "transformers" else {}
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         engine(name).export(schedule(**(drafter | about)))
 
 
 @pytest.mark.parametrize("writer, reader", [("vllm-synthetic", "vllm"), ("speculation-profile",) * 2])
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda rates: rates[0] > 0))
-def test_what_is_written_is_read_again(writer: str, reader: str, conditional: list[float]) -> None:
+def test_round_trips(writer: str, reader: str, conditional: list[float]) -> None:
     made = Acceptance.from_conditional(conditional, "here", drafter="eagle3", model="org/head", temperature=1.0)
     text = engine(writer).export(Schedule(made, (Range(1, 8, made.gamma),), {1: Estimate(2.0)})).text
     text = text if reader != "vllm" else vllm(text).model_dump_json(exclude_none=True)
@@ -160,7 +160,7 @@ def test_what_is_written_is_read_again(writer: str, reader: str, conditional: li
     assert (found.drafter, found.model) == ("eagle3", "org/head")
 
 
-def test_transformers_drafts_as_it_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+def test_transformers_settings(tmp_path: Path, monkeypatch: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
@@ -195,10 +195,10 @@ class Theirs(Engine):
         return Settings(f"--k {schedule.gamma}")
 
 
-def test_plug_ins_bring_engines(install: Any) -> None:
+def test_engines_of_plug_ins(install: Any) -> None:
     install("engines", ("theirs", Theirs), ("odd", object()), ("nothing", type("Nothing", (), {})), ("wrong", Theirs))
     assert engine("theirs").export(schedule()).text == "--k 3"
-    assert "no drafter eagle3, of ours it knows none" in str(engine("theirs").cannot(schedule().acceptance))
-    for name, says in (("odd", "crossdraft.Engine"), ("nothing", "crossdraft.Engine"), ("wrong", "must be 'wrong'")):
-        with pytest.raises(ContractError, match=says):
+    assert "no drafter eagle3; supported drafters: none" in str(engine("theirs").cannot(schedule().acceptance))
+    for name, message in (("odd", "crossdraft.Engine"), ("nothing", "crossdraft.Engine"), ("wrong", "must be 'wrong'")):
+        with pytest.raises(ContractError, match=message):
             engine(name)

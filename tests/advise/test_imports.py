@@ -122,11 +122,11 @@ def test_the_difference_of_two_scrapes() -> None:
     found = one("vllm", VLLM_SCRAPE, before)
     assert found.drafts == 200
     with pytest.raises(
-        UsageError, match=r"now.txt:4: vllm:spec_decode_num_drafts_total is 100 and was 300 in before.txt:4"
+        UsageError, match=r"now.txt:4: vllm:spec_decode_num_drafts_total is 100, was 300 in before.txt:4"
     ):
         read("vllm", before, VLLM_SCRAPE)
     gone = "".join(line for line in VLLM_SCRAPE.splitlines(True) if 'engine="1"' not in line)
-    with pytest.raises(UsageError, match=r"is gone and was 300 in before\.txt:4: the counter was reset"):
+    with pytest.raises(UsageError, match=r"is missing, was 300 in before\.txt:4: the counter was reset"):
         read("vllm", gone, VLLM_SCRAPE)
 
 
@@ -140,10 +140,10 @@ def test_responses_of_vllm() -> None:
     assert one("vllm", json.dumps([vllm_response(row) for row in rows], indent=1)) == found
 
 
-def test_short_drafts_are_told() -> None:
-    assert "drafts held 1.50 of 2 tokens" in one("vllm", VLLM_SCRAPE.replace("} 600.0", "} 400.0")).remarks[0]
-    assert "drafts held 2.40 of 3 tokens" in one("llama.cpp", LLAMA_SCRAPE).remarks[0]
-    assert "drafts held 1.00 of 2" in one("vllm", lines(vllm_response([2, 2, 0], num_draft_tokens=4))).remarks[0]
+def test_short_drafts_are_noted() -> None:
+    assert "drafts have 1.50 of 2 tokens" in one("vllm", VLLM_SCRAPE.replace("} 600.0", "} 400.0")).remarks[0]
+    assert "drafts have 2.40 of 3 tokens" in one("llama.cpp", LLAMA_SCRAPE).remarks[0]
+    assert "drafts have 1.00 of 2" in one("vllm", lines(vllm_response([2, 2, 0], num_draft_tokens=4))).remarks[0]
 
 
 def test_llama_cpp() -> None:
@@ -160,7 +160,7 @@ def test_llama_cpp() -> None:
 def test_sglang() -> None:
     found = one("sglang", SGLANG_LOG)
     assert found.length == pytest.approx((2 * 2.5 + 6 * 3.5) / 8) and found.marginal == ()
-    assert found.source == "now.txt:1-3" and "windows in which nothing was drafted are left out: 1" in found.remarks[1]
+    assert found.source == "now.txt:1-3" and "windows without drafts are omitted: 1" in found.remarks[1]
     gauge = 'sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.25\nsglang:spec_accept_rate{model_name="m"} 0.4\n'
     assert one("sglang", gauge).length == 2.25
     found = one("sglang", lines(sglang_response([5, 3, 2]), sglang_response([0, 1, 0, 0, 9])))
@@ -194,7 +194,7 @@ def test_a_speculation_profile() -> None:
 
 
 @pytest.mark.parametrize("name", plugins.entries("engines"))
-def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
+def test_sources_without_acceptance(name: str) -> None:
     for text in (
         "",
         "\n",
@@ -210,81 +210,85 @@ def test_nothing_is_read_where_nothing_is_said(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine, text, says",
+    "engine, text, message",
     [
-        ("vllm", VLLM_LOG.replace(", Avg Draft acceptance rate: 33.3%", ""), "now.txt:3: .*lacks its end"),
-        ("vllm", VLLM_LOG[:330], "now.txt:2: .*lacks its"),
+        ("vllm", VLLM_LOG.replace(", Avg Draft acceptance rate: 33.3%", ""), "now.txt:3: .*has no end"),
+        ("vllm", VLLM_LOG[:330], "now.txt:2: .*has no "),
         ("vllm", VLLM_LOG.replace("0.600, 0.300", "nan, 0.300"), "now.txt:3: an acceptance rate is nan"),
         ("vllm", VLLM_LOG.replace("0.800, 0.400", "1.800, 0.400"), "now.txt:2: an acceptance rate is 1.800"),
         ("vllm", VLLM_LOG.replace("Accepted: 280", "Accepted: x"), "now.txt:2: the accepted tokens is x"),
         ("vllm", VLLM_LOG.replace("length: 2.40", "length: 2.60"), "now.txt:2: the mean length 2.6 is not 1"),
-        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 900"), "now.txt:2: 280 accepted of 900 .*do not add up"),
-        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 200"), "now.txt:2: 280 accepted of 200 .*do not add up"),
-        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} NaN"), "now.txt:4: .*is nan, which counts nothing"),
+        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 900"), "now.txt:2: 280 accepted and 900 .*inconsistent"),
+        ("vllm", VLLM_LOG.replace("Drafted: 600", "Drafted: 200"), "now.txt:2: 280 accepted and 200 .*inconsistent"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} NaN"), "now.txt:4: .*is nan, which is not a count"),
         ("vllm", VLLM_SCRAPE.replace("} 300.0", "} -3"), "now.txt:4: .*is -3"),
-        ("vllm", VLLM_SCRAPE.replace("} 300.0", "}"), "now.txt:4: no line of a Prometheus scrape"),
-        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} 3x"), "now.txt:4: no line of a Prometheus scrape"),
-        ("vllm", VLLM_SCRAPE + VLLM_SCRAPE.splitlines()[3] + "\n", "now.txt:15: .*stands there twice"),
-        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 400.0"), "position 1 is 480, more than the 280"),
-        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 41.0"), "its positions come to 401"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "}"), "now.txt:4: the line is not valid in a Prometheus scrape"),
+        ("vllm", VLLM_SCRAPE.replace("} 300.0", "} 3x"), "now.txt:4: the line is not valid in a Prometheus scrape"),
+        ("vllm", VLLM_SCRAPE + VLLM_SCRAPE.splitlines()[3] + "\n", "now.txt:15: .*is a duplicate"),
+        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 400.0"), "position 1 is 480, more than 280"),
+        ("vllm", VLLM_SCRAPE.replace("} 40.0", "} 41.0"), "its positions sum to 401"),
         ("vllm", VLLM_SCRAPE.replace('"1"} 40.0', '"2"} 40.0').replace('"1"} 80.0', '"2"} 80.0'), "has no position 1"),
         ("vllm", VLLM_SCRAPE.replace('position="0"', 'position="a"'), "the position 'a'"),
         ("vllm", "".join(VLLM_SCRAPE.splitlines(True)[:6]), "has no vllm:spec_decode_num_accepted_tokens_total"),
-        ("vllm", "".join(VLLM_SCRAPE.splitlines(True)[:12])[:-3], "now.txt:12: the scrape is cut off"),
-        ("vllm", VLLM_SCRAPE.replace("100.0", "0.0").replace("300.0", "0.0"), "now.txt:4: no draft was counted"),
+        ("vllm", "".join(VLLM_SCRAPE.splitlines(True)[:12])[:-3], "now.txt:12: the scrape is truncated"),
+        ("vllm", VLLM_SCRAPE.replace("100.0", "0.0").replace("300.0", "0.0"), "now.txt:4: no drafts were counted"),
         (
             "vllm",
             lines(vllm_response([1, 2]), vllm_response([1, 2], num_spec_steps=4)),
-            "now.txt:2: .*does not come to",
+            "now.txt:2: .*does not match",
         ),
         ("vllm", lines(vllm_response([1, 2], num_draft_tokens=None)), "now.txt:1: num_draft_tokens is None"),
         ("vllm", lines(vllm_response([1, 2]), vllm_response([1, 2]))[:-9], "now.txt:2: not JSON"),
-        ("vllm", lines(vllm_response([1, 2], acceptance_histogram=[4, -1])), "no list of counts"),
+        ("vllm", lines(vllm_response([1, 2], acceptance_histogram=[4, -1])), "not a list of counts"),
         (
             "vllm",
             '{"num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.5]}',
             "has 1 entries, num_speculative_tokens is 3",
         ),
-        ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "grows to 0.6"),
+        ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "increases from 0.5 to 0.6"),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, NaN]}', "position 2 is nan"),
         ("vllm", lines(vllm_response([1, 2], num_draft_tokens=10**30)), "too long; the most is 1024"),
-        ("llama.cpp", LLAMA_SCRAPE.replace('"1"} 20', '"1"} 40'), "position 1 is 40, more than the 30"),
+        ("llama.cpp", LLAMA_SCRAPE.replace('"1"} 20', '"1"} 40'), "position 1 is 40, more than 30"),
         (
             "llama.cpp",
             LLAMA_LOG.replace("(0.667, 0.333)", "(0.667, 0.3"),
-            "now.txt:2: the line of draft acceptance is cut",
+            "now.txt:2: the draft acceptance line is truncated",
         ),
         ("llama.cpp", LLAMA_LOG.replace("0.667,", "7,"), "now.txt:2: an acceptance rate is 7"),
         ("llama.cpp", LATER_LOG.partition("\n")[0], "now.txt:1: the rates per position are missing"),
         (
             "sglang",
             SGLANG_LOG.replace("accept len: 3.50", "accept len: 0.50"),
-            "now.txt:3: an accept len of 0.5 leaves out",
+            "now.txt:3: an accept len of 0.5 does not include",
         ),
         ("sglang", SGLANG_LOG.replace("accept len: 3.50", "accept len: nan"), "now.txt:3: the accept len is nan"),
-        ("sglang", SGLANG_LOG[:100], "now.txt:1: the line of a decoding batch is cut off"),
-        ("sglang", "sglang:spec_accept_length 0.0\n", "now.txt:1: .*nothing was drafted yet"),
-        ("sglang", lines(sglang_response([1], spec_verify_ct=2)), "does not come to spec_verify_ct 2"),
+        ("sglang", SGLANG_LOG[:100], "now.txt:1: the decode batch line is truncated"),
+        ("sglang", "sglang:spec_accept_length 0.0\n", "now.txt:1: .*nothing has been drafted"),
+        ("sglang", lines(sglang_response([1], spec_verify_ct=2)), "does not match spec_verify_ct 2"),
         ("sglang", lines({"completion_tokens": 3, "spec_verify_ct": 4}), "3 tokens in 4 target calls"),
-        ("speculation-profile", profile(measured=False), "nothing was measured"),
-        ("speculation-profile", profile(conditional_accept_rates=None, marginal_accept_rates=None), "has no rates"),
+        ("speculation-profile", profile(measured=False), "the profile is not measured"),
+        (
+            "speculation-profile",
+            profile(conditional_accept_rates=None, marginal_accept_rates=None),
+            "has no acceptance rates",
+        ),
         (
             "speculation-profile",
             profile(conditional_accept_rates=[0.8, 0.4, 0.2]),
-            "contradict each other at position 2: 0.4",
+            "are inconsistent at position 2: 0.4",
         ),
         ("speculation-profile", profile(mean_accept_length=float("nan")), "mean_accept_length is nan"),
         ("speculation-profile", profile(conditional_accept_rates=[0.8, float("nan"), 0.5]), "position 2: nan"),
         ("speculation-profile", profile(mean_accept_length=3.4), "mean_accept_length is 3.4"),
         ("speculation-profile", profile(num_speculative_tokens=2), "has 3 entries, num_speculative_tokens is 2"),
-        ("speculation-profile", profile(marginal_accept_rates=[0.8, "a", 0.2]), "no list of numbers"),
-        ("speculation-profile", profile(marginal_accept_rates=[1.8, 0.4, 0.2]), "1.8, no probability"),
-        ("speculation-profile", profile(acceptance_length_histogram={"1": -1}), "no count"),
+        ("speculation-profile", profile(marginal_accept_rates=[0.8, "a", 0.2]), "not a list of numbers"),
+        ("speculation-profile", profile(marginal_accept_rates=[1.8, 0.4, 0.2]), "1.8, which is not a probability"),
+        ("speculation-profile", profile(acceptance_length_histogram={"1": -1}), "not a count"),
         ("speculation-profile", profile()[:-20], "now.txt:.*not JSON"),
     ],
 )
-def test_damage_is_refused_with_its_line(engine: str, text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_damaged_sources(engine: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         read(engine, text)
 
 

@@ -35,17 +35,17 @@ def test_from_prompts_to_a_decision(
     options = ["--target", models["target"], "--prompts", prompts, "--drafter", "prompt-lookup", "--drafter", same]
     options += ["--on", "h100", "--batch-size", "1,4", "--responses", 4, "--max-new-tokens", 24]
     found, said = advised(capsys, *options)
-    assert "decoding 4 responses of at most 24 tokens (96 in all)" in said and "that takes about" in said
+    assert "decoding 4 responses of at most 24 tokens (96 in total)" in said and "estimated time:" in said
     (kept,) = (cache / "responses").iterdir()
     assert len(kept.read_text(encoding="utf-8").splitlines()) == 4
     one, four = found["advice"]
     assert (one["batch_size"], four["batch_size"]) == (1, 4) and one["group"] == "temperature 1"
     warnings = " ".join(found["remarks"]["warnings"])
     assert "tokens are few" in warnings
-    # A second call decodes nothing, and says the same.
-    monkeypatch.setattr(baseline_responses, "_responses", None)
+    # The second call uses the cached responses.
+    monkeypatch.setattr(baseline_responses, "_decode", None)
     again, said = advised(capsys, *options)
-    assert again == found and "were decoded before" in said
+    assert again == found and "cached responses" in said
 
 
 def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
@@ -61,8 +61,8 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
     options = ["--replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0"]
     parser, remarks = argparse.ArgumentParser(), Remarks()
     add_arguments(parser)
-    found = module.acceptances(parser.parse_args(options), remarks)
-    assert any("no response reached its end" in one for one in remarks.warnings)
+    found = module.replayed_acceptances(parser.parse_args(options), remarks)
+    assert any("all responses are truncated" in line for line in remarks.warnings)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [one.gamma for one in found] == [row["gamma"] for row in rows] == list(range(1, 17))
@@ -75,16 +75,16 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "advise needs a source of acceptance"),
-        (["--replay", "x"], "name what is to be replayed: --drafter NAME"),
-        (["--prompts", "x", "--drafter", "prompt-lookup"], "--prompts needs --target"),
-        (["--replay", "x", "--prompts", "y"], "give one of the two"),
-        (["log", "--drafter", "eagle", "--drafter", "medusa"], "an engine's numbers are of one drafter and rule"),
-        (["log", "--drafter", "{name: eagle}"], "--drafter with options is for --replay"),
-        (["log", "--responses", "3"], "they need --prompts"),
-        (["log", "--replay", "x"], "are judged by themselves"),
+        ([], "advise requires a source of acceptance"),
+        (["--replay", "x"], "--drafter is missing"),
+        (["--prompts", "x", "--drafter", "prompt-lookup"], "--prompts requires --target"),
+        (["--replay", "x", "--prompts", "y"], "--replay and --prompts cannot be combined"),
+        (["log", "--drafter", "eagle", "--drafter", "medusa"], "several drafters or verifiers require"),
+        (["log", "--drafter", "{name: eagle}"], "--drafter with options requires --replay"),
+        (["log", "--responses", "3"], "require --prompts"),
+        (["log", "--replay", "x"], "cannot be combined with SOURCE"),
     ],
 )
-def test_options_that_do_not_go_together(capsys: Any, options: list[str], sentence: str) -> None:
+def test_incompatible_options(capsys: Any, options: list[str], sentence: str) -> None:
     assert cli.main(["advise", *options]) == 2
     assert sentence in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_what_there_is(interrupted: tuple[Path, str], capsys: Any, bench: Any, t
         return out, err
 
     page, _ = command("report", path)
-    assert "**Partial results.** interrupted: 0 of 3 cells so far, and 3 from a part of their prompts" in page
+    assert "**Partial results.** interrupted: 0 of 3 cells so far, and 3 on some of their prompts" in page
     assert "cut short after piece" in page
     assert len(rows(printed)) == 2 and rows(page)[:2] == rows(printed), "the table that the run printed"
     for words in (["table", path], ["compare", path, other], ["plot", path, "--kind", "acceptance", "--format", "png"]):

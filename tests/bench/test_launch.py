@@ -114,7 +114,7 @@ def test_interrupted(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any
 
     here.before = staticmethod(interrupt)
     code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
-    assert code == 130 and "interrupted: what was not finished is missing; run again to go on" in out
+    assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
     (run,) = tmp_path.glob("runs/*")
     assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
 

@@ -112,7 +112,7 @@ def test_an_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, nu
     pid = wait_for(lambda: owner(found[0]), process)
     process.send_signal(number)
     out, _ = finished(process, 130)
-    assert "interrupted: what was not finished is missing; run again to go on" in out
+    assert "interrupted: unfinished cells are missing; run again to resume" in out
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert list(found[0].glob("groups/*/0.json")), "a finished piece was lost"

@@ -1,4 +1,4 @@
-"""A verifier that accepts anything and claims to be lossless: refused by `run`, and marked wherever its name stands."""
+"""A verifier that accepts every draft and is declared lossless: rejected by `run`, and marked in all outputs."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from crossdraft.framework.advise.candidates import of_run
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.report.engine_settings import settings_of
+from crossdraft.framework.cli.report.engine_settings import engine_settings
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.drafter import StrategyConfig
@@ -89,8 +89,8 @@ def test_a_run_refuses_a_liar_before_its_first_cell(bench: Any, install: Any, tm
         code, out, err = bench(*SETTINGS)
         assert code == 1 and not out and not cells(tmp_path)
         assert re.search(
-            r"error: verifier 'liar' claims to be lossless, but changes the target's distribution \(TV [\d.]+ on toy "
-            r"'\w+' with draft '[\w-]+'\); mend it, or declare lossless=False in its traits",
+            r"error: verifier 'liar' is declared lossless, but changes the target distribution \(TV [\d.]+ on toy "
+            r"'\w+' with draft '[\w-]+'\); fix it, or declare lossless=False in its traits",
             err,
         )
         # The failure was kept: the second run enumerates nothing.
@@ -103,11 +103,11 @@ def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any)
     install("verifiers", ("sometimes", Sometimes))
     settings = [*SETTINGS, "limit=1"]
     _, out, err = bench(*settings, "verifiers=[token, sometimes]")
-    assert re.search(r"certified lossless on the smallest toys, in \d+\.\d s: token, sometimes\n", err)
+    assert re.search(r"certified lossless on the smallest toy models, in \d+\.\d s: token, sometimes\n", err)
     assert "not certified" not in out and mark_of_rule(Sometimes, Sometimes.Config()) == Mark("certified")
     assert "certified lossless" not in bench(*settings, "verifiers=[token, sometimes]")[2]
     code, _, err = bench(*settings, "verifiers=[{name: sometimes, lie: true}]")
-    assert code == 1 and "verifier 'sometimes' claims to be lossless" in err
+    assert code == 1 and "verifier 'sometimes' is declared lossless" in err
     assert mark_of_rule(Sometimes, Sometimes.Config(lie=True)).kind == "failed"
     assert mark_of_rule(Sometimes, Sometimes.Config()).kind == "certified"
 
@@ -117,7 +117,7 @@ def test_code_without_a_file_runs_and_is_not_certified(bench: Any, install: Any)
     install("verifiers", ("made", made))
     _, out, _ = bench(*SETTINGS, "limit=1", "verifiers=[made]")
     assert "prompt-lookup  made (not certified)  " in out
-    assert "not certified: try crossdraft certify --verifier made" in out
+    assert "not certified: run crossdraft certify --verifier made" in out
     liar = type("MadeLiar", (AcceptAll,), {"name": "made-liar", "__module__": "__nowhere__"})
     install("verifiers", ("made-liar", liar))
     assert bench(*SETTINGS, "limit=1", "verifiers=[made-liar]")[0] == 1
@@ -129,7 +129,7 @@ def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, inst
     for _ in range(2):
         code, out, err = bench(*SETTINGS, "verifiers=[token]", drafter)
         assert (code, out) == (1, "") and "its q is not the distribution that its tokens are drawn from" in err
-        assert "error: drafter 'wrong-q' changes the target's distribution under a certified verifier (TV 0." in err
+        assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
     # The rule that judged it is none the worse for that.
     assert mark_of_rule(Token, Token.Config()) == Mark("certified")
 
@@ -140,13 +140,13 @@ def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> No
         listed = output(capsys, "list", "verifiers")
         assert re.search(rf"^liar +{mark} +accepts anything", listed, re.M)
         assert re.search(r"^token +lossless, certified ", listed, re.M) and re.search(r"^typical +lossy ", listed, re.M)
-        assert re.search(rf"\n{mark}.*; judges drafts: chain", output(capsys, "list", "verifiers", "liar"))
+        assert re.search(rf"\n{mark}.*; verifies drafts: chain", output(capsys, "list", "verifiers", "liar"))
         facts = json.loads(output(capsys, "list", "verifiers", "liar", "--json"))
         assert facts["lossless"] is True and re.fullmatch(mark, facts["mark"])
 
         page = output(capsys, "report", str(measured))
         assert re.search(rf"\| liar \({suffix}\) +\|", page)
-        assert re.search(rf"BE liar \({suffix}\)", page.partition("Rules side by side")[2])
+        assert re.search(rf"BE liar \({suffix}\)", page.partition("Verifiers compared")[2])
         assert "liar " not in re.sub(rf"liar \({suffix}\)", "", page).replace("--verifier liar", "")
         for form in ("github", "latex", "csv"):
             assert re.search(rf"liar \({suffix}\)", output(capsys, "table", str(measured), "--format", form))
@@ -167,7 +167,7 @@ def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
     assert [where for _, _, where in best_of([("run", finished)])]
     assert all(" × token, " in where for _, _, where in best_of([("run", finished)]))
-    assert {one["title"].partition(",")[0] for one in settings_of([finished])} == {"prompt-lookup × token"}
+    assert {one["title"].partition(",")[0] for one in engine_settings([finished])} == {"prompt-lookup × token"}
     found, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {one.acceptance.verifier for one in found} <= {"token"}
     assert "run: liar is left out: not certified; crossdraft certify --verifier liar certifies it" in notes

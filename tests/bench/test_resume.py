@@ -85,7 +85,7 @@ def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
     """SIGTERM in the middle of a piece: those before it are kept and shown, and a drafter remembers them."""
     Remembering.kill_after = moment
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
-    assert code == 130 and "interrupted: what was not finished is missing; run again to go on" in out
+    assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
     (group,) = tmp_path.glob("runs/*/groups/*")
     kept = len(list(group.glob("[0-9]*.json")))
     if kept:

@@ -24,7 +24,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert max(map(len, out.split("skipped: ")[0].splitlines())) <= 130
     assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in out
     assert " the same BE on the same prompts" in out  # the drafter is the target
-    assert "BE leaves out " in out and "of the steps, which the end of a sequence cut short" in out
+    assert "BE excludes " in out and "of the steps, whose drafts the end of a sequence truncated" in out
 
     (directory,) = tmp_path.glob("runs/*")
     assert {p.name for p in directory.iterdir()} - {".lock"} == {

@@ -74,7 +74,7 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert remarks[0] == remarks[1] and merged.summary.directory == run
     page = report(capsys, *reversed(shards))
     assert page == report(capsys, run) and page.count("\n## ") == 1
-    assert "cells have no numbers" not in page
+    assert "cells have no results" not in page
 
     told = []
     for directories in ([run], shards, [whole]):
@@ -86,7 +86,7 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert len(compared["pairs"]) == 2 and not any(compared["only"])
 
     part = report(capsys, shards[0])
-    assert "- note: 2 of 4 cells have no numbers: they failed, or belong to a shard that is not here" in part
+    assert "- note: 2 of 4 cells have no results: they failed or belong to a missing shard" in part
 
     file = shards[1] / "environment.json"
     about = json.loads(file.read_text(encoding="utf-8"))
@@ -117,9 +117,12 @@ def test_a_group_of_two_shards_is_the_last_one(bench: Any, tmp_path: Path) -> No
     "flags, sentence",
     [
         (["--shard", "3/3"], "the recipe has 2 groups, which cannot be shared by 3 shards"),
-        (["--shard", "1/2", "--launcher", "local"], "--shard and --launcher: a launcher makes shards itself"),
-        (["--workers", "2"], "--workers needs --launcher"),
-        (["--launcher-option", "a=1"], "--launcher-option needs --launcher"),
+        (
+            ["--shard", "1/2", "--launcher", "local"],
+            "--shard and --launcher cannot be combined: a launcher creates shards itself",
+        ),
+        (["--workers", "2"], "--workers requires --launcher"),
+        (["--launcher-option", "a=1"], "--launcher-option requires --launcher"),
     ],
 )
 def test_options_that_do_not_fit(bench: Any, tmp_path: Path, flags: list[str], sentence: str) -> None:

@@ -52,7 +52,7 @@ def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str
     other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 1
     assert [name for name, _ in TOLD] == ["started", "finished"]
-    assert TOLD[-1][1][1] == {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "ended by an error"}
+    assert TOLD[-1][1][1] == {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
     TOLD.clear()
     assert bench(*SETTINGS, "limit=-1", flags=["--track", "recorder"])[0] == 2 and TOLD == []
 

@@ -312,4 +312,4 @@ def test_a_cache_that_cannot_be_written_loses_no_table(
     install("verifiers", (match.name, match))
     assert cli.main(["certify", "--verifier", "match"]) == 0
     out, err = capsys.readouterr()
-    assert "match" in out and "could not be noted" in err
+    assert "match" in out and "cannot be stored" in err

@@ -145,7 +145,7 @@ def test_pairs_that_cannot_run_are_skipped_with_a_sentence(capsys: Any, install:
     code, out, err = run(capsys, f"--verifier token --verifier trees-only --draft chain {form}")
     assert code == 0
     assert "trees-only" not in out
-    assert "skipped pairs of draft and verifier: 1 cannot run together (--verbose lists them)" in err
+    assert "skipped pairs of draft and verifier: 1 incompatible (--verbose lists them)" in err
     code, _, err = run(capsys, f"-v --verifier token --verifier trees-only --draft chain {form}")
     assert err.count("makes 'chain' drafts, but verifier 'trees-only' accepts only: without_replacement") == 1
     code, out, err = run(capsys, f"--verifier trees-only --draft chain {form}")
@@ -197,12 +197,12 @@ def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
             "--gamma 9 --draft iid-2 --verifier specinfer",
             "T0, iid-2: there may be 268,435,456 decision paths",
         ),
-        ("--drafter draft-model --draft chain", "leave one of them out"),
-        ("--drafter-option gamma=2", "is for the drafter that --drafter names"),
-        ("--prompt x", "--prompt is for the law on a real model"),
-        ("--draws 5", "--draws is for the law on a real model"),
-        ("--top-k 5", "--top-k is for the law on a real model"),
-        ("--model m --prompt x --drafter d --drafter-option a=1", "--drafter-option is for the exact models"),
+        ("--drafter draft-model --draft chain", "remove one of them"),
+        ("--drafter-option gamma=2", "--drafter-option requires --drafter"),
+        ("--prompt x", "--prompt requires --model"),
+        ("--draws 5", "--draws requires --model"),
+        ("--top-k 5", "--top-k requires --model"),
+        ("--model m --prompt x --drafter d --drafter-option a=1", "--drafter-option is for the exact toy models"),
         ("--model m --prompt x --drafter d --gamma 1" + "0" * 30, "--gamma must be at most 64, got about 10^30"),
     ],
 )

@@ -66,7 +66,7 @@ def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
     code, out = run(capsys, "--draws 5000 --top-k 4 --temperature 3 --prompt w5 --verifier token", *pair)
     assert code == 0
     assert "5,000 first tokens" in out
-    assert 4 <= int(out.split(" possible ones")[0].split()[-1]) <= 8
+    assert 4 <= int(out.split(" possible tokens")[0].split()[-1]) <= 8
     assert out.splitlines()[-2].split()[:2] == ["token", "chain"] and out.splitlines()[-2].endswith("yes")
 
 
@@ -100,15 +100,15 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
     [
         ("--prompt x", UsageError, "--model is missing"),
         ("--model m", UsageError, "--prompt is missing"),
-        ("--model m --prompt x", UsageError, "--drafter is missing: name a model that shares the tokenizer of m"),
+        ("--model m --prompt x", UsageError, "--drafter is missing: give a draft model that shares the tokenizer of m"),
         ("--model m --drafter d --prompt x --draws 0", UsageError, "--draws must be at least 1, got 0"),
         ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be at least 1, got 0"),
         ("--model m --drafter d --prompt x --batch -2", UsageError, "--batch must be at least 1, got -2"),
-        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
+        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be positive"),
         ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: should be less than"),
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
-        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),
+        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test"),
         ("--model ./nowhere --drafter d --prompt x", UsageError, "no model directory ./nowhere"),
     ],
 )
@@ -118,7 +118,7 @@ def test_mistakes_are_sentences(capsys: Any, options: str, error: type[Crossdraf
 
 
 def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has 120 tokens, but .* has a context of 96; shorten it"):
+    with pytest.raises(UsageError, match=r"has 120 tokens, more than the context length of .*, 96; shorten it"):
         run(capsys, "", *pair, "--prompt", "w5 " * 120)
     other = Tokenizer(WordLevel({**WORDS, "more": 40}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "drafter")
@@ -144,5 +144,5 @@ def test_options_that_a_parser_has_already() -> None:
     parser.add_argument("--steps", type=int, default=1)
     args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--steps", "2"])
     assert (args.gamma, args.draws) == (7, 5)
-    with pytest.raises(UsageError, match="--steps is for the exact models"):
+    with pytest.raises(UsageError, match="--steps is for the exact toy models"):
         model.main(args)

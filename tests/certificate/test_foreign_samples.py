@@ -293,7 +293,7 @@ def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
         ('{"prefix": [], "samples": [1]}', "prefix must be a list"),
         ('{"prefix": [1], "samples": [[]]}', "a sequence without tokens"),
         ('{"prefix": [1], "samples": [1], "token": 1}', "unknown key 'token'"),
-        ('{"prefix": [1], "samples": [1]}', "Name the target with --model"),
+        ('{"prefix": [1], "samples": [1]}', "give the target as --model"),
     ],
 )
 def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence: str) -> None:
@@ -308,9 +308,9 @@ def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any)
     file = write(tmp_path / "it.jsonl", {"law": [0.6, 0.4], "samples": [0]})
     for option in (["--gamma", "3"], ["--draws", "5"], ["--bounds"], ["--prompt", "x"], ["--verifier", "token"]):
         assert main(["certify", "--samples", file, *option]) == 2
-        assert f"{option[0]} means nothing with --samples" in capsys.readouterr().err
+        assert f"{option[0]} has no effect with --samples" in capsys.readouterr().err
     assert main(["certify", "--samples", file, "--deviation", "0.5"]) == 2
     assert main(["certify", "--deviation", "0.1"]) == 2
     assert main(["certify", "--first-tokens"]) == 2
     assert main(["certify", "--samples", file, "--model", "x"]) == 2
-    assert "gives its own law; leave it out" in capsys.readouterr().err
+    assert "has its own distribution (law); remove --model" in capsys.readouterr().err

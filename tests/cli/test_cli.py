@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that it answers without loading PyTorch."""
+"""The command line: output, exit codes, and light commands that do not import PyTorch."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ def test_list_prints_every_kind(capsys: Any) -> None:
         assert name in out
 
 
-def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
+def test_list_shows_the_options_of_a_drafter(capsys: Any) -> None:
     assert cli.main(["list", "drafters", "prompt-lookup"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("prompt-lookup: ") and re.search(r"^gamma +\d+ +\w", out, re.MULTILINE)
@@ -42,12 +42,12 @@ def test_list_tells_the_options_of_a_drafter(capsys: Any) -> None:
             assert all(o["meaning"] for o in options), f"an option of {name} has no description"
 
 
-def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
+def test_list_shows_the_compatible_verifiers_of_a_drafter(capsys: Any) -> None:
     assert cli.main(["list", "drafters", "draft-model-iid"]) == 0
     out = capsys.readouterr().out
     assert "with its default options: iid drafts, at most 10 nodes\n" in out
-    assert "\nlossless verifiers that fit: spectr, specinfer, sample-match, traversal, multipath-block" in out
-    assert "\nwhere none is named: spectr (greedy at temperature 0)\n" in out
+    assert "\ncompatible lossless verifiers: spectr, specinfer, sample-match, traversal, multipath-block" in out
+    assert "\ndefault verifier: spectr (greedy at temperature 0)\n" in out
     assert cli.main(["list", "drafters", "prompt-lookup", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["point_mass"], found["nodes"]) == ("chain", True, 10)
@@ -57,9 +57,9 @@ def test_list_names_the_verifiers_that_fit_a_drafter(capsys: Any) -> None:
     assert "with its default options: no drafts\n" in capsys.readouterr().out
 
 
-def test_list_tells_what_a_verifier_judges_and_what_a_recipe_says(capsys: Any) -> None:
+def test_list_describes_verifiers_and_recipes(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "typical"]) == 0
-    assert "\nlossy; judges drafts: chain, deterministic" in capsys.readouterr().out
+    assert "\nlossy; verifies drafts: chain, deterministic" in capsys.readouterr().out
     assert cli.main(["list", "recipes", "verifiers"]) == 0
     assert "\nmatrix:" in capsys.readouterr().out
     assert cli.main(["list", "models", "nothing"]) == 2
@@ -100,36 +100,36 @@ def test_env(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "error, code, sentence",
+    "error, code, message",
     [
         (UsageError("no such recipe"), 2, "crossdraft: error: no such recipe\n"),
         (ModelError("it is damaged"), 1, "crossdraft: error: it is damaged\n"),
         (KeyboardInterrupt(), 130, "crossdraft: interrupted\n"),
     ],
 )
-def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: Any, code: int, sentence: str) -> None:
+def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: Any, code: int, message: str) -> None:
     def fail(_: Any) -> int:
         raise error
 
     monkeypatch.setattr(cli, "list_names", fail)
     assert cli.main(["list"]) == code
-    assert capsys.readouterr().err == sentence
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_end_every_command_like_ctrl_c(monkeypatch: Any, capsys: Any, number: int) -> None:
-    def told(_: Any) -> int:
+    def interrupt(_: Any) -> int:
         os.kill(os.getpid(), number)
         time.sleep(5)
         return 0
 
-    monkeypatch.setattr(cli, "list_names", told)
+    monkeypatch.setattr(cli, "list_names", interrupt)
     before = signal.getsignal(number)
     assert cli.main(["list"]) == 130
     assert capsys.readouterr().err == "crossdraft: interrupted\n" and signal.getsignal(number) is before
 
 
-def test_errors_steer_no_terminal(monkeypatch: Any, capsys: Any) -> None:
+def test_control_characters_in_errors_are_escaped(monkeypatch: Any, capsys: Any) -> None:
     def fail(_: Any) -> int:
         raise UsageError("a name \x1b[2J, and\na second line")
 
@@ -139,25 +139,25 @@ def test_errors_steer_no_terminal(monkeypatch: Any, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "error, words", [(SystemExit(0), "SystemExit: 0 (test_cli.py, line"), (GeneratorExit("x"), "GeneratorExit: x")]
+    "error, message", [(SystemExit(0), "SystemExit: 0 (test_cli.py, line"), (GeneratorExit("x"), "GeneratorExit: x")]
 )
-def test_a_plugin_cannot_leave_the_program(monkeypatch: Any, capsys: Any, error: Any, words: str) -> None:
+def test_a_plugin_cannot_leave_the_program(monkeypatch: Any, capsys: Any, error: Any, message: str) -> None:
     def leave(_: Any) -> int:
         raise error
 
     monkeypatch.setattr(cli, "list_names", leave)
     assert cli.main(["list"]) == 1
-    sentence = capsys.readouterr().err
-    assert sentence.startswith(f"crossdraft: error: {words}") and sentence.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"crossdraft: error: {message}") and err.count("\n") == 1
     assert cli.main(["list", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_wrong_arguments_exit_with_2() -> None:
+def test_invalid_arguments_exit_with_2() -> None:
     for argv in ([], ["no-such-command"], ["list", "no-such-kind"]):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main(argv)
-        assert left.value.code == 2
+        assert exit_info.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_wrong_arguments_exit_with_2() -> None:
 def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None:
     code = (
         "import sys; from crossdraft.framework import plugins; from crossdraft.framework.cli.main import main\n"
-        "every = plugins.entry_points  # what else is installed may be heavy\n"
+        "every = plugins.entry_points  # other plug-ins may be heavy\n"
         "plugins.entry_points = lambda group: [p for p in every(group=group) if p.dist.name == 'crossdraft']\n"
         f"try: main({argv!r})\n"
         "except SystemExit: pass\n"
@@ -184,7 +184,7 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
-def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback() -> None:
     code = (
         "import sys; from crossdraft.framework.cli import main as cli\n"
         "cli.list_names = lambda args: print('x' * 10**7) or 0\n"
@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     assert command.returncode == 141
 
 
-def test_the_public_face_is_lazy_and_complete() -> None:
+def test_the_public_interface_is_lazy_and_complete() -> None:
     import crossdraft
 
     code = "import sys, crossdraft; sys.exit('torch' in sys.modules)"
@@ -209,8 +209,8 @@ def test_the_public_face_is_lazy_and_complete() -> None:
         _ = crossdraft.nonsense
 
 
-def test_bars_are_for_terminals(tmp_path: Path) -> None:
-    """Elsewhere each step of a bar would be a line: those of transformers and of any plug-in, too."""
+def test_progress_bars_are_for_terminals(tmp_path: Path) -> None:
+    """In a file each update of a progress bar is a line, including bars of transformers and of plug-ins."""
     environment = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}
 
     def errors(terminal: bool, then: str) -> str:
@@ -227,13 +227,13 @@ def test_bars_are_for_terminals(tmp_path: Path) -> None:
     assert "%" not in errors(False, model + bar)
 
 
-def test_every_bar_of_ours_knows_where_it_is_drawn() -> None:
-    """By itself tqdm draws anywhere; ``disable=None`` is for terminals only."""
+def test_every_tqdm_call_sets_disable() -> None:
+    """``disable=None`` restricts a progress bar to terminals."""
     root, calls = Path(__file__).parents[2], 0
     for folder in ("framework", "drafters", "verifiers", "plugins", "benchmarks"):
         for file in (root / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tqdm":
                     calls += 1
-                    assert "disable" in [one.arg for one in node.keywords], f"{file}:{node.lineno}"
+                    assert "disable" in [keyword.arg for keyword in node.keywords], f"{file}:{node.lineno}"
     assert calls > 5

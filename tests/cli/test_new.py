@@ -1,4 +1,4 @@
-"""``crossdraft new``: what it writes works as it stands, and names that cannot be are refused."""
+"""``crossdraft new``: the created packages work without changes, and invalid names are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {"drafter": "my-drafter", "verifier": "rule-2", "prompts": "cities"}
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[Path, ModuleType]]]:
-    """``written(kind)``: a new package in the working directory, registered as pip would have it."""
+    """``written(kind)`` creates a package in the working directory and registers it, as pip would."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     modules: list[ModuleType] = []
@@ -51,7 +51,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_runs_in_its_own_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_package_runs_with_its_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
     folder, module = written(kind)
     out = capsys.readouterr().out
     for file in folder.rglob("*.*"):
@@ -73,7 +73,7 @@ def test_what_is_written_runs_in_its_own_recipe(kind: str, written: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind, against", [("drafter", ["--verifier", "token"]), ("verifier", ["--draft", "chain"])])
-def test_what_is_written_is_certified(kind: str, against: list[str], written: Any, capsys: Any) -> None:
+def test_the_package_is_certified(kind: str, against: list[str], written: Any, capsys: Any) -> None:
     written(kind)
     assert cli.main(["certify", f"--{kind}", KINDS[kind], *against]) == 0
     rows = [
@@ -82,21 +82,21 @@ def test_what_is_written_is_certified(kind: str, against: list[str], written: An
     assert rows and all(row.endswith(" yes") for row in rows), rows
 
 
-def test_a_mistake_in_it_is_found(written: Any, capsys: Any, monkeypatch: Any) -> None:
-    """The certificate of what is written can fail: here the draft is taken as it is."""
+def test_a_lossy_change_is_detected(written: Any, capsys: Any, monkeypatch: Any) -> None:
+    """A verifier that accepts every draft fails certification."""
     written("verifier")
     rule = plugins.get("verifiers", "rule-2")
 
-    def all_of_it(self: Any, draft: Any, p: Any, rng: Any) -> Any:
+    def accept_all(self: Any, draft: Any, p: Any, rng: Any) -> Any:
         return Verdict(draft.count, rng.draw(p[:, -1]))
 
-    monkeypatch.setattr(rule, "verify", all_of_it)
+    monkeypatch.setattr(rule, "verify", accept_all)
     assert cli.main(["certify", "--verifier", "rule-2", "--draft", "chain"]) == 1
     assert "NO" in capsys.readouterr().out
 
 
 def python(*arguments: str, at: Path, **more: str) -> str:
-    """What a command of this interpreter prints; it has to succeed."""
+    """Run a command with this interpreter, which must succeed, and return its output."""
     found = subprocess.run(
         [sys.executable, *arguments], cwd=at, capture_output=True, text=True, env={**os.environ, **more}
     )
@@ -104,14 +104,14 @@ def python(*arguments: str, at: Path, **more: str) -> str:
     return found.stdout
 
 
-#: Not imported to find out: setuptools refuses a process that has loaded distutils before.
+#: Not imported here: setuptools fails in a process that has imported distutils.
 needs_setuptools = pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed")
 
 
 @needs_setuptools
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
+def test_the_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> None:
     """pip, editable, into a folder of its own; without network, so setuptools has to be here already."""
     name = KINDS[kind]
     folder, site = new.write(kind, name, tmp_path / name), tmp_path / "site"
@@ -127,9 +127,9 @@ def test_it_is_installed_and_passes_its_own_tests(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
 )
-def test_python_started_where_new_was_typed_finds_what_is_installed(kind: str, tmp_path: Path) -> None:
-    """A name without a hyphen is the folder's and the module's: pip's editable finder comes after Python's own, which
-    takes the outer folder of a flat layout for the package."""
+def test_the_installed_package_is_found_from_the_parent_directory(kind: str, tmp_path: Path) -> None:
+    """Without a hyphen, folder and module have the same name. With a flat layout, Python would import the outer folder,
+    because pip's editable finder comes last."""
     new.write(kind, "plain", tmp_path / "plain")
     site = tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
@@ -143,7 +143,7 @@ def test_python_started_where_new_was_typed_finds_what_is_installed(kind: str, t
 
 
 @pytest.mark.parametrize("entry", ["shady", "shady.hooks"])
-def test_a_folder_that_shadows_a_plugin_is_named(entry: str, tmp_path: Path) -> None:
+def test_a_folder_that_shadows_a_plugin_is_reported(entry: str, tmp_path: Path) -> None:
     metadata = tmp_path / "site" / "shady-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shady\nVersion: 1.0\n", encoding="utf-8")
@@ -163,41 +163,41 @@ def test_a_folder_that_shadows_a_plugin_is_named(entry: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name, words",
+    "name, message",
     [
-        ("My-Drafter", "'My-Drafter' is no name here; take lower-case letters, digits and single hyphens"),
-        ("my_drafter", "is no name here"),
-        ("2fast", "is no name here"),
-        ("a--b", "is no name here"),
-        ("a-", "is no name here"),
-        ("", "'' is no name here"),
-        ("../up", "is no name here"),
-        ("ünder", "is no name here"),
+        ("My-Drafter", "'My-Drafter' is not a valid name; use lower-case letters, digits and single hyphens"),
+        ("my_drafter", "is not a valid name"),
+        ("2fast", "is not a valid name"),
+        ("a--b", "is not a valid name"),
+        ("a-", "is not a valid name"),
+        ("", "'' is not a valid name"),
+        ("../up", "is not a valid name"),
+        ("ünder", "is not a valid name"),
         ("a" * 201, "has 201 characters; the most is 200"),
-        ("prompt-lookup", "there is a drafter 'prompt-lookup' already, of crossdraft"),
-        ("lambda", "'lambda' would be a word of Python's own"),
-        ("none-such-", "is no name here"),
-        ("true", "'true' would be a word of Python's own"),
-        ("json", "there is a Python module 'json' already"),
-        ("torch", "there is a Python module 'torch' already"),
-        ("crossdraft", "there is a Python module 'crossdraft' already"),
+        ("prompt-lookup", "drafter 'prompt-lookup' is already provided by crossdraft"),
+        ("lambda", "'lambda' is a Python keyword"),
+        ("none-such-", "is not a valid name"),
+        ("true", "'true' is a Python keyword"),
+        ("json", "Python module 'json' already exists"),
+        ("torch", "Python module 'torch' already exists"),
+        ("crossdraft", "Python module 'crossdraft' already exists"),
     ],
 )
-def test_names_that_cannot_be(name: str, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_invalid_names(name: str, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "drafter", name]) == 2
-    sentence = capsys.readouterr().err
-    assert words in sentence and sentence.startswith("crossdraft: error: ") and sentence.count("\n") == 1
+    err = capsys.readouterr().err
+    assert message in err and err.startswith("crossdraft: error: ") and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_an_existing_folder_is_not_changed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "file").touch()
     for arguments in (["mine"], ["other", "--out", "mine"], ["other", "--out", "file"], ["other", "--out", "file/x"]):
         assert cli.main(["new", "prompts", *arguments]) == 2
-        assert "is there already" in (said := capsys.readouterr().err) or "cannot be written" in said
+        assert "already exists" in (err := capsys.readouterr().err) or "cannot be written" in err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine"]
     assert cli.main(["new", "prompts", "mine", "--out", "deep/down"]) == 0
     assert (tmp_path / "deep" / "down" / "src" / "mine.py").is_file()

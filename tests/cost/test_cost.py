@@ -66,10 +66,10 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
     options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
     assert cli.main(["cost", "--target", config_file, *options]) == 0
     out = capsys.readouterr().out
-    assert "llama-70b (69.50 G parameters in products) on 8 x h100, context 1024" in out
+    assert "llama-70b (69.50 G parameters in matrix products) on 8 x h100, context 1024" in out
     assert "a = 0.7 stops paying at B = 2048" in out
-    assert "weights and cache exceed the memory of a device, 80 GB, from B = 2048 on" in out
-    assert "without --drafter, drafting counts as free" in out
+    assert "weights and KV cache exceed the device memory of 80 GB from B = 2048 on" in out
+    assert "without --drafter, drafting is free" in out
     assert "a = 0.7: policy: {name: batch-size, lengths: [[1, 4], [64, 3], [2048, 1]]}" in out
 
     assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
@@ -84,17 +84,17 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "cost needs --target"),
-        (["--on", "h100"], "cost needs --target"),
+        ([], "cost requires --target"),
+        (["--on", "h100"], "cost requires --target"),
         (["--target", "X", "--on", "h1000"], "there is no accelerator named 'h1000'; did you mean 'h100'"),
         (["--target", "X", "--on", "h100", "--context", "1,2"], "--context takes one value with --on"),
-        (["--target", "X", "--on", "h100", "--efficiency", "0.8"], "--efficiency takes two shares"),
+        (["--target", "X", "--on", "h100", "--efficiency", "0.8"], "--efficiency takes two fractions"),
         (["--target", "X", "--gamma", "0"], "--gamma must be at least 1"),
         (["--target", "X", "--acceptance", "1.5"], "--acceptance takes probabilities"),
         (["--target", "X", "--repeats", "0"], "--repeats must be at least 1"),
         (["--target", "X", "--batch-size", "0,1"], "--batch-size takes positive numbers"),
-        (["--target", "X", "--run", "R", "--acceptance", "0.5"], "give one of them"),
-        (["--run", "nowhere"], "nowhere is no directory; give the directory of a finished run"),
+        (["--target", "X", "--run", "R", "--acceptance", "0.5"], "remove one of them"),
+        (["--run", "nowhere"], "nowhere is not a directory; give the directory of a finished run"),
     ],
 )
 def test_options_that_do_not_fit(options: list[str], message: str, config_file: str, capsys: Any) -> None:
@@ -123,12 +123,12 @@ def test_from_measuring_to_a_run_and_back(
     capsys.readouterr()
     asked = ["cost", "--run", str(outcome.directory)]
     assert cli.main(asked) == 2
-    assert f"no cost curve of {models['target']} was measured" in capsys.readouterr().err
+    assert f"{models['target']} has no cost curve for the device" in capsys.readouterr().err
 
     grid = ["--batch-size", "1,2", "--width", "2,3", "--context", "10,30", "--repeats", "1"]
     measure = ["cost", "--target", models["target"], "--drafter", models["narrow"], *grid, "--quiet"]
     assert cli.main(measure) == 0
-    assert "a draft step against a pass over one token" in capsys.readouterr().out
+    assert "a draft step relative to a target pass over one token" in capsys.readouterr().out
     kept = {c.model: c for c in stored_curves()}
     assert kept[models["target"]].widths == [1, 2, 3] and kept[models["narrow"]].widths == [1, 2, 4]
 

@@ -67,7 +67,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--efficiency", "nan,nan"], ["--efficiency takes two shares"]),
     (["--efficiency", "0.5"], ["--efficiency takes two shares"]),
     (["--efficiency", "0.5,2"], ["--efficiency takes two shares"]),
-    (["--run", "nowhere"], ["nowhere is no directory"]),
+    (["--run", "nowhere"], ["nowhere is not a directory"]),
     (["--drafter", "nowhere"], ["nowhere is no config.json"]),
     (["--drafter", "a\0b"], ["there is no path 'a\\x00b'"]),
     (["--on", "h1000"], ["there is no accelerator named 'h1000'"]),

@@ -172,7 +172,7 @@ def test_every_command_asks_for_consent_model_by_model(
         for module in [name for name in sys.modules if name.startswith("transformers_modules")]:
             del sys.modules[module]
     assert main([*argv, "--trust-remote-code", "nobody"]) == 2
-    assert "--trust-remote-code 'nobody' names no model of this command" in capsys.readouterr().err
+    assert "--trust-remote-code 'nobody' is not a model of this command" in capsys.readouterr().err
 
 
 def test_a_student_may_name_an_owner_that_is_shared(tmp_path: Path) -> None:

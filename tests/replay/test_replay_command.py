@@ -124,8 +124,8 @@ def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
     apart = found["rows"][5]["differences"]
     assert apart["drafter"]["from"] == "prompt-lookup"
     assert apart["drafter"]["block_efficiency"]["value"] == pytest.approx(other - one)
-    assert apart["gamma"]["from"] == "2" and "rule" not in apart
-    assert found["rows"][3]["differences"]["rule"]["block_efficiency"]["value"] == 0  # a point mass
+    assert apart["gamma"]["from"] == "2" and "verifier" not in apart
+    assert found["rows"][3]["differences"]["verifier"]["block_efficiency"]["value"] == 0  # a point mass
 
     table = parquet.read_table(out).to_pydict()
     mine = [i for i, rule in enumerate(table["rule"]) if rule == "token" and table["drafter"][i] == "prompt-lookup"]
@@ -159,14 +159,14 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "none"], "'none' never drafts"),
         (["--drafter", "{name: draft-model-tree, model: x}"], "drafts trees ('without_replacement')"),
         (["--drafter", "{name: draft-model, model: x}"], "needs a target: --target MODEL"),
-        (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is no range of numbers from 1 on"),
-        (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too much; the most is 64"),
-        (["--drafter", "prompt-lookup", "--gamma", "x"], "--gamma 'x': write numbers and ranges"),
+        (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is not a range of positive numbers"),
+        (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too large; the most is 64"),
+        (["--drafter", "prompt-lookup", "--gamma", "x"], "--gamma 'x' is not a list of numbers and ranges"),
         (["--drafter", "{name: prompt-lookup, gamma: 0}"], "gamma must be from 1 to 64"),
         (["--drafter", "{name: prompt-lookup, gama: 1}"], "key 'gama'"),
         (["--drafter", "prompt-lookup", "--drafter", "prompt-lookup"], "is given twice"),
         (["--drafter", "prompt-lookup", "--limit", "0"], "--limit must be at least 1"),
-        (["--drafter", "prompt-lookup", "--top-p", "0.5"], "need a --temperature beside them"),
+        (["--drafter", "prompt-lookup", "--top-p", "0.5"], "require --temperature"),
         (
             ["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"],
             "x.parquet: there is no directory /nowhere",
@@ -185,10 +185,10 @@ def test_responses_sampled_in_different_ways_are_refused(tmp_path: Path, capsys:
     rows = [{"prompt": [1], "tokens": [1], "temperature": t} for t in (1, 0.5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
-    assert "said.jsonl:2: it was sampled in another way" in capsys.readouterr().err
+    assert "said.jsonl:2: sampling parameters differ" in capsys.readouterr().err
     path.write_text("\n", encoding="utf-8")
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
-    assert "there is no response to replay" in capsys.readouterr().err
+    assert "no responses to replay" in capsys.readouterr().err
 
 
 def test_an_interrupted_replay_leaves_no_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import acceptance
 from crossdraft.framework.report.charts.charts import KINDS, draw, draw_to
-from crossdraft.framework.report.charts.pairs import front, rows_in_a_step
+from crossdraft.framework.report.charts.pairs import front, rows_per_step
 from crossdraft.framework.report.charts.series import break_even
 from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
 from crossdraft.framework.runs.records import CellResult
@@ -93,10 +93,10 @@ def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> 
         for r in cells:
             assert r.metrics is not None and r.metrics.block_efficiency is not None
             e = r.metrics.block_efficiency
-            expected.append((rows_in_a_step(r), e.value, e.low, e.high))
+            expected.append((rows_per_step(r), e.value, e.low, e.high))
         assert [tuple(map(pytest.approx, one)) for one in sorted(expected)] == estimates(panel)
     # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
-    found = {r.config.drafter.name: rows_in_a_step(r) for r in results if r.config.batch_size == 16}
+    found = {r.config.drafter.name: rows_per_step(r) for r in results if r.config.batch_size == 16}
     assert found["none"] == 16 and 48 < found["draft-model"] <= 64 and 80 < found["draft-model-iid"] <= 112
 
 
@@ -210,7 +210,7 @@ def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
     drawn = KINDS["target_rows"].draw(made.results, "page")
     assert drawn is not None and len(drawn[0].axes) == 12 and drawn[1] == 2
     assert "target_rows.png" in draw(made)
-    assert "target_rows.png leaves out 2 panels; crossdraft plot --where draws others" in made.notes
+    assert "target_rows.png omits 2 panels; use crossdraft plot --where to draw them" in made.notes
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -268,15 +268,17 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
         return capsys.readouterr().err.removeprefix("crossdraft: error: ").strip()
 
     assert refused("--kind", "throughput", "--where", "batch_size=1") == (
-        "the run some has no throughput: it needs cells at several batch sizes"
+        "throughput cannot be drawn for run some: it requires cells at several batch sizes"
     )
-    assert refused("--where", "batch_size=2") == "no cell has batch_size '2'; there are: 1, 4, 16"
+    assert refused("--where", "batch_size=2") == "no cell has batch_size '2'; known values: 1, 4, 16"
     assert "there is no key of a cell named 'bach_size'; did you mean 'batch_size'?" in refused(
         "--where", "bach_size=1"
     )
-    assert refused("--where", "gamma").startswith("--where 'gamma' is no KEY=VALUE")
+    assert refused("--where", "gamma").startswith("--where 'gamma' is not KEY=VALUE")
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert refused("--out", str(tmp_path / "file")).endswith("file: it is not a directory; name one, or a new one")
+    assert refused("--out", str(tmp_path / "file")).endswith(
+        "file is not a directory; give an existing or a new directory"
+    )
     with pytest.raises(SystemExit):
         cli.main(["plot", str(run), "--format", "jpg"])
-    assert "'jpg' is none of png, svg, pdf" in capsys.readouterr().err
+    assert "'jpg' is not one of png, svg, pdf" in capsys.readouterr().err

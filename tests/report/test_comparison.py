@@ -121,17 +121,17 @@ def test_pieces_of_other_prompts_have_no_interval(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     a = run_of(tmp_path / "a")
-    with pytest.raises(UsageError, match="is given twice; give two runs"):
+    with pytest.raises(UsageError, match="is given twice; give two different runs"):
         compare_runs(a, run_of(tmp_path / "b" / ".." / "a"))
     b = run_of(tmp_path / "b")
     for result in b.summary.results:
         result.records = [r for r in result.records if r.prompt < 4]
-    with pytest.raises(UsageError, match="one answered 6 prompts and the other 4; run both with the same limit"):
+    with pytest.raises(UsageError, match="one has 6 prompts and the other 4; run both with the same limit"):
         compare_runs(a, b)
     c = run_of(tmp_path / "c")
     for result in c.summary.results:
         result.records = [replace(r, question_id=f"other {r.prompt}") for r in result.records]
-    with pytest.raises(UsageError, match="they answered other prompts, 6 of builtin and 6 of builtin"):
+    with pytest.raises(UsageError, match="their prompts differ, 6 of builtin and 6 of builtin"):
         compare_runs(a, c)
     d = run_of(tmp_path / "d")
     for run, digest in ((a, "1"), (d, "2")):
@@ -140,7 +140,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the same names, but not the same texts"):
         compare_runs(a, d)
     e = run_of(tmp_path / "e", drafters=[{"name": "eagle3", "model": "org/head"}], verifiers=["token"], exclude=[])
-    with pytest.raises(UsageError, match=r"have no pair in common; crossdraft table shows what each of them has"):
+    with pytest.raises(UsageError, match=r"have no pair in common; run crossdraft table to see the pairs of each"):
         compare_runs(run_of(tmp_path / "f"), e)
 
 
@@ -158,4 +158,4 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert found["runs"] == [str(a), str(b)] and len(found["pairs"]) == 5
     assert found["pairs"][0]["ratio"]["value"] == 1 and found["pairs"][0]["speed_up"][0]["low"] > 0
     assert cli.main(["compare", str(a), str(tmp_path / "gone")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from html_runs import RECIPE, finished_run, on_disk
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.report.csv_rows import row_of
 from crossdraft.framework.report.load_run import FinishedRun
-from crossdraft.framework.report.pivot import pivot, rendered, untold
-from crossdraft.framework.report.selection import Chosen, finished_cells
+from crossdraft.framework.report.pivot import hidden_keys, pivot, rendered
+from crossdraft.framework.report.selection import SelectedCell, finished_cells
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [2, 3], "batch_size": [1, 4]}}
 
@@ -22,7 +22,7 @@ def run(tmp_path_factory: Any) -> FinishedRun:
     return finished_run(tmp_path_factory.mktemp("some"), SOME, tokens=24)
 
 
-def pairs(run: FinishedRun, *where: str) -> list[Chosen]:
+def pairs(run: FinishedRun, *where: str) -> list[SelectedCell]:
     return [cell for cell in finished_cells([("some", run)], where) if not cell.result.config.is_baseline]
 
 
@@ -97,14 +97,16 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
 
     crowded = refused("--rows", "drafter", "--cols", "verifier", "--where", "gamma=2")
     assert crowded == (
-        "several cells fall into one place of the table; they differ in batch_size: put batch_size into --rows or "
-        "--cols, or choose with --where batch_size=1"
+        "several cells have the same place in the table; they differ in batch_size: add batch_size to --rows or "
+        "--cols, or select with --where batch_size=1"
     )
     assert "did you mean 'verifier'" in refused("--rows", "verifer")
     assert "did you mean 'speed_up'" in refused("--rows", "drafter,gamma,batch_size", "--value", "sped_up")
-    assert refused("--rows", "drafter", "--cols", "drafter").startswith("drafter stands in --rows and --cols twice")
+    assert refused("--rows", "drafter", "--cols", "drafter").startswith("drafter occurs twice in --rows and --cols")
     assert refused("--digits", "-1").startswith("--digits -1 is out of range")
-    assert refused("--where", "drafter=none") == "there is no cell to show: none of a pair is left"
+    assert refused("--where", "drafter=none") == (
+        "no cells to show: --where excludes all of them (plain decoding requires --baseline)"
+    )
     arguments = ["--rows", "drafter", "--cols", "verifier", "--where", "gamma=2", "--where", "batch_size=4"]
     out = tmp_path / "table.tex"
     assert cli.main(["table", str(directory), *arguments, "--format", "latex", "--out", str(out)]) == 0
@@ -119,8 +121,8 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
     )
     # Two batch sizes in one table are told, where the table does not tell them.
     cells = pairs(run, "gamma=2", "batch_size=1") + pairs(run, "gamma=3", "batch_size=4")
-    assert untold(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
-    assert untold(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
+    assert hidden_keys(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
+    assert hidden_keys(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
     # The same run twice: what tells them apart is the directory, which is one.
     assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
     assert "the same cell is in the table twice; name each run once" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_single_draft_pairs_are_not_set_against_nothing(tmp_path: Path) -> None:
 def test_the_report_names_its_charts(tmp_path: Path) -> None:
     made = outcome(tmp_path, {1: {"token": 1.0}})
     made.charts = ["throughput.png"]
-    assert "charts, beside the records: throughput.png" in terminal(made)
+    assert "charts, in the run directory: throughput.png" in terminal(made)
     assert "![throughput](throughput.png)" in summary_markdown(made)
 
 

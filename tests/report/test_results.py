@@ -98,7 +98,7 @@ def test_a_page(made: MADE, capsys: Any) -> None:
         "# Results",
         "## mine",
         "### temperature 1, batch size 1",
-        "### Rules side by side",
+        "### Verifiers compared",
         "### How it was measured",
     ]
     assert "which rule?" in text and "- note: a note" in text
@@ -118,7 +118,7 @@ def test_a_page(made: MADE, capsys: Any) -> None:
 def test_what_has_no_numbers_is_told(made: MADE, capsys: Any) -> None:
     _, text, _ = report(capsys, made(failing="block"))
     assert "- failed: prompt-lookup × block (temperature 1, batch size 1): it broke" in text
-    assert "side by side" not in text  # one rule is left
+    assert "Verifiers compared" not in text  # one rule is left
     recipe = {"verifiers": ["greedy", "token"], "matrix": {"temperature": [0, 1]}}
     exclude = [{"temperature": 0, "verifier": "token"}]
     _, text, _ = report(capsys, made("other", **recipe, exclude=exclude))
@@ -195,8 +195,8 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
         assert (code, out) == (2, "") and err.count("\n") == 1
         return err.removeprefix("crossdraft: error: ").strip()
 
-    advice = "give the directory of a finished run, which crossdraft run named last"
-    assert error(tmp_path / "gone") == f"{tmp_path / 'gone'} is no directory; {advice}"
+    advice = "give the directory of a finished run, which crossdraft run prints"
+    assert error(tmp_path / "gone") == f"{tmp_path / 'gone'} is not a directory; {advice}"
     assert error(tmp_path) == f"{tmp_path} has no recipe.json; {advice}"
     run = made()
     assert error(run, "--out", tmp_path / "no" / "where.md").startswith(
@@ -224,4 +224,4 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     shutil.rmtree(everything / "cells")
     text = (everything / "summary.csv").read_text(encoding="utf-8").splitlines()
     (everything / "summary.csv").write_text("\n".join(line for line in text if ",none," not in line), encoding="utf-8")
-    assert error(everything) == f"the run {everything} has no finished cell; run its recipe again"
+    assert error(everything) == f"the run {everything} has no finished cells; run its recipe again"

@@ -106,7 +106,7 @@ def test_runs_of_older_versions(run: RunDirectory) -> None:
         "stopped",
         "cannot write to there: No space left on device",
     )
-    run.write_text("summary.md", "# some\n\n- interrupted: what was not finished is missing; run again to go on\n")
+    run.write_text("summary.md", "# some\n\n- interrupted: unfinished cells are missing; run again to resume\n")
     assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
     with run.locked():
         assert state_of(run.path).state == "running"

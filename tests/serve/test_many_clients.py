@@ -1,4 +1,4 @@
-"""A hundred clients, slow readers and dropped connections: no slot leaks, nobody waits for a reader."""
+"""A hundred clients, slow readers and dropped connections: no slot leaks, and readers do not block the server."""
 
 import json
 import re
@@ -17,74 +17,74 @@ from tiny_models import save_model
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from server_thread import Running, serving  # noqa: E402
+from server_thread import RunningServer, serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PROMPT = "w5 w6 w7 w5 w6"
 
 
-def raw(running: Running, name: str, **options: Any) -> socket.socket:
-    """A connection that has asked, and reads when it likes."""
+def connect(running: RunningServer, name: str, **options: Any) -> socket.socket:
+    """Send a request and return the connection, whose response is not read."""
     body = json.dumps({"model": name, "prompt": PROMPT, "ignore_eos": True, "max_tokens": 80, **options}).encode()
-    found = socket.create_connection(("127.0.0.1", running.port))
+    connection = socket.create_connection(("127.0.0.1", running.port))
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
-    found.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
-    return found
+    connection.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+    return connection
 
 
 def test_a_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
     with serving("--target", name, "--temperature", "0", "--slots", "4", "--max-new-tokens", "80") as running:
-        ask = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120)
-        plain = ask.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120)
+        plain = client.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text
 
-        def one(i: int) -> Any:
-            if i % 5 == 0:  # leaves at once, streaming or not
-                raw(running, name, stream=i % 2 == 0).close()
-            elif i % 5 == 1:  # leaves in the middle
-                left = raw(running, name, stream=True)
-                left.recv(64)
-                left.close()
-            elif i % 5 == 2:  # reads after everybody else
-                return raw(running, name, stream=True, logprobs=0)
+        def send(i: int) -> Any:
+            if i % 5 == 0:  # disconnects at once, streaming or not
+                connect(running, name, stream=i % 2 == 0).close()
+            elif i % 5 == 1:  # disconnects in the middle
+                connection = connect(running, name, stream=True)
+                connection.recv(64)
+                connection.close()
+            elif i % 5 == 2:  # reads after all others
+                return connect(running, name, stream=True, logprobs=0)
             else:
-                return ask.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text
+                return client.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text
             return None
 
         with ThreadPoolExecutor(100) as pool:
-            found = list(pool.map(one, range(100)))
-        assert [text for i, text in enumerate(found) if i % 5 > 2] == [plain] * 40
+            results = list(pool.map(send, range(100)))
+        assert [text for i, text in enumerate(results) if i % 5 > 2] == [plain] * 40
         assert running.idle(60), running.health()
         assert running.health() == {"slots": 4, "running": 0, "waiting": 0}
-        assert running.served.decoder.occupied == 0
-        for reader in found[2::5]:
+        assert running.pool.decoder.occupied == 0
+        for reader in results[2::5]:
             with reader, reader.makefile("rb") as file:
                 assert b"data: [DONE]" in file.read()
-        assert ask.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text == plain
+        assert client.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text == plain
 
 
-def test_more_than_may_wait_are_told_so(tmp_path: Any) -> None:
+def test_a_full_queue_rejects_requests(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
-    with serving("--target", name, "--slots", "1", "--max-new-tokens", "80", most_waiting=2) as running:
-        ask = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.InternalServerError, match="and 2 may; ask again later"):
-            ask.completions.create(model=name, prompt=["w5", "w6", "w7"])
-        left = [raw(running, name) for _ in range(3)]
+    with serving("--target", name, "--slots", "1", "--max-new-tokens", "80", max_waiting=2) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="0 of at most 2 requests wait; retry later"):
+            client.completions.create(model=name, prompt=["w5", "w6", "w7"])
+        connections = [connect(running, name) for _ in range(3)]
         time.sleep(0.01)
-        for one in left:
-            one.close()
+        for connection in connections:
+            connection.close()
         assert running.idle()
 
 
-def test_the_command_says_what_it_is_for_and_ends_in_good_order(tmp_path: Any) -> None:
-    """Ctrl-C, while an answer is under way."""
+def test_the_command_stops_cleanly(tmp_path: Any) -> None:
+    """Ctrl-C while a response is running."""
     name = save_model(tmp_path / "target", context=2048)
     command = [sys.executable, "-m", "crossdraft", "serve", "--target", name, "--port", "0", "--max-new-tokens", "1900"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
-        assert "for evaluation, not for production" in lines[1]
+        assert "For evaluation, not for production" in lines[1]
         address = re.search(r"http://127.0.0.1:(\d+)/v1", lines[2])
         assert address
         for _ in range(100):
@@ -93,9 +93,9 @@ def test_the_command_says_what_it_is_for_and_ends_in_good_order(tmp_path: Any) -
                 break
             except OSError:
                 time.sleep(0.05)
-        here: Any = type("Here", (), {"port": int(address[1])})
-        with raw(here, name, max_tokens=1900, stream=True) as asked:
-            asked.recv(64)
+        server: Any = type("Server", (), {"port": int(address[1])})
+        with connect(server, name, max_tokens=1900, stream=True) as connection:
+            connection.recv(64)
             process.send_signal(signal.SIGINT)
             rest, errors = process.communicate(timeout=30)
-    assert process.returncode == 0 and "the server has ended" in rest and "Traceback" not in errors, errors
+    assert process.returncode == 0 and "server stopped" in rest and "Traceback" not in errors, errors

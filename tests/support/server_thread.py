@@ -1,4 +1,4 @@
-"""A server in a thread, on a port of its own, for the tests of the endpoint."""
+"""A server in a thread, on a free port, for the tests of the endpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from crossdraft.framework.cli import serve
 from crossdraft.framework.serve.app import server
+from crossdraft.framework.serve.decoder_pool import DecoderPool
 
 
-class Running:
-    """The address of a server, and what it says of its slots."""
+class RunningServer:
+    """A running server: its address, its decoder pool and its counts."""
 
-    def __init__(self, port: int, served: Any):
-        self.port, self.served = port, served
+    def __init__(self, port: int, pool: DecoderPool):
+        self.port, self.pool = port, pool
         self.url = f"http://127.0.0.1:{port}"
 
     def health(self) -> dict[str, int]:
@@ -27,7 +27,7 @@ class Running:
             return json.load(answer)
 
     def idle(self, seconds: float = 20.0) -> bool:
-        """Wait until nothing runs and nobody waits."""
+        """Wait until no request runs or is queued; False after ``seconds``."""
         end = time.monotonic() + seconds
         while (now := self.health())["running"] or now["waiting"]:
             if time.monotonic() > end:
@@ -43,15 +43,15 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 @contextmanager
-def serving(*words: str, most_waiting: int = 1024, api_key: str | None = None) -> Iterator[Running]:
+def serving(*words: str, max_waiting: int = 1024, api_key: str | None = None) -> Iterator[RunningServer]:
     """``crossdraft serve`` with these options."""
-    served = serve.offered(arguments("--dtype", "float32", *words))
-    listening = serve.listening("127.0.0.1", 0)
-    running = server(served, most_waiting=most_waiting, api_key=api_key)
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+    pool = serve.build_pool(arguments("--dtype", "float32", *words))
+    listener = serve.listen("127.0.0.1", 0)
+    running = server(pool, max_waiting=max_waiting, api_key=api_key)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield Running(listening.getsockname()[1], served)
+        yield RunningServer(listener.getsockname()[1], pool)
     finally:
         running.should_exit = True
         thread.join(20)

@@ -1,4 +1,4 @@
-"""The engines that ship with crossdraft, a file each; see `crossdraft.framework.advise.engine`."""
+"""Built-in engines, one file each; see `crossdraft.framework.advise.engine`."""
 
 from ...contracts.hookspecs import Register, hookimpl
 
@@ -9,7 +9,7 @@ def crossdraft_register_engines(register: Register) -> None:
     register(
         "vllm-synthetic",
         f"{__name__}.vllm:VllmSynthetic",
-        summary="a --speculative-config that pretends the acceptance, to time a schedule",
+        summary="--speculative-config with synthetic acceptance, to time a schedule",
     )
     register("sglang", f"{__name__}.sglang:Sglang", summary="log, gauge and responses; --speculative-*")
     register("tensorrt-llm", f"{__name__}.tensorrt_llm:TensorRtLlm", summary="speculative_config in YAML")
@@ -18,5 +18,5 @@ def crossdraft_register_engines(register: Register) -> None:
     register(
         "speculation-profile",
         f"{__name__}.speculation_profile:SpeculationProfile",
-        summary="speculation_profile.json, acceptance that travels with a draft checkpoint",
+        summary="speculation_profile.json, the acceptance stored with a draft checkpoint",
     )

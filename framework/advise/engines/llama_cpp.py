@@ -1,4 +1,4 @@
-"""llama.cpp's server: its counters and its log; ``--spec-type``, ``--model-draft``, ``--spec-draft-*``.
+"""llama.cpp server: counters and log; ``--spec-type``, ``--model-draft``, ``--spec-draft-*``.
 
 https://github.com/ggml-org/llama.cpp: docs/speculative.md, common/arg.cpp, tools/server.
 """
@@ -22,7 +22,7 @@ _LINE = re.compile(
     r"draft acceptance = \S+ \(\s*(\d+) accepted /\s*(\d+) generated\), mean (?:acceptance length|len) =\s*(\S+?)"
     r"(?:, acceptance rate per position = \(([^()]*)\))?\s*"
 )
-#: Later versions have the rates on a line of their own.
+#: Later versions log the rates on a separate line.
 _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 
 
@@ -36,11 +36,11 @@ class LlamaCpp(Engine):
         "mtp": "draft-mtp",
     }
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        found = spec_decode("llamacpp:", given, before)
-        if before is not None:
-            return found
-        return found + from_windows(_windows(given), given, "responses")
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = spec_decode("llamacpp:", source, earlier)
+        if earlier is not None:
+            return acceptances
+        return acceptances + from_windows(_windows(source), source, "responses")
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         return super().cannot(acceptance) or only_point_masses(acceptance, self.name)
@@ -48,42 +48,42 @@ class LlamaCpp(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings(shell(["--spec-type", "none"]))
-        found = schedule.acceptance
-        method = needs_method(self, found)
+        acceptance = schedule.acceptance
+        method = needs_method(self, acceptance)
         words = ["--spec-type", method]
         if method == "ngram-simple":
-            # Its draft length is that of the m-gram; the lookup has one size, not a range.
-            words += ["--spec-ngram-simple-size-n", str(ngram_sizes(found)["max"])]
+            # Its draft length is the size of the m-gram; the lookup n-gram has a fixed size.
+            words += ["--spec-ngram-simple-size-n", str(ngram_sizes(acceptance)["max"])]
             words += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
-        elif found.model or method != "draft-mtp":
-            words += ["--model-draft", needs_model(self, found)]
+        elif acceptance.model or method != "draft-mtp":
+            words += ["--model-draft", needs_model(self, acceptance)]
         words += ["--spec-draft-n-max", str(schedule.gamma)]
         if method != "ngram-simple":
-            words += ["--spec-draft-p-min", "0"]  # drafts of full length, as they were measured
+            words += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
         remarks = list(length_remarks(schedule))
-        sizes = ngram_sizes(found)
+        sizes = ngram_sizes(acceptance)
         if method == "ngram-simple" and sizes["min"] != sizes["max"]:
             remarks.append(
-                f"it looks up suffixes of {sizes['max']} tokens alone, not of {sizes['min']} to {sizes['max']}"
+                f"it looks up suffixes of {sizes['max']} tokens only, not of {sizes['min']} to {sizes['max']}"
             )
         if method == "ngram-simple" and schedule.gamma < sizes["max"]:
             remarks.append(
-                f"it drops drafts that are shorter than the suffix looked up: of {schedule.gamma} tokens behind "
-                f"{sizes['max']} it never drafts; take max_ngram: {schedule.gamma} or less"
+                f"it drops drafts that are shorter than the looked-up suffix: with {schedule.gamma} tokens after "
+                f"{sizes['max']} it never drafts; use max_ngram: {schedule.gamma} or less"
             )
         return Settings(shell(words), tuple(remarks))
 
 
-def _windows(given: Source) -> Iterator[Window]:
-    for (number, line), (_, after) in pairwise([*given.lines(), (0, "")]):
+def _windows(source: Source) -> Iterator[Window]:
+    for (number, line), (_, after) in pairwise([*source.lines(), (0, "")]):
         if _MARK not in line:
             continue
-        found, rates = _LINE.fullmatch(line[line.index(_MARK) :]), _RATES.search(after)
-        if found is None:
-            raise given.error(number, "the line of draft acceptance is cut off or of another version")
-        text = found[4] if found[4] is not None else rates[1] if rates else None
+        match, rates = _LINE.fullmatch(line[line.index(_MARK) :]), _RATES.search(after)
+        if match is None:
+            raise source.error(number, "the draft acceptance line is truncated or of an unsupported version")
+        text = match[4] if match[4] is not None else rates[1] if rates else None
         if text is None:
-            raise given.error(number, "the rates per position are missing; log them with -lv 4, or give its /metrics")
-        each = tuple(given.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
-        mean = given.number(found[3], number, "the mean acceptance length")
-        yield Window(number, float(found[1]), float(found[2]), each, mean)
+            raise source.error(number, "the rates per position are missing; log with -lv 4, or use /metrics")
+        rates_by_position = tuple(source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
+        mean = source.number(match[3], number, "the mean acceptance length")
+        yield Window(number, float(match[1]), float(match[2]), rates_by_position, mean)

@@ -1,9 +1,9 @@
-"""SGLang: its log line, its gauge, ``meta_info`` of responses; ``--speculative-*`` and the adaptive configuration.
+"""SGLang: log lines, gauge and ``meta_info`` of responses; ``--speculative-*`` and the adaptive configuration.
 
 https://docs.sglang.ai: advanced_features/speculative_decoding, advanced_features/adaptive_speculative_decoding;
 sglang/srt/speculative/adaptive_spec_params.py.
 
-Of its two figures only the length is read: the denominator of its rate differs between log, gauge and responses.
+Only the accept length is read: the denominator of the accept rate differs between log, gauge and responses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
-#: Where adaptive steps work, and where drafts can be sampled and judged by rejection.
+#: Algorithms with adaptive steps and with rejection sampling of sampled drafts.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 
 
@@ -39,17 +39,17 @@ class Sglang(Engine):
         "mtp": "NEXTN",
     }
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        if before is not None:
-            return []  # a gauge is no counter
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        if earlier is not None:
+            return []  # a gauge is not a counter
         responses = per_request(
-            given,
+            source,
             "spec_correct_drafts_histogram",
             "spec_verify_ct",
             "spec_num_correct_drafts",
             "spec_num_proposed_drafts",
         )
-        return [*_log(given), *_gauge(given), *responses, *([] if responses else _lengths(given))]
+        return [*_log(source), *_gauge(source), *responses, *([] if responses else _lengths(source))]
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
@@ -66,13 +66,13 @@ class Sglang(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings("", ("start the server without --speculative-algorithm",))
-        found = schedule.acceptance
-        method = needs_method(self, found)
+        acceptance = schedule.acceptance
+        method = needs_method(self, acceptance)
         words = ["--speculative-algorithm", method]
-        if found.model or method not in ("NGRAM", "NEXTN"):
-            words += ["--speculative-draft-model-path", needs_model(self, found)]
+        if acceptance.model or method not in ("NGRAM", "NEXTN"):
+            words += ["--speculative-draft-model-path", needs_model(self, acceptance)]
         if method == "NGRAM":
-            # A chain: breadth 1. All nodes are verified together with the last committed token.
+            # A chain has breadth 1; the number of draft tokens includes the last committed token.
             words += [
                 "--speculative-num-draft-tokens",
                 str(schedule.gamma + 1),
@@ -90,64 +90,65 @@ class Sglang(Engine):
             flags = shell(["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"])
             text = f"{text} \\\n{flags}\n\n# adaptive.json\n{adaptive}"
             if any(r.gamma == 0 for r in schedule.ranges):
-                remarks.append("candidate_steps [0] switches drafting off; older releases cannot, and refuse it")
+                remarks.append("candidate_steps [0] switches drafting off; older releases reject it")
         return Settings(text, tuple(remarks))
 
 
-def _log(given: Source) -> list[Acceptance]:
-    """The lines of decoding batches: windows of as many steps, so that one counts as often as sequences ran in it."""
+def _log(source: Source) -> list[Acceptance]:
+    """Log lines of decoding batches, which cover equal numbers of steps and are weighted by running requests."""
     rows, first, last, idle = [], 0, 0, 0
-    for number, line in given.lines():
+    for number, line in source.lines():
         mark = _LINE.search(line)
         length = _LENGTH.search(line) if mark else None
         if length is None:
             continue
         running = _RUNNING.search(line)
         if not running or not length[2]:
-            raise given.error(number, "the line of a decoding batch is cut off or of another version")
-        mean, n = given.number(length[1], number, "the accept len", 4096), float(running[1])
+            raise source.error(number, "the decode batch line is truncated or of an unsupported version")
+        mean, n = source.number(length[1], number, "the accept len", 4096), float(running[1])
         if not mean or not n:
             idle += 1
             continue
         if mean < 1:
-            raise given.error(number, f"an accept len of {mean:g} leaves out the token that the target adds")
+            raise source.error(number, f"an accept len of {mean:g} does not include the bonus token")
         rows.append((n, n * (mean - 1)))
         first, last = first or number, number
     if not rows:
         return []
     remarks = ["windows are weighted by their running requests"]
     if idle:
-        remarks.append(f"windows in which nothing was drafted are left out: {idle}")
-    return [_of_length(given, rows, f"{given.name}:{first}-{last}", "windows of the log", tuple(remarks))]
+        remarks.append(f"windows without drafts are omitted: {idle}")
+    return [_from_lengths(rows, f"{source.name}:{first}-{last}", "windows of the log", tuple(remarks))]
 
 
-def _gauge(given: Source) -> list[Acceptance]:
-    found = samples(given, {_GAUGE})
+def _gauge(source: Source) -> list[Acceptance]:
     lengths = []
-    for sample in found.values():
+    for sample in samples(source, {_GAUGE}).values():
         if sample.value < 1:
-            raise given.error(sample.line, f"{_GAUGE} is {sample.value:g}: nothing was drafted yet")
+            raise source.error(sample.line, f"{_GAUGE} is {sample.value:g}: nothing has been drafted")
         lengths.append(sample.value)
     if not lengths:
         return []
-    remark = f"{_GAUGE} speaks of the last moments before the scrape alone; a log, or responses, say more"
-    return [Acceptance((), given.name, length=sum(lengths) / len(lengths), remarks=(remark,))]
+    remark = f"{_GAUGE} covers only the time just before the scrape; prefer a log or responses"
+    return [Acceptance((), source.name, length=sum(lengths) / len(lengths), remarks=(remark,))]
 
 
-def _lengths(given: Source) -> list[Acceptance]:
-    """Responses without a histogram: tokens over target calls."""
+def _lengths(source: Source) -> list[Acceptance]:
+    """Responses without a histogram: tokens per target call."""
     rows = []
-    for line, found in given.objects("spec_verify_ct"):
-        steps, tokens = found["spec_verify_ct"], found.get("completion_tokens")
+    for line, fields in source.objects("spec_verify_ct"):
+        steps, tokens = fields["spec_verify_ct"], fields.get("completion_tokens")
         if type(steps) is not int or type(tokens) is not int or not 0 <= steps <= tokens:
-            raise given.error(line, f"{tokens!r:.30} tokens in {steps!r:.30} target calls (spec_verify_ct) cannot be")
+            raise source.error(
+                line, f"{tokens!r:.30} tokens in {steps!r:.30} target calls (spec_verify_ct) are inconsistent"
+            )
         if steps:
             rows.append((float(steps), float(tokens - steps)))
-    return [_of_length(given, rows, f"{given.name}, {len(rows)} responses", "responses")] if rows else []
+    return [_from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses")] if rows else []
 
 
-def _of_length(
-    given: Source, rows: list[tuple[float, float]], source: str, pieces: str, remarks: tuple[str, ...] = ()
+def _from_lengths(
+    rows: list[tuple[float, float]], source: str, pieces: str, remarks: tuple[str, ...] = ()
 ) -> Acceptance:
     steps, accepted = (sum(column) for column in zip(*rows, strict=True))
     return Acceptance((), source, rows=tuple(rows), pieces=pieces, length=1 + accepted / steps, remarks=remarks)

@@ -1,4 +1,4 @@
-"""``speculation_profile.json``: acceptance as it travels with a draft checkpoint, in both conventions.
+"""``speculation_profile.json``: acceptance stored with a draft checkpoint, as marginal and conditional rates.
 
 https://github.com/NVIDIA/Model-Optimizer: examples/specdec_bench/specdec_bench/speculation_profile.py.
 """
@@ -14,19 +14,19 @@ from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from .vllm import Vllm
 
-#: How far rounded rates may be from one another.
+#: Tolerance for rounded rates.
 _ROUNDING = 2e-4
 
 
 class SpeculationProfile(Engine):
     name = "speculation-profile"
     read_from = "schema 1.0, Model Optimizer main, commit 095124e9d582"
-    methods: ClassVar[Mapping[str, str]] = Vllm.methods  # the profile takes over vLLM's names
+    methods: ClassVar[Mapping[str, str]] = Vllm.methods  # profiles use vLLM's names
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        if before is not None:
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        if earlier is not None:
             return []
-        return [self._profile(given, line, found) for line, found in given.objects("conditional_accept_rates")]
+        return [self._profile(source, line, fields) for line, fields in source.objects("conditional_accept_rates")]
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
@@ -35,67 +35,69 @@ class SpeculationProfile(Engine):
         return reason
 
     def scheduled(self, acceptance: Acceptance) -> bool:
-        return True  # all lengths follow from its rates
+        return True  # its rates cover all lengths
 
     def export(self, schedule: Schedule) -> Settings:
-        found = schedule.acceptance
-        length = 1 + sum(found.marginal)
+        acceptance = schedule.acceptance
+        length = 1 + sum(acceptance.marginal)
         profile: dict[str, Any] = {
             "schema_version": "1.0",
             "measured": True,
-            "method": self.methods.get(found.drafter),
-            "draft_checkpoint": {"model": found.model} if found.model else None,
+            "method": self.methods.get(acceptance.drafter),
+            "draft_checkpoint": {"model": acceptance.model} if acceptance.model else None,
             "target_model": None,
-            "num_speculative_tokens": found.gamma,
+            "num_speculative_tokens": acceptance.gamma,
             "block_size": None,
-            "max_supported_k": found.gamma,
+            "max_supported_k": acceptance.gamma,
             "verification_method": "longest_prefix",
-            "conditional_accept_rates": list(found.conditional),
-            "marginal_accept_rates": list(found.marginal),
+            "conditional_accept_rates": list(acceptance.conditional),
+            "marginal_accept_rates": list(acceptance.marginal),
             "mean_accept_length": length,
-            "accept_length_model": "chain_analytic" if found.cuttable else "measured_per_k",
-            "accept_length_by_k": {str(found.gamma): length},
-            "measurement_conditions": {"source": found.source, "temperature": found.temperature},
+            "accept_length_model": "chain_analytic" if acceptance.cuttable else "measured_per_k",
+            "accept_length_by_k": {str(acceptance.gamma): length},
+            "measurement_conditions": {"source": acceptance.source, "temperature": acceptance.temperature},
         }
         return Settings(json.dumps(profile, indent=2))
 
-    def _profile(self, given: Source, line: int, found: dict[str, Any]) -> Acceptance:
-        if found.get("measured") is False:
-            raise given.error(line, "the profile says that nothing was measured")
+    def _profile(self, source: Source, line: int, fields: dict[str, Any]) -> Acceptance:
+        if fields.get("measured") is False:
+            raise source.error(line, "the profile is not measured")
         keys = ("conditional_accept_rates", "marginal_accept_rates")
-        conditional, marginal = (None if found.get(key) is None else given.rates(found, key, line) for key in keys)
+        conditional, marginal = (None if fields.get(key) is None else source.rates(fields, key, line) for key in keys)
         if conditional is None and marginal is None:
-            raise given.error(line, "the profile has no rates: block verification gives it none")
-        source = given.place(line)
-        about: dict[str, Any] = {
-            "drafter": self.ours(found.get("method")),
-            "drafts": _steps(given, line, found),
-            "cuttable": found.get("accept_length_model", "chain_analytic") == "chain_analytic",
+            raise source.error(line, "the profile has no acceptance rates, as for block verification")
+        place = source.place(line)
+        attributes: dict[str, Any] = {
+            "drafter": self.ours(fields.get("method")),
+            "drafts": _steps(source, line, fields),
+            "cuttable": fields.get("accept_length_model", "chain_analytic") == "chain_analytic",
         }
-        checkpoint = found.get("draft_checkpoint")
+        checkpoint = fields.get("draft_checkpoint")
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get("model"), str):
-            about["model"] = checkpoint["model"]
+            attributes["model"] = checkpoint["model"]
         if marginal is None:
-            return Acceptance.from_conditional(conditional or (), source, **about)
-        made = Acceptance(marginal, source, **about)
-        for i, (theirs, ours) in enumerate(zip(conditional or (), made.conditional, strict=False), start=1):
-            before = made.marginal[i - 2] if i > 1 else 1.0
-            if not abs(theirs - ours) * before <= _ROUNDING:  # NaN too
-                raise given.error(
+            return Acceptance.from_conditional(conditional or (), place, **attributes)
+        acceptance = Acceptance(marginal, place, **attributes)
+        for i, (theirs, ours) in enumerate(zip(conditional or (), acceptance.conditional, strict=False), start=1):
+            previous = acceptance.marginal[i - 2] if i > 1 else 1.0
+            if not abs(theirs - ours) * previous <= _ROUNDING:  # NaN too
+                raise source.error(
                     line,
-                    f"conditional and marginal rates contradict each other at position {i}: {theirs:g}, not {ours:g}",
+                    f"conditional and marginal rates are inconsistent at position {i}: {theirs:g}, not {ours:g}",
                 )
-        mean = found.get("mean_accept_length")
+        mean = fields.get("mean_accept_length")
         if isinstance(mean, int | float) and not abs(mean - 1 - sum(marginal)) <= 0.02:
-            raise given.error(line, f"mean_accept_length is {mean:g}, and 1 + the marginal rates {1 + sum(marginal):g}")
-        return made
+            raise source.error(
+                line, f"mean_accept_length is {mean:g}, but 1 + the sum of the marginal rates is {1 + sum(marginal):g}"
+            )
+        return acceptance
 
 
-def _steps(given: Source, line: int, found: dict[str, Any]) -> float | None:
-    """The drafts behind a profile: its histogram of tokens a step."""
-    histogram = found.get("acceptance_length_histogram")
+def _steps(source: Source, line: int, fields: dict[str, Any]) -> float | None:
+    """The number of drafts, from the histogram of tokens per step."""
+    histogram = fields.get("acceptance_length_histogram")
     if not histogram:
         return None
     if not isinstance(histogram, dict) or not all(type(n) is int and n >= 0 for n in histogram.values()):
-        raise given.error(line, "acceptance_length_histogram holds something that is no count")
+        raise source.error(line, "acceptance_length_histogram has a value that is not a count")
     return float(sum(histogram.values())) or None

@@ -1,4 +1,4 @@
-"""TensorRT-LLM: the ``speculative_config`` of its YAML.
+"""TensorRT-LLM: ``speculative_config`` in YAML.
 
 https://nvidia.github.io/TensorRT-LLM: features/speculative-decoding; tensorrt_llm/llmapi/llm_args.py.
 """
@@ -31,7 +31,7 @@ class TensorRtLlm(Engine):
         if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
             return "it has no block verification"
         if acceptance.drafter in ("eagle3", "mtp", ""):
-            return None  # use_rejection_sampling judges sampled drafts
+            return None  # use_rejection_sampling supports sampled drafts
         return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")
 
     def scheduled(self, acceptance: Acceptance) -> bool:
@@ -39,27 +39,27 @@ class TensorRtLlm(Engine):
 
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
-            return Settings("", ("leave speculative_config out of the YAML",))
-        found = schedule.acceptance
-        method = needs_method(self, found)
+            return Settings("", ("omit speculative_config from the YAML",))
+        acceptance = schedule.acceptance
+        method = needs_method(self, acceptance)
         config: dict[str, Any] = {"decoding_type": method, "max_draft_len": schedule.gamma}
         if method == "NGram":
-            config["max_matching_ngram_size"] = ngram_sizes(found)["max"]
-        elif found.model or method != "MTP":
-            config["speculative_model"] = needs_model(self, found)
+            config["max_matching_ngram_size"] = ngram_sizes(acceptance)["max"]
+        elif acceptance.model or method != "MTP":
+            config["speculative_model"] = needs_model(self, acceptance)
         if schedule.sampled:
             config["use_rejection_sampling"] = True
         remarks = length_remarks(schedule)
         if len(schedule.ranges) > 1:
-            # Each length up to its batch size; beyond the last it does not draft.
-            lengths = {found.high: found.gamma for found in schedule.ranges}
-            upper = "keys of draft_len_schedule are upper ends; older releases take them for lower ends"
+            # Keys are the upper ends of ranges; beyond the last there is no drafting.
+            lengths = {batch_range.high: batch_range.gamma for batch_range in schedule.ranges}
+            upper = "keys of draft_len_schedule are upper ends of ranges; in older releases they are lower ends"
             remarks = (*length_remarks(schedule, beyond=0), upper)
             first = schedule.ranges[0]
             if first.gamma < schedule.gamma:
                 lengths[first.high] = schedule.gamma
-                what = f"up to B = {first.high} it drafts with gamma {schedule.gamma} instead of {first.gamma}"
-                remarks = (*remarks, f"{what}: a draft_len_schedule has to begin with its longest drafts")
+                change = f"up to B = {first.high} it drafts with gamma {schedule.gamma} instead of {first.gamma}"
+                remarks = (*remarks, f"{change}: draft_len_schedule must begin with its longest drafts")
             config["draft_len_schedule"] = lengths
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)

@@ -32,15 +32,15 @@ class Transformers(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings("model.generate(**inputs)")
-        found = schedule.acceptance
+        acceptance = schedule.acceptance
         remarks = length_remarks(schedule)
-        if needs_method(self, found) == "prompt_lookup_num_tokens":
-            n = ngram_sizes(found)["max"]
+        if needs_method(self, acceptance) == "prompt_lookup_num_tokens":
+            n = ngram_sizes(acceptance)["max"]
             text = f"model.generate(**inputs, prompt_lookup_num_tokens={schedule.gamma}, max_matching_ngram_size={n})"
             return Settings(text, remarks)
-        # The length is read from the assistant's own configuration; the defaults would change it from step to step.
+        # The length is read from the assistant's generation_config, whose defaults change it in each step.
         text = (
-            f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, found)!r})\n"
+            f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, acceptance)!r})\n"
             f"assistant.generation_config.num_assistant_tokens = {schedule.gamma}\n"
             'assistant.generation_config.num_assistant_tokens_schedule = "constant"\n'
             "assistant.generation_config.assistant_confidence_threshold = 0.0\n"

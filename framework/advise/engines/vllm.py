@@ -1,4 +1,4 @@
-"""vLLM: its log line, its counters, its per-request metrics; ``--speculative-config``.
+"""vLLM: log lines, counters and per-request metrics; ``--speculative-config``.
 
 https://docs.vllm.ai: features/speculative_decoding; vllm/v1/spec_decode/metrics.py, vllm/config/speculative.py.
 """
@@ -19,13 +19,13 @@ from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, shell
 
 _MARK = "SpecDecoding metrics: "
-#: What a line must hold; the last one says that it is whole.
+#: Required fields of a log line; the last one shows that it is not truncated.
 _FIELDS = {
     "mean": re.compile(r"Mean acceptance length: (\S+?),"),
     "accepted": re.compile(r"(?<!Avg )Accepted: (\S+) tokens"),
     "drafted": re.compile(r"Drafted: (\S+) tokens"),
     "rates": re.compile(r"Per-position acceptance rate: ([^A-Z]*?),? ?(?=[A-Z]|$)"),
-    "whole": re.compile(r"raft acceptance rate: (\S+?)%"),
+    "end": re.compile(r"raft acceptance rate: (\S+?)%"),
 }
 
 
@@ -41,20 +41,20 @@ class Vllm(Engine):
         "mtp": "mtp",
     }
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        found = spec_decode("vllm:", given, before)
-        if before is not None:
-            return found
-        found += from_windows((_window(given, n, line) for n, line in given.lines() if _MARK in line), given)
-        found += per_request(
-            given, "acceptance_histogram", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens"
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = spec_decode("vllm:", source, earlier)
+        if earlier is not None:
+            return acceptances
+        acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
+        acceptances += per_request(
+            source, "acceptance_histogram", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens"
         )
-        return found + _synthetic(given)
+        return acceptances + _synthetic(source)
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
         if reason is None and acceptance.verifier not in ("", "token", "block", "greedy", "sample-match"):
-            reason = f"it verifies by token or by block, not by {acceptance.verifier}"
+            reason = f"it supports token and block verification, not {acceptance.verifier}"
         return reason
 
     def scheduled(self, acceptance: Acceptance) -> bool:
@@ -69,22 +69,22 @@ class Vllm(Engine):
         return Settings(shell(["--speculative-config", json.dumps(self._config(schedule))]), tuple(remarks))
 
     def _config(self, schedule: Schedule) -> dict[str, Any]:
-        found = schedule.acceptance
-        method = needs_method(self, found)
+        acceptance = schedule.acceptance
+        method = needs_method(self, acceptance)
         config: dict[str, Any] = {"method": method}
         if method not in ("ngram", "mtp"):
-            config["model"] = needs_model(self, found)
-        elif method == "mtp" and found.model:
-            config["model"] = found.model
+            config["model"] = needs_model(self, acceptance)
+        elif method == "mtp" and acceptance.model:
+            config["model"] = acceptance.model
         config["num_speculative_tokens"] = schedule.gamma
         if len(schedule.ranges) > 1:
-            lengths = [[found.low, found.high, found.gamma] for found in schedule.ranges]
+            lengths = [[r.low, r.high, r.gamma] for r in schedule.ranges]
             config["num_speculative_tokens_per_batch_size"] = lengths
         if method == "ngram":
-            config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(found).items()}
+            config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()}
         if schedule.greedy:
             return config
-        if found.verifier == "block":
+        if acceptance.verifier == "block":
             config["rejection_sample_method"] = "block"
         if schedule.sampled:
             config["draft_sample_method"] = "probabilistic"
@@ -92,12 +92,12 @@ class Vllm(Engine):
 
 
 class VllmSynthetic(Vllm):
-    """vLLM that pretends to accept as was measured, whatever is drafted: to time a schedule without the drafter."""
+    """vLLM with synthetic acceptance at the measured rates, to time a schedule without the drafter."""
 
     name = "vllm-synthetic"
 
-    def read(self, given: Source, before: Source | None = None) -> list[Acceptance]:
-        return []  # `Vllm` reads what this one writes
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Vllm` reads this format
 
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
@@ -108,28 +108,29 @@ class VllmSynthetic(Vllm):
             "synthetic_acceptance_rates": list(schedule.acceptance.cut(schedule.gamma).marginal),
         }
         config.pop("draft_sample_method", None)
-        remark = "what this server says is not what the target would say: the acceptance is synthetic"
+        remark = "the acceptance is synthetic: the output is not the target's"
         return Settings(shell(["--speculative-config", json.dumps(config)]), (remark,))
 
 
-def _window(given: Source, number: int, line: str) -> Window:
-    """The counts behind one log line: rates have three decimals, so the number of drafts follows from the tokens."""
+def _window(source: Source, number: int, line: str) -> Window:
+    """Parse a log line."""
     part = line.partition(_MARK)[2]
-    found = {key: pattern.search(part) for key, pattern in _FIELDS.items()}
-    if lacking := [key for key, match in found.items() if match is None]:
-        what = "its end" if lacking == ["whole"] else f"its {lacking[0]}"
-        raise given.error(number, f"the line of SpecDecoding metrics lacks {what}; it is cut off or of another version")
-    text = {key: match[1] for key, match in found.items() if match}
-    accepted, drafted = (given.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
-    rates = [given.number(rate, number, "an acceptance rate", 1.0) for rate in text["rates"].split(", ")]
-    return Window(number, accepted, drafted, tuple(rates), given.number(text["mean"], number, "the mean length"))
+    matches = {key: pattern.search(part) for key, pattern in _FIELDS.items()}
+    if missing := [key for key, match in matches.items() if match is None]:
+        raise source.error(
+            number, f"the SpecDecoding metrics line has no {missing[0]}; it is truncated or of an unsupported version"
+        )
+    text = {key: match[1] for key, match in matches.items() if match}
+    accepted, drafted = (source.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
+    rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text["rates"].split(", ")]
+    return Window(number, accepted, drafted, tuple(rates), source.number(text["mean"], number, "the mean length"))
 
 
-def _synthetic(given: Source) -> list[Acceptance]:
-    """The vector of a ``--speculative-config`` that pretends one."""
-    found = []
-    for line, config in given.objects("synthetic_acceptance_rates"):
-        rates = given.rates(config, "synthetic_acceptance_rates", line)
-        about: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
-        found.append(Acceptance(rates, given.place(line), **about))
-    return found
+def _synthetic(source: Source) -> list[Acceptance]:
+    """The acceptance rates of a ``--speculative-config`` with synthetic acceptance."""
+    acceptances = []
+    for line, config in source.objects("synthetic_acceptance_rates"):
+        rates = source.rates(config, "synthetic_acceptance_rates", line)
+        attributes: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
+        acceptances.append(Acceptance(rates, source.place(line), **attributes))
+    return acceptances

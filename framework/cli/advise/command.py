@@ -1,4 +1,4 @@
-"""``crossdraft advise``: from acceptance and cost to a decision, and to the settings of an engine."""
+"""``crossdraft advise``: recommend drafters and draft lengths from acceptance and cost; export engine settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = 1024
 
 
 class _Costs(NamedTuple):
-    """What the options say of costs: the two curves, if they say so."""
+    """Cost curves given by the options, None if not given."""
 
     target: Curve | None
     drafter: Curve | None
@@ -35,7 +35,7 @@ class _Costs(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): options that do not fit, numbers that cannot carry an answer."""
+    """Return 0. Raises UsageError (exit status 2) for invalid options or insufficient data."""
     check(args)
     from ...advise.caveats import Remarks
     from ...advise.decision import decide
@@ -45,10 +45,11 @@ def main(args: argparse.Namespace) -> int:
     groups = _groups(args, remarks)
     sizes: list[int] = sorted(set(args.batch_size or BATCH_SIZES))
     steps = {
-        title: [decide(mine, b, c) for c in args.context or [None] for b in sizes] for title, mine in groups.items()
+        title: [decide(candidates, b, c) for c in args.context or [None] for b in sizes]
+        for title, candidates in groups.items()
     }
-    for found in steps.values():
-        remarks.of_steps(found)
+    for steps_of_group in steps.values():
+        remarks.of_steps(steps_of_group)
     settings = _settings(args, groups, sizes, remarks) if args.export else None
     if args.json:
         print(json.dumps(as_json(steps, remarks, settings), indent=2))
@@ -61,45 +62,47 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what there is to choose from --------------------------------------------------------------------------------
+# -- candidates --------------------------------------------------------------------------------------------------
 
 
 def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candidate]]:
-    """The candidates by what they share: target and sampling."""
+    """The candidates, grouped by target and sampling parameters."""
     from ...advise.candidates import imported
 
     runs = [source for source in args.sources if kind_of_source(source) == "directory"]
     texts = [source for source in args.sources if source not in runs]
     if args.since and len(texts) != 1:
-        raise UsageError("--since is an earlier scrape of one other; give one file or URL to count up to")
+        raise UsageError("--since requires exactly one SOURCE, a later scrape of the same counters")
     if (
         runs
         and not texts
-        and (idle := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None])
+        and (unused := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None])
     ):
-        raise UsageError(f"{option(idle[0])} says what an engine's numbers do not; a finished run knows it")
+        raise UsageError(
+            f"{option(unused[0])} is for an engine's numbers and cannot be used with a finished run; remove it"
+        )
     costs = _costs(args, remarks)
     candidates: list[Candidate] = []
     for run in runs:
-        candidates += _of_run(args, run, costs, remarks)
+        candidates += _run_candidates(args, run, costs, remarks)
     replays = bool(args.replay or args.prompts)
     if replays:
-        from .replay import acceptances as replayed
+        from .replay import replayed_acceptances
 
-        acceptances = replayed(args, remarks)
+        acceptances = replayed_acceptances(args, remarks)
     else:
-        acceptances = [found for source in texts for found in _imported(args, source, remarks)]
+        acceptances = [acceptance for source in texts for acceptance in _read_acceptances(args, source, remarks)]
     if acceptances:
         if costs.target is None:
             raise UsageError(
-                "nothing says what a pass of the target costs: give --target with --on, --target alone if crossdraft "
-                "cost measured it, or --cost FILE"
+                "the cost of the target is unknown: give --target with --on, --target measured by crossdraft cost, or "
+                "--cost FILE"
             )
-        drafting = [_drafting(args, one, costs, replays) for one in acceptances]
+        draft_curves = [_draft_curve(acceptance, costs, replays) for acceptance in acceptances]
         remarks.free(drafting=not replays and costs.drafter is None)
         context = (args.context or [CONTEXT])[0]
-        for one, curve in zip(acceptances, drafting, strict=True):
-            candidates += imported([one], costs.target, curve, context)
+        for acceptance, curve in zip(acceptances, draft_curves, strict=True):
+            candidates += imported([acceptance], costs.target, curve, context)
     if args.overlap:
         remarks.overlapped()
         candidates = [replace(candidate, overlap=True) for candidate in candidates]
@@ -108,32 +111,32 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         if args.temperature is None or candidate.acceptance.temperature == args.temperature:
             groups.setdefault(candidate.group, []).append(candidate)
     if not groups:
-        asked = "" if args.temperature is None else f" at temperature {args.temperature:g}"
-        why = "; ".join(remarks.warnings) or f"nothing drafts{asked}"
-        raise UsageError(f"there is no pair to choose from: {why}")
+        where = "" if args.temperature is None else f" at temperature {args.temperature:g}"
+        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{where}"
+        raise UsageError(f"no candidates: {reason}")
     return groups
 
 
-def _drafting(args: argparse.Namespace, found: Acceptance, costs: _Costs, replayed: bool) -> Curve | None:
-    """The curve of what drafts: of a replayed drafter by its own model, none where it has none."""
+def _draft_curve(acceptance: Acceptance, costs: _Costs, replayed: bool) -> Curve | None:
+    """The cost curve of the draft model; None if the drafter has no model."""
     if not replayed:
         return costs.drafter
-    if not found.model:
+    if not acceptance.model:
         return None
-    return costs.drafter or costs.by_name(found.model)
+    return costs.drafter or costs.by_name(acceptance.model)
 
 
 def kind_of_source(source: str) -> str:
-    """``directory``, ``file``, or ``url``. Raises UsageError where there is nothing."""
+    """``directory``, ``file`` or ``url``. Raises UsageError if the path does not exist."""
     if source.startswith(("http://", "https://")):
         return "url"
     kind = kind_of(source)
     if not kind:
-        raise UsageError(f"there is no file or directory {source}; give a finished run, or what an engine wrote")
+        raise UsageError(f"{source} does not exist; give a finished run, or an engine's log, metrics or responses")
     return kind
 
 
-def _of_run(args: argparse.Namespace, source: str, costs: _Costs, remarks: Remarks) -> list[Candidate]:
+def _run_candidates(args: argparse.Namespace, source: str, costs: _Costs, remarks: Remarks) -> list[Candidate]:
     from ...advise.candidates import Machine, of_run
     from ...cost.curve import stored_curves
     from ...report.load_run import read_run
@@ -144,55 +147,56 @@ def _of_run(args: argparse.Namespace, source: str, costs: _Costs, remarks: Remar
         machine = Machine(costs.target, costs.by_name)
         remarks.free(drafting=False)
     curves = [*run.summary.curves, *stored_curves()]
-    found, notes = of_run(run.summary.results, run.name, curves, machine)
+    candidates, notes = of_run(run.summary.results, run.name, curves, machine)
     remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
-    return found
+    return candidates
 
 
-def _imported(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
-    """What the engines' formats find in a file, with what the options say of it."""
+def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
+    """Acceptances in a source, in the format of any engine, completed by the options."""
     from ...advise.acceptance import Acceptance
     from ...advise.engine_log import read_source
 
-    given = read_source(source)
+    content = read_source(source)
     before = read_source(args.since) if args.since else None
-    found: list[Acceptance] = []
+    acceptances: list[Acceptance] = []
     for name in plugins.entries("engines"):
         engine = plugins.get("engines", name)()
         with plugins.guarded("engines", name, "read()"):
-            read = list(engine.read(given, before))
-        if not all(isinstance(one, Acceptance) for one in read):
+            items = list(engine.read(content, before))
+        if not all(isinstance(item, Acceptance) for item in items):
             raise plugins.unusable("engines", name, "read() must return a list of crossdraft.Acceptance")
-        found += read
-    if not found:
-        what = "two scrapes of counters" if before else "a log, scrape or responses"
-        raise UsageError(f"{source} has no acceptance in any known format of {what} (crossdraft list engines)")
-    remarks.of_source(given)
-    if "prompt-lookup" in (_only(args.drafter), *(one.drafter for one in found)):
+        acceptances += items
+    if not acceptances:
+        kind = "two scrapes of counters" if before else "a log, metrics or responses"
+        raise UsageError(f"{source} has no acceptance in a known format of {kind} (see crossdraft list engines)")
+    remarks.of_source(content)
+    if "prompt-lookup" in (_first(args.drafter), *(acceptance.drafter for acceptance in acceptances)):
         remarks.warn(
-            f"{source}: engines count steps with a draft alone, prompt-lookup often has none; over all it gains less"
+            f"{source}: engines count steps with a draft only, and prompt-lookup often has none: its gain is smaller"
         )
-    said = {"drafter": _only(args.drafter), "verifier": _only(args.verifier), "temperature": args.temperature}
-    said |= {"model": args.draft_path or args.draft_model}
-    return [replace(_with_rates(args, one), **{k: v for k, v in said.items() if v is not None}) for one in found]
+    fields = {"drafter": _first(args.drafter), "verifier": _first(args.verifier), "temperature": args.temperature}
+    fields |= {"model": args.draft_path or args.draft_model}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return [replace(_with_rates(args, acceptance), **fields) for acceptance in acceptances]
 
 
-def _only(given: list[str] | None) -> str | None:
-    return given[0] if given else None
+def _first(values: list[str] | None) -> str | None:
+    return values[0] if values else None
 
 
-def _with_rates(args: argparse.Namespace, found: Acceptance) -> Acceptance:
-    """Acceptance by position, assumed if it has to be."""
-    if found.marginal:
+def _with_rates(args: argparse.Namespace, acceptance: Acceptance) -> Acceptance:
+    """Acceptance by position; if unknown, a constant rate with the same mean length."""
+    if acceptance.marginal:
         if args.gamma is not None:
-            raise UsageError(f"{found.source} tells the acceptance by position; --gamma is for where it does not")
-        return found
+            raise UsageError(f"--gamma: {acceptance.source} has the acceptance by position; remove --gamma")
+        return acceptance
     if args.gamma is None:
         raise UsageError(
-            f"{found.source} tells that a step emits {found.length:.2f} tokens and not of how many drafted ones; "
-            "give the draft length as --gamma"
+            f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
+            "give it as --gamma"
         )
-    return found.with_constant_rate(args.gamma)
+    return acceptance.with_constant_rate(args.gamma)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
@@ -209,11 +213,11 @@ def _costs(args: argparse.Namespace, remarks: Remarks) -> _Costs:
     if args.on:
         return _roofline(args, remarks)
     if args.target:
-        target = _kept(args.target, remarks)
-        drafter = _kept(args.draft_model, remarks) if args.draft_model else None
-        return _Costs(target, drafter, lambda name: _kept(name, remarks))
+        target = _stored_curve(args.target, remarks)
+        drafter = _stored_curve(args.draft_model, remarks) if args.draft_model else None
+        return _Costs(target, drafter, lambda name: _stored_curve(name, remarks))
     if args.draft_model:
-        raise UsageError("--draft-model needs --target: what a draft costs is set against a pass of the target")
+        raise UsageError("--draft-model requires --target")
     return _Costs(None, None, lambda _: None)
 
 
@@ -232,29 +236,29 @@ def _roofline(args: argparse.Namespace, remarks: Remarks) -> _Costs:
     remarks.of_roofline(target)
 
     def by_name(name: str) -> Curve | None:
-        """The model that was named for all of a run's pairs, or the pair's own if its shape is known here."""
+        """The curve of --draft-model, else of the pair's own model if its config is readable."""
         if drafter is not None:
             return drafter
         try:
             return Roofline(read_shape(name), device, **options)
         except UsageError:
             pass
-        except Exception as error:  # a config of no family that the roofline knows: heads
-            remarks.warn(f"the shape of {name} is not known: {error}")
-        remarks.assume(f"drafting with {name} counts as free")
+        except Exception as error:  # heads have configs that the roofline does not support
+            remarks.warn(f"the cost of {name} is unknown: {error}")
+        remarks.assume(f"drafting with {name} is free")
         return None
 
     return _Costs(target, drafter, by_name)
 
 
-def _kept(name: str, remarks: Remarks) -> Curve:
-    """The curve that `crossdraft cost` kept of a model, the latest one."""
+def _stored_curve(name: str, remarks: Remarks) -> Curve:
+    """The latest cost curve of a model measured by ``crossdraft cost``."""
     from ...cost.curve import stored_curves
 
-    mine = [curve for curve in stored_curves() if curve.model == name]
-    if not mine:
-        raise UsageError(f"no cost curve of {name} was measured here: crossdraft cost --target {name}, or give --on")
-    curve = max(mine, key=lambda curve: curve.measured)
+    curves = [curve for curve in stored_curves() if curve.model == name]
+    if not curves:
+        raise UsageError(f"{name} has no cost curve on this machine; run crossdraft cost --target {name}, or use --on")
+    curve = max(curves, key=lambda curve: curve.measured)
     remarks.of_curve(curve)
     return curve
 
@@ -263,23 +267,24 @@ def _kept(name: str, remarks: Remarks) -> Curve:
 
 
 def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
-    """Of the engine, and remarks on what it cannot do, with the price."""
+    """Settings for the engine of --export; adds remarks on its limitations and their cost."""
     from ...advise.decision import decide, schedule_for
     from ...advise.engine import Settings
 
     if len(groups) > 1:
-        raise UsageError(f"--export is for one of: {'; '.join(groups)}; choose with --temperature")
+        raise UsageError(
+            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature"
+        )
     ((_, candidates),) = groups.items()
     engine = plugins.get("engines", args.export)()
     context = args.context[0] if args.context else None
     if args.draft_path:
-        named = [replace(one.acceptance, model=args.draft_path) for one in candidates]
-        candidates = [replace(c, acceptance=a) for c, a in zip(candidates, named, strict=True)]
+        candidates = [replace(c, acceptance=replace(c.acceptance, model=args.draft_path)) for c in candidates]
     with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
-        found = schedule_for(candidates, engine, sizes, context)
-    remarks.of_schedule(found, engine, {b: decide(candidates, b, context) for b in found.schedule.speed_ups})
+        choice = schedule_for(candidates, engine, sizes, context)
+    remarks.of_schedule(choice, engine, {b: decide(candidates, b, context) for b in choice.schedule.speed_ups})
     with plugins.guarded("engines", args.export, "export()"):
-        settings = engine.export(found.schedule)
+        settings = engine.export(choice.schedule)
     if not isinstance(settings, Settings):
         raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)

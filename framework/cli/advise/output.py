@@ -1,4 +1,4 @@
-"""What ``crossdraft advise`` shows: a table for each temperature, and where its numbers are from."""
+"""Output of ``crossdraft advise``: a table per temperature and the sources of its numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from ...metrics.intervals import Estimate
 
 _LEGEND = (
-    "speed-up: predicted, over plain decoding, with its 95 % interval; ~: the runner-up lies within it; ?: it holds 1"
+    "speed-up: predicted, over plain decoding, with a 95 % interval; ~: the interval includes the runner-up; "
+    "?: it includes 1"
 )
 
 
 def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
-    parts = [f"{title}\n\n{_table(found)}" for title, found in steps.items()]
+    parts = [f"{title}\n\n{_table(steps_of_title)}" for title, steps_of_title in steps.items()]
     return "\n\n".join([*parts, _LEGEND, "\n".join(remarks.lines())])
 
 
@@ -28,21 +29,30 @@ def _table(steps: Sequence[Step]) -> str:
     contexts, measured = len({step.context for step in steps}) > 1, any(step.measured for step in steps)
     rows = []
     for step in steps:
-        where = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
+        cells = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
         mark = "" if step.sure else " ?"
         advice = "draft" if step.draft else "off"
-        rows.append([*where, advice + mark, *_shown(step.best), _runner_up(step)])
+        rows.append([*cells, advice + mark, *_choice_cells(step.best), _runner_up(step)])
         if measured:
             rows[-1].append(_pair(step.measured) if step.measured else "")
-    header = ["B", *(["context"] if contexts else []), "advice", "drafter", "rule", "gamma", "speed-up", "runner-up"]
+    header = [
+        "B",
+        *(["context"] if contexts else []),
+        "advice",
+        "drafter",
+        "verifier",
+        "gamma",
+        "speed-up",
+        "runner-up",
+    ]
     header += ["measured best"] if measured else []
     return tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True)
 
 
-def _shown(choice: Choice) -> list[str]:
+def _choice_cells(choice: Choice) -> list[str]:
     candidate = choice.candidate
-    rule = candidate.acceptance.verifier or "?"
-    return [candidate.title, rule, str(choice.gamma), _estimate(choice.speed_up)]
+    verifier = candidate.acceptance.verifier or "?"
+    return [candidate.title, verifier, str(choice.gamma), _estimate(choice.speed_up)]
 
 
 def _runner_up(step: Step) -> str:
@@ -52,20 +62,20 @@ def _runner_up(step: Step) -> str:
 
 
 def _pair(choice: Choice) -> str:
-    drafter, rule, gamma, _ = _shown(choice)
-    return f"{drafter} × {rule}, {gamma}: {choice.speed_up.value:.2f}"
+    drafter, verifier, gamma, _ = _choice_cells(choice)
+    return f"{drafter} × {verifier}, {gamma}: {choice.speed_up.value:.2f}"
 
 
-def _estimate(found: Estimate) -> str:
-    interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.value:.2f}{interval}"
+def _estimate(estimate: Estimate) -> str:
+    interval = "" if estimate.low is None else f" [{estimate.low:.2f}, {estimate.high:.2f}]"
+    return f"{estimate.value:.2f}{interval}"
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------
 
 
 def as_json(steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Settings | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "advice": [
             {
                 "group": title,
@@ -77,23 +87,23 @@ def as_json(steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Set
                 "runner_up": _choice(step.runner_up) if step.runner_up else None,
                 "measured_best": _choice(step.measured) if step.measured else None,
             }
-            for title, mine in steps.items()
-            for step in mine
+            for title, steps_of_title in steps.items()
+            for step in steps_of_title
         ],
         "remarks": asdict(remarks),
     }
-    return found | ({"settings": settings.text} if settings is not None else {})
+    return report | ({"settings": settings.text} if settings is not None else {})
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-    found = choice.candidate.acceptance
+    acceptance = choice.candidate.acceptance
     return {
-        "drafter": found.drafter or None,
-        "model": found.model or None,
-        "verifier": found.verifier or None,
+        "drafter": acceptance.drafter or None,
+        "model": acceptance.model or None,
+        "verifier": acceptance.verifier or None,
         "gamma": choice.gamma,
-        "options": dict(found.options),
-        "source": found.source,
+        "options": dict(acceptance.options),
+        "source": acceptance.source,
         "speed_up": asdict(choice.speed_up),
         "tokens_per_second": choice.tokens_per_second,
     }

@@ -1,7 +1,6 @@
 """``crossdraft certify``: exact enumeration of drafter x verifier pairs on small exact models.
 
-The drafters and verifiers are registered ones, found through the plug-in manager; what a draft label of the
-command line stands for is the table `DRAFTS`. PyTorch is imported once something is to be certified.
+Draft labels of the command line are defined in `DRAFTS`. PyTorch is imported only when pairs are certified.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from ...certificate.table_lm import Toy
     from ...contracts.verifier import Verifier
 
-#: A draft label, or what a named drafter is called, and what it stands for.
+#: Draft kinds by draft label, or named drafters by name.
 Drafts = Mapping[str, DraftKind | NamedDrafter]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``crossdraft certify``."""
     labels = "; ".join(f"{label}: {kind.summary}" for label, kind in (DRAFTS | TRANSLATED).items())
     parser.add_argument(
         "--toy",
@@ -42,63 +40,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verifier",
         action="append",
         metavar="NAME",
-        help="certify this one; repeatable (default: all registered)",
+        help="verifier to certify (repeatable; default: all registered)",
     )
-    parser.add_argument("--draft", action="append", metavar="LABEL", help=f"repeatable (default: all). {labels}")
+    parser.add_argument(
+        "--draft", action="append", metavar="LABEL", help=f"kind of draft (repeatable; default: all). {labels}"
+    )
     parser.add_argument(
         "--drafter",
         metavar="NAME",
-        help="certify this registered drafter with every verifier that accepts its drafts; a name, or a mapping as in "
-        "recipes: '{name: draft-model-tree, branching: [2, 1]}'. Any model it asks for is the toy's. With --model: the "
-        "model that drafts, one with the target's tokenizer",
+        help="certify this registered drafter with every compatible verifier; a name, or a mapping as in recipes: "
+        "'{name: draft-model-tree, branching: [2, 1]}'. Its draft model is the toy's. With --model: the draft model, "
+        "which must share the target's tokenizer",
     )
     parser.add_argument(
-        "--drafter-option", action="append", metavar="KEY=VALUE", help="of --drafter; the value is YAML; repeatable"
+        "--drafter-option", action="append", metavar="KEY=VALUE", help="option of --drafter, a YAML value (repeatable)"
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help="rounds to chain (default: 1, but 2 for verifiers with state and with --drafter)",
+        help="number of consecutive steps (default: 1; 2 for stateful verifiers and with --drafter)",
     )
     parser.add_argument(
         "--gamma",
         type=int,
         metavar="N",
-        help="draft length, of --drafter how deep its drafts may be (default: the toy's own, less for drafts with so "
-        "many nodes that it would take minutes)",
+        help="draft length, or maximum depth with --drafter (default: the toy's, or less if that takes minutes)",
     )
     parser.add_argument(
         "--bounds",
         action="store_true",
-        help="beside E[tau], print the most that any lossless rule could accept of such drafts in the first step: of "
-        "chains (single draft), of any draft by a rule that keeps the law of every step (LP), by any rule (full "
-        "information), and the largest Pr(tau >= 1) (root)",
+        help="also print upper bounds of E[tau] in the first step of lossless verification: for chains (single draft), "
+        "for verifiers that preserve the distribution of every step (LP), for any verifier (full information), and the "
+        "largest Pr(tau >= 1) (root)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, and the verdict on standard error")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the verdict on standard error")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="a line for each pair and toy, and why others were skipped"
+        "-v", "--verbose", action="store_true", help="print one row per pair and toy, and the reasons for skipped pairs"
     )
     model.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``crossdraft certify``; 1 if a pair that is declared lossless is not, or one failed.
+    """Return 1 if a pair that is declared lossless is not, or if one raised; else 0.
 
-    With ``--samples`` it is :mod:`crossdraft.framework.cli.certify.samples` that runs, with ``--model`` alone
-    :mod:`crossdraft.framework.cli.certify.model`.
+    ``--samples`` and ``--model`` run :mod:`crossdraft.framework.cli.certify.samples` and
+    :mod:`crossdraft.framework.cli.certify.model` instead.
     """
     if args.samples:
         return samples.main(args)
     if args.deviation is not None:
-        raise UsageError("--deviation is for draws of somebody else; name their file with --samples")
+        raise UsageError("--deviation requires --samples, the file of draws to test")
     if args.first_tokens:
-        raise UsageError("--first-tokens is for draws of somebody else; name their file with --samples")
+        raise UsageError("--first-tokens requires --samples, the file of draws to test")
     if args.model:
         if args.bounds:
-            raise UsageError("--bounds are enumerated on small exact models; leave out either --bounds or --model")
+            raise UsageError("--bounds cannot be used with --model: bounds are computed for the exact toy models only")
         return model.main(args)
-    model.refuse_options(args)
+    model.check_unused(args)
     if args.steps is not None and args.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {args.steps}")
     if args.gamma is not None and args.gamma < 0:
@@ -113,23 +112,23 @@ def main(args: argparse.Namespace) -> int:
         check_law(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
     with one_thread():
-        rows, incompatible, left_out = _rows(args, toys, drafts, verifiers)
+        rows, incompatible, too_large = _rows(args, toys, drafts, verifiers)
 
-    if left_out and not rows:
-        raise UsageError(left_out[0])
-    for sentence in unusable:
-        print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
-    _print_skipped(incompatible, left_out, args.verbose or not rows)
-    for sentence in dict.fromkeys(s for row in rows if row.bounds is not None for s in row.bounds.missing):
-        print(f"crossdraft: bounds left out: {sentence}", file=sys.stderr)
+    if too_large and not rows:
+        raise UsageError(too_large[0])
+    for message in unusable:
+        print(f"crossdraft: skipped: {message}", file=sys.stderr)
+    _print_skipped(incompatible, too_large, args.verbose or not rows)
+    for reason in dict.fromkeys(s for row in rows if row.bounds is not None for s in row.bounds.missing):
+        print(f"crossdraft: bounds omitted: {reason}", file=sys.stderr)
     if not rows:
-        raise UsageError("no pair is left to certify: every one was skipped")
+        raise UsageError("nothing to certify: all pairs were skipped")
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
         (_print_table if args.verbose or args.bounds else _print_compact)(rows, args.bounds)
-    whole = not (args.toy or args.draft or args.gamma is not None)
-    _remember(rows, whole, drafts if args.drafter else {})
+    complete = not (args.toy or args.draft or args.gamma is not None)
+    _remember(rows, complete, drafts if args.drafter else {})
     line, failed = _verdict(rows, bool(args.drafter))
     if args.json:
         print(line, file=sys.stderr)
@@ -138,39 +137,40 @@ def main(args: argparse.Namespace) -> int:
     return 1 if unusable or failed else 0
 
 
-def _print_skipped(incompatible: Sequence[str], left_out: Sequence[str], verbose: bool) -> None:
-    """One line for all pairs that were not enumerated, or with ``--verbose`` one for each."""
+def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbose: bool) -> None:
+    """Print one line for all skipped pairs, or with ``--verbose`` one line each."""
     if verbose:
-        for sentence in (*left_out, *incompatible):
-            print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+        for reason in (*too_large, *incompatible):
+            print(f"crossdraft: skipped: {reason}", file=sys.stderr)
         return
-    parts = [(len(incompatible), "cannot run together"), (len(left_out), "too large to enumerate")]
-    if told := ", ".join(f"{count} {why}" for count, why in parts if count):
-        print(f"crossdraft: skipped pairs of draft and verifier: {told} (--verbose lists them)", file=sys.stderr)
+    parts = [(len(incompatible), "incompatible"), (len(too_large), "too large to enumerate")]
+    if counts := ", ".join(f"{count} {reason}" for count, reason in parts if count):
+        print(f"crossdraft: skipped pairs of draft and verifier: {counts} (--verbose lists them)", file=sys.stderr)
 
 
 def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
-    """The line that certify ends with, and if it reports a failure."""
+    """The last line of the output, and True if it reports a failure."""
     from ...certificate.outcomes import place, worst_row
 
-    wrong = [found for rule in dict.fromkeys(row.verifier for row in rows) if (found := worst_row(_of(rule, rows)))]
+    verifiers = dict.fromkeys(row.verifier for row in rows)
+    wrong = [worst for verifier in verifiers if (worst := worst_row(_rows_of(verifier, rows)))]
     if wrong:
         wrong.sort(key=lambda row: -(row.tv or 0.0))
         names = ", ".join(f"'{row.verifier.name}'" for row in wrong)
-        what = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
+        subject = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
         if of_drafter:
-            what = f"drafter '{wrong[0].draft}' with {what}"
-        return f"FAILED: {what} the target's distribution (TV up to {wrong[0].tv:.2g} {place(wrong[0])})", True
+            subject = f"drafter '{wrong[0].draft}' with {subject}"
+        return f"FAILED: {subject} the target's distribution (TV up to {wrong[0].tv:.2g} {place(wrong[0])})", True
     if errors := [row for row in rows if row.error is not None]:
         row = errors[0]
         more = f"; {len(errors) - 1} more pairs failed" if len(errors) > 1 else ""
         return f"FAILED: verifier '{row.verifier.name}' {place(row)}: {row.error}{more}", True
-    if idle := sorted(rule.name for rule in _without_drafts(rows)):
-        return f"not certified: no draft of any token reached {', '.join(idle)}", of_drafter
+    if idle := sorted(verifier.name for verifier in _without_drafts(rows)):
+        return f"not certified: {', '.join(idle)} received empty drafts only", of_drafter
     certified = [row for row in rows if row.promise.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
-        return f"lossy: nothing to certify, {_count(lossy)} with verifiers that are declared lossy", False
+        return f"lossy: nothing to certify; {_count(lossy)} declared lossy", False
     more = f"; {_count(lossy)} declared lossy" if lossy else ""
     return (
         f"lossless: {_count(len(certified))} certified, TV at most {max(row.tv or 0.0 for row in certified):.2g}{more}",
@@ -182,57 +182,57 @@ def _count(pairs: int) -> str:
     return f"{pairs} pair{'' if pairs == 1 else 's'}"
 
 
-def _of(rule: type[Verifier], rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.verifier is rule]
+def _rows_of(verifier: type[Verifier], rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.verifier is verifier]
 
 
 def _drafts(args: argparse.Namespace) -> Drafts:
     if args.drafter is None:
         if args.drafter_option:
-            raise UsageError("--drafter-option is for the drafter that --drafter names; add it")
+            raise UsageError("--drafter-option requires --drafter")
         known = DRAFTS | TRANSLATED
         for label in args.draft or ():
             if label not in known:
                 raise UnknownNameError.among("draft label", label, known)
         return {label: known[label] for label in args.draft or known}
     if args.draft:
-        raise UsageError("--draft and --drafter both say what drafts; leave one of them out")
-    found = named_drafter(args.drafter, args.drafter_option or ())
-    return {found.label: found}
+        raise UsageError("--draft and --drafter cannot be combined; remove one of them")
+    drafter = named_drafter(args.drafter, args.drafter_option or ())
+    return {drafter.label: drafter}
 
 
 def _rows(
     args: argparse.Namespace, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
-    """All pairs that can run, why others are no pairs, and what would be too much."""
+    """Rows of all pairs that can be enumerated, and the reasons why others are incompatible or too large."""
     from ...certificate.rows import CannotRun, TooMuch, certify_row, row_bounds
 
-    rows, incompatible, left_out = [], {}, {}
+    rows, incompatible, too_large = [], {}, {}
     for toy in toys:
         for label, kind in drafts.items():
             if kind.translated != (toy.words is not None):
                 if args.toy and (args.draft or args.drafter):
-                    need = "needs" if kind.translated else "cannot have"
-                    incompatible[f"toy {toy.name}: {label} {need} a drafter with tokens of its own"] = None
+                    need = "requires" if kind.translated else "does not support"
+                    incompatible[f"toy {toy.name}: {label} {need} a drafter with another vocabulary"] = None
                 continue
-            known: dict[Any, Bounds] = {}
+            cache: dict[Any, Bounds] = {}
             for verifier in verifiers:
                 try:
                     row = certify_row(toy, label, kind, verifier, args.steps, args.gamma)
                 except TooMuch as reason:
-                    left_out[str(reason)] = None
+                    too_large[str(reason)] = None
                     continue
                 except CannotRun as reason:
                     incompatible[str(reason)] = None
                     continue
                 if args.bounds and row.error is None:
-                    row = replace(row, bounds=row_bounds(toy, kind, row, known))
+                    row = replace(row, bounds=row_bounds(toy, kind, row, cache))
                 rows.append(row)
-    return rows, list(incompatible), list(left_out)
+    return rows, list(incompatible), list(too_large)
 
 
 def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
-    """The verifiers to certify, and why others are unusable (an error if they were asked for by name)."""
+    """The verifiers to certify, and error messages of unusable ones (raised if they were named)."""
     if names:
         return [_verifier(name) for name in dict.fromkeys(names)], []
     usable, unusable = [], []
@@ -245,66 +245,64 @@ def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[
 
 
 def _verifier(name: str) -> type[Verifier]:
-    """A registered rule that says its traits with the options it has by default."""
-    rule = plugins.get("verifiers", name)
-    if needed := [key for key, field in rule.Config.model_fields.items() if field.is_required()]:
-        raise ContractError(
-            f"verifier '{name}' has no default for {', '.join(needed)}, so it cannot be certified by name"
-        )
+    """A registered verifier whose default options are valid."""
+    verifier = plugins.get("verifiers", name)
+    if needed := [key for key, field in verifier.Config.model_fields.items() if field.is_required()]:
+        raise ContractError(f"verifier '{name}' cannot be certified by name: {', '.join(needed)} has no default")
     try:
-        rule.traits(rule.Config())
-    except Exception as error:  # whatever a third party's rule may raise
-        raise ContractError(f"verifier '{name}' does not say its traits: {type(error).__name__}: {error}") from None
-    return rule
+        verifier.traits(verifier.Config())
+    except Exception as error:  # of a plug-in
+        raise ContractError(f"traits of verifier '{name}' raised {type(error).__name__}: {error}") from None
+    return verifier
 
 
 def _without_drafts(rows: Sequence[Row]) -> set[type[Verifier]]:
-    """Verifiers that never saw a drafted token, on any toy."""
+    """Verifiers that received no drafted token on any toy."""
     return {row.verifier for row in rows} - {row.verifier for row in rows if row.drafted}
 
 
-def _remember(rows: Sequence[Row], whole: bool, named: Drafts) -> None:
-    """Keep what was found with the digest of the code.
+def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
+    """Store certificates under the digest of the code.
 
-    A failure is kept whatever part of the table was enumerated, a success only of the whole one. With a named drafter,
-    that one is certified, by the verifiers that are certified themselves.
+    Failures are always stored, successes only if the table is ``complete``. With a named drafter, the certificate is
+    the drafter's, from the rows of certified verifiers.
     """
     from ...certificate.outcomes import outcome
     from ...runs import certified_registry
     from ...runs.marks import mark_of_rule
     from ...util.output_files import cache_dir
 
-    found = []
+    certificates = []
     for drafter in named.values():
         cls, options = drafter.config(0)
-        judged = [row for row in rows if mark_of_rule(row.verifier, row.verifier.Config()).headline]
-        found.append((cls, options, outcome(judged)))
+        certified = [row for row in rows if mark_of_rule(row.verifier, row.verifier.Config()).headline]
+        certificates.append((cls, options, outcome(certified)))
     if not named:
-        for rule in dict.fromkeys(row.verifier for row in rows):
-            found.append((rule, rule.Config(), outcome(_of(rule, rows))))
-    kept = [(*key, one) for *key, one in found if one is not None and (whole or not one.lossless)]
+        for verifier in dict.fromkeys(row.verifier for row in rows):
+            certificates.append((verifier, verifier.Config(), outcome(_rows_of(verifier, rows))))
+    kept = [(*key, c) for *key, c in certificates if c is not None and (complete or not c.lossless)]
     try:
         certified_registry.remember(kept)
     except OSError as error:
-        print(f"crossdraft: what was certified could not be noted in {cache_dir()}: {error.strerror}", file=sys.stderr)
+        print(f"crossdraft: certificates cannot be stored in {cache_dir()}: {error.strerror}", file=sys.stderr)
 
 
 def _print_compact(rows: list[Row], _: bool) -> None:
-    """A line for each verifier."""
+    """Print one row per verifier."""
     from tabulate import tabulate
 
     from ...certificate.outcomes import worst_row
 
     table = []
-    for rule in dict.fromkeys(row.verifier for row in rows):
-        own = _of(rule, rows)
+    for verifier in dict.fromkeys(row.verifier for row in rows):
+        own = _rows_of(verifier, rows)
         errors = [row for row in own if row.error is not None]
         worst = worst_row(own)
         verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
         verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
         table.append(
             [
-                rule.name,
+                verifier.name,
                 ", ".join(dict.fromkeys(row.draft for row in own)),
                 str(len(own)),
                 f"{max((row.tv for row in own if row.tv is not None), default=0.0):.2g}",

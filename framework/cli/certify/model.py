@@ -1,4 +1,4 @@
-"""``crossdraft certify --model``: the law of the first token on a real model, see `certificate.first_token_check`."""
+"""``crossdraft certify --model``: goodness-of-fit test of the first token, see `certificate.first_token_check`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ...util.output_files import check_output, writing_output
 from ..run_args import output_folder
 from ..sampling_args import sampling_from
-from ..trust_args import add_consent, trusted
+from ..trust_args import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ...certificate.first_token_check import PromptLaws, Result
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 #: Tokens shown in a histogram, the target's most probable ones.
-SHOWN = 30
-#: Most tokens of a draft, samples, and samples at once; beyond, a test would not end or not fit.
-LONGEST, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
-#: In the files that are written: `util.output_files.check_output` recognises them by it.
+SHOWN_TOKENS = 30
+#: Limits of the draft length, of samples, and of samples per batch.
+MAX_GAMMA, MAX_SAMPLES, MAX_BATCH = 64, 10**12, 2**20
+#: Marks output files, so that `util.output_files.check_output` recognises them.
 _MARK = "crossdraft certify"
-#: Options of this test that mean nothing without ``--model``, and what they are if nobody gives them.
-OWN = {
+#: Options that require ``--model``, with their defaults.
+DEFAULTS = {
     "prompt": None,
     "raw": False,
     "draws": 1_000_000,
@@ -50,87 +50,89 @@ OWN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those that ``parser`` has already (``--verifier``, say) stay as they are."""
-    group = parser.add_argument_group("the law on a real model")
+    """Add the options that ``parser`` does not have yet."""
+    group = parser.add_argument_group("test on a real model")
 
     def option(*names: str, **spec: Any) -> None:
         with suppress(argparse.ArgumentError):
             group.add_argument(*names, **spec)
 
-    option("--model", metavar="NAME", help="the target: a name, a directory or a Hub id")
-    option("--drafter", metavar="NAME", help="the model that drafts; one with the target's tokenizer")
-    option("--verifier", action="append", metavar="NAME", help="repeatable (default: all that are declared lossless)")
-    option("--draft", action="append", metavar="LABEL", help="repeatable (default: one that the verifier accepts)")
-    option("--prompt", action="append", metavar="TEXT", help="repeatable")
-    option("--raw", action="store_true", help="leave the chat template out")
-    option("--draws", type=int, metavar="N", help="per prompt and verifier (default: 1000000)")
-    option("--gamma", type=int, metavar="N", help="draft length (default: 1, where block and token rules agree)")
-    option("--temperature", type=float, metavar="T", help="of both models (default: 1)")
-    option("--top-k", type=int, metavar="K", help="of both models (default: 0, off)")
-    option("--top-p", type=float, metavar="P", help="of both models (default: 1, off)")
-    option("--seed", type=int, metavar="N", help="of all random numbers (default: 0)")
-    option("--batch", type=int, metavar="N", help="samples drawn at once (default: by the vocabulary's size)")
-    option("--dtype", help="of the models (default: auto)")
-    option("--device", help="of the models and the rules (default: auto)")
-    option("--out", type=Path, metavar="DIR", help="write histograms (PNG) and JSON here")
-    option("--force", action="store_true", help="replace files there that this command did not write, too")
+    option("--model", metavar="NAME", help="target: a name, a directory or a Hub id")
+    option("--drafter", metavar="NAME", help="draft model, which must share the target's tokenizer")
+    option("--verifier", action="append", metavar="NAME", help="repeatable (default: all declared lossless)")
+    option("--draft", action="append", metavar="LABEL", help="repeatable (default: one compatible with the verifier)")
+    option("--prompt", action="append", metavar="TEXT", help="prompt (repeatable)")
+    option("--raw", action="store_true", help="do not apply the chat template")
+    option("--draws", type=int, metavar="N", help="samples per prompt and verifier (default: 1000000)")
+    option(
+        "--gamma", type=int, metavar="N", help="draft length (default: 1, for which block and token verification agree)"
+    )
+    option("--temperature", type=float, metavar="T", help="temperature of both models (default: 1)")
+    option("--top-k", type=int, metavar="K", help="top-k of both models (default: 0, off)")
+    option("--top-p", type=float, metavar="P", help="top-p of both models (default: 1, off)")
+    option("--seed", type=int, metavar="N", help="random seed (default: 0)")
+    option("--batch", type=int, metavar="N", help="samples per batch (default: depends on the vocabulary size)")
+    option("--dtype", help="dtype of the models (default: auto)")
+    option("--device", help="device (default: auto)")
+    option("--out", type=Path, metavar="DIR", help="directory for histograms (PNG) and JSON")
+    option("--force", action="store_true", help="overwrite files that this command did not write")
     option("--json", action="store_true", help="print JSON")
     group.add_argument(
         "--samples",
         type=Path,
         metavar="FILE",
-        help="test what somebody else's sampler drew: JSONL with prompt, prefix or law, and counts or samples",
+        help="test the draws of another sampler: JSONL with prompt, prefix or law, and counts or samples",
     )
     group.add_argument(
         "--deviation",
         type=float,
         metavar="D",
-        help="with --samples: the total variation that the sampler must be within (default: 0.02)",
+        help="with --samples: the allowed total variation (default: 0.02)",
     )
     group.add_argument(
         "--first-tokens",
         action="store_true",
-        help="with --samples: let the first tokens of sequences, which come from the prefill pass, decide, too",
+        help="with --samples: include the first tokens of sequences, which come from the prefill pass, in the verdict",
     )
-    add_consent(group)
-    parser.set_defaults(**OWN)
+    add_trust_argument(group)
+    parser.set_defaults(**DEFAULTS)
 
 
-def refuse_options(args: argparse.Namespace) -> None:
-    """Raise UsageError for what was asked of a real model, where there is none."""
-    for option, default in OWN.items():
+def check_unused(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that require ``--model``."""
+    for option, default in DEFAULTS.items():
         if getattr(args, option) != default:
             name = option.replace("_", "-")
-            raise UsageError(f"--{name} is for the law on a real model; name one with --model, or leave --{name} out")
+            raise UsageError(f"--{name} requires --model; add it, or remove --{name}")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the test; 1 if a verifier that is declared lossless loses the law (p < 1e-6), or a control is not rejected.
+    """Return 1 if a verifier that is declared lossless is rejected (p < 1e-6), or a control is not; else 0.
 
     Raises:
-        UsageError: an option, name or pair that cannot be meant; before any model is loaded where possible.
-        ModelError: a model that cannot be loaded, or a drafter with another tokenizer.
-        NumericalError: a model that says NaN.
-        ContractError: a strategy that drafts or emits what its contract forbids.
+        UsageError: an invalid option, name or pair; if possible before a model is loaded.
+        ModelError: a model that cannot be loaded, or a draft model with another tokenizer.
+        NumericalError: a model that returns NaN.
+        ContractError: a strategy that violates its contract.
     """
     sampling = _checked(args)
     from ...certificate.first_token_check import REJECTED, choose, judge, sample
 
     drafter = args.drafter
     if drafter is None:
-        raise UsageError(f"--drafter is missing: name a model that shares the tokenizer of {args.model}")
+        raise UsageError(f"--drafter is missing: give a draft model that shares the tokenizer of {args.model}")
     cases, skipped = choose(args.verifier, args.draft, drafter, args.gamma or 1)
-    for sentence in skipped:
-        print(f"crossdraft: skipped: {sentence}", file=sys.stderr)
+    for reason in skipped:
+        print(f"crossdraft: skipped: {reason}", file=sys.stderr)
     if not cases:
-        raise UsageError("no pair is left to test: every one was skipped")
+        raise UsageError("nothing to test: all pairs were skipped")
 
     prompts, decode = _prompts(args, drafter, sampling)
     from tqdm import tqdm
 
     from ...contracts.rng import CounterRng
 
-    found, seconds = [], []
+    results_by_prompt, seconds = [], []
     total = len(prompts) * len(cases) * args.draws
     with tqdm(total=total, unit=" samples", unit_scale=True, disable=None, leave=False) as bar:
         for number, prompt in enumerate(prompts):
@@ -148,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
                 progress=bar.update,
             )
             seconds.append(time.perf_counter() - start)
-            found.append([judge(case, of_case, prompt) for case, of_case in zip(cases, counts, strict=True)])
+            results_by_prompt.append([judge(*pair, prompt) for pair in zip(cases, counts, strict=True)])
 
     records = {
         "written_by": _MARK,
@@ -160,59 +162,61 @@ def main(args: argparse.Namespace) -> int:
         "sampling": sampling.model_dump(),
         "rejected_below": REJECTED,
         "prompts": [
-            _record(prompt, results, decode) | {"samples_per_second": len(cases) * args.draws / max(spent, 1e-9)}
-            for prompt, results, spent in zip(prompts, found, seconds, strict=True)
+            _record(prompt, results, decode) | {"samples_per_second": len(cases) * args.draws / max(elapsed, 1e-9)}
+            for prompt, results, elapsed in zip(prompts, results_by_prompt, seconds, strict=True)
         ],
     }
     if args.out:
         with writing_output(args.out / "model_law.json", "--out") as file:
             file.write((json.dumps(records, indent=2) + "\n").encode("utf-8"))
-        for number, (prompt, results) in enumerate(zip(prompts, found, strict=True), 1):
+        for number, (prompt, results) in enumerate(zip(prompts, results_by_prompt, strict=True), 1):
             _draw(args.out / f"prompt-{number}.png", prompt, results, decode, args.model, drafter)
     if args.json:
         print(json.dumps(records, indent=2))
     else:
-        for prompt, results, record in zip(prompts, found, records["prompts"], strict=True):
+        for prompt, results, record in zip(prompts, results_by_prompt, records["prompts"], strict=True):
             _print_table(prompt, results, record, args.draws)
-    return 1 if any(result.bad for results in found for result in results) else 0
+    return 1 if any(result.bad for results in results_by_prompt for result in results) else 0
 
 
 def _checked(args: argparse.Namespace) -> Sampling:
-    """The sampling parameters of the command line, once everything that needs no model is known to be usable."""
+    """Check the options before a model is loaded, and return the sampling parameters."""
     from ...certificate.effort import shown
 
     if not args.model:
-        raise UsageError("--model is missing: name the target whose law is to be tested")
+        raise UsageError("--model is missing: give the target to test")
     trusted(args, [args.model, args.drafter])
     if not args.prompt or not all(args.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
     for option in ("toy", "steps", "drafter_option"):
         if getattr(args, option, None) is not None:
             name = option.replace("_", "-")
-            raise UsageError(f"--{name} is for the exact models; leave it out with --model")
-    for option, most in (("draws", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
+            raise UsageError(f"--{name} is for the exact toy models and cannot be used with --model; remove it")
+    for option, limit in (("draws", MAX_SAMPLES), ("gamma", MAX_GAMMA), ("batch", MAX_BATCH)):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UsageError(f"--{option} must be at least 1, got {shown(value)}")
-        if value is not None and value > most:
-            raise UsageError(f"--{option} must be at most {most:,}, got {shown(value)}: it would not end, or not fit")
+        if value is not None and value > limit:
+            raise UsageError(
+                f"--{option} must be at most {limit:,}, got {shown(value)}: more would run out of time or memory"
+            )
     if not 0 < args.temperature < math.inf:
         raise UsageError(
-            f"--temperature must be above 0 and finite for a law that can be tested, got {args.temperature:g}"
+            f"--temperature must be positive and finite for a distribution that can be tested, got {args.temperature:g}"
         )
     if args.out:
         folder = output_folder(args.out)
         names = ["model_law.json", *(f"prompt-{number}.png" for number in range(1, len(args.prompt) + 1))]
         for name in names:
-            read = [args.model, args.drafter or ""]
-            check_output(folder / name, "--out", inputs=read, mark=_MARK.encode(), force=args.force)
+            inputs = [args.model, args.drafter or ""]
+            check_output(folder / name, "--out", inputs=inputs, mark=_MARK.encode(), force=args.force)
     return sampling_from(args)
 
 
 def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
-    """What both models say after every prompt, and how a token reads."""
+    """Both models' next-token distributions after every prompt, and a function that decodes a token."""
     from ...api.build import TargetContext, load_drafting_model, make_slots
     from ...certificate.first_token_check import PromptLaws, laws_after
     from ...models.chat import encode
@@ -225,10 +229,10 @@ def _prompts(
     for text in args.prompt:
         tokens = encode(tokenizer, [text], chat=False if args.raw else None)
         if not tokens:
-            raise UsageError(f"the prompt {text!r} has no tokens; a prompt needs at least one")
+            raise UsageError(f"--prompt {text!r} has no tokens; give at least one")
         if target.context_length is not None and len(tokens) > target.context_length:
             raise UsageError(
-                f"the prompt {text[:40]!r} has {len(tokens)} tokens, but {target.name} has a context of "
+                f"--prompt {text[:40]!r} has {len(tokens)} tokens, more than the context length of {target.name}, "
                 f"{target.context_length}; shorten it"
             )
         encoded.append(tokens)
@@ -236,14 +240,14 @@ def _prompts(
     lm = make_slots(target, 1, longest)
     load = partial(load_drafting_model, trust_remote_code=drafter in consent)
     context = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1, load=load)
-    small = context.load_lm(drafter)
+    draft_model = context.load_lm(drafter)
     prompts = []
     for text, tokens in zip(args.prompt, encoded, strict=True):
-        laws = []
-        for model, who in ((lm, f"target '{args.model}'"), (small, f"drafter '{drafter}'")):
+        distributions = []
+        for model, title in ((lm, f"target '{args.model}'"), (draft_model, f"drafter '{drafter}'")):
             model.start(0, tokens)
-            laws.append(laws_after(model, tokens[-1:], sampling, who)[0])
-        prompts.append(PromptLaws(text, len(tokens), *laws))
+            distributions.append(laws_after(model, tokens[-1:], sampling, title)[0])
+        prompts.append(PromptLaws(text, len(tokens), *distributions))
     return prompts, lambda token: str(tokenizer.decode([token]))
 
 
@@ -269,15 +273,15 @@ def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int
 
 
 def _most_probable(prompt: PromptLaws) -> list[int]:
-    return prompt.p.topk(min(SHOWN, int((prompt.p > 0).sum()))).indices.tolist()
+    return prompt.p.topk(min(SHOWN_TOKENS, int((prompt.p > 0).sum()))).indices.tolist()
 
 
 def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
     from tabulate import tabulate
 
     print(
-        f"{prompt.text!r}: {samples:,} first tokens of {record['possible_tokens']:,} possible ones; "
-        f"drafter and target are {record['tv_of_drafter_and_target']:.3f} apart (TV); "
+        f"{prompt.text!r}: {samples:,} samples of the first token, {record['possible_tokens']:,} possible tokens; "
+        f"TV of drafter and target {record['tv_of_drafter_and_target']:.3f}; "
         f"{record['samples_per_second']:,.0f} samples/s"
     )
     rows = [
@@ -291,7 +295,7 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
             "p": f"{result.target.p_value:.3g}",
             "control chi-square": f"{result.control.chi_square:,.1f}",
             "control p": f"{result.control.p_value:.3g}",
-            "law kept": result.verdict,
+            "lossless": result.verdict,
         }
         for result in results
     ]
@@ -308,7 +312,7 @@ def _draw(
     from matplotlib.figure import Figure
 
     tokens = _most_probable(prompt)
-    places = range(len(tokens))
+    positions = range(len(tokens))
     figure = Figure(figsize=(12, 1.6 + 2.6 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     for panel, result in zip(panels, results, strict=True):
@@ -319,7 +323,7 @@ def _draw(
             (0.28, prompt.q, f"drafter {drafter}", "#ccbb44"),
         ):
             heights = [float(values[token]) for token in tokens]
-            panel.bar([x + shift for x in places], heights, width=0.28, label=label, color=colour)
+            panel.bar([x + shift for x in positions], heights, width=0.28, label=label, color=colour)
         panel.set_yscale("log")
         panel.set_ylabel("probability")
         panel.set_title(
@@ -329,11 +333,11 @@ def _draw(
         )
         panel.margins(x=0.01)
     panels[0].legend(fontsize="small")
-    panels[-1].set_xticks(list(places), [repr(decode(token)) for token in tokens], rotation=60, ha="right")
+    panels[-1].set_xticks(list(positions), [repr(decode(token)) for token in tokens], rotation=60, ha="right")
     for label in panels[-1].get_xticklabels():
-        label.set_parse_math(False)  # a dollar sign is a token like others
+        label.set_parse_math(False)  # a dollar sign is not TeX
     figure.suptitle(textwrap.shorten(prompt.text, 100), parse_math=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a token in a script that the font lacks
-        with writing_output(file, "--out") as opened:
-            figure.savefig(opened, format="png", dpi=120, metadata={"Software": _MARK})
+        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font does not have
+        with writing_output(file, "--out") as file_object:
+            figure.savefig(file_object, format="png", dpi=120, metadata={"Software": _MARK})

@@ -1,4 +1,4 @@
-"""``crossdraft certify --samples FILE``: an engine's sampler against the target, see `certificate.samples`."""
+"""``crossdraft certify --samples FILE``: test an engine's sampler against the target, see `certificate.samples`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UsageError
 from ..sampling_args import sampling_from
 from ..trust_args import trusted
-from .model import OWN
+from .model import DEFAULTS
 
 if TYPE_CHECKING:
     from ...certificate.samples.foreign_samples import Decision, Distributions, Draws
     from ...certificate.samples.sampler_verdict import Verdict
     from ...certificate.samples.token_tree import TokenTree
 
-#: Options that say how the distributions are made; all others of ``certify`` mean nothing here.
+#: Options that are valid with ``--samples``; all other options of ``certify`` are rejected.
 OPTIONS = ("samples", "deviation", "first_tokens", "model", "raw", "temperature", "top_k", "top_p", "seed", "dtype")
 OPTIONS += ("device", "json")
-#: The TV in question by default.
+#: The allowed total variation by default.
 DEVIATION = 0.02
-#: Exit codes. 2 is that of wrong requests.
+#: Exit codes; 2 is reserved for usage errors.
 EXIT = {"yes": 0, "no": 1, "undecided": 3}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if the draws are the target's within the deviation in question, 1 if not, 3 if they are too few.
+    """Return 0 if the draws are within ``--deviation`` of the target's distribution, 1 if not, 3 if they are too few.
 
     Raises:
-        UsageError: an option, a line of the file or a token that is not valid.
+        UsageError: an invalid option, line of the file or token.
         ModelError, NumericalError: a model that cannot be loaded, or returns NaN.
     """
     _check(args)
@@ -41,13 +41,13 @@ def main(args: argparse.Namespace) -> int:
 
     from ...certificate.samples.foreign_samples import judge, read_draws
 
-    every = read_draws(args.samples)
-    trees = [draws.tree() for draws in every]
-    distributions = _distributions(args, every, trees)
+    all_draws = read_draws(args.samples)
+    trees = [draws.tree() for draws in all_draws]
+    distributions = _distributions(args, all_draws, trees)
     total = sum(sum(1 for counts in tree.counts if counts) for tree in trees)
     with tqdm(total=total, unit=" prefixes", disable=None, leave=False, file=sys.stderr) as bar:
         decision = judge(
-            every,
+            all_draws,
             trees,
             distributions,
             deviation=deviation,
@@ -64,19 +64,17 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     other = ("toy", "verifier", "draft", "drafter", "drafter_option", "steps", "gamma")
-    defaults = {**dict.fromkeys(other), "bounds": False, **OWN}
+    defaults = {**dict.fromkeys(other), "bounds": False, **DEFAULTS}
     for name, default in defaults.items():
         if name not in (*OPTIONS, "trust_remote_code") and getattr(args, name) != default:
-            raise UsageError(
-                f"--{name.replace('_', '-')} means nothing with --samples, whose draws are made; leave it out"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --samples; remove it")
     if args.deviation is not None and not 0 < args.deviation < 0.5:
-        raise UsageError(f"--deviation must be above 0 and below 0.5, not {args.deviation:g}")
+        raise UsageError(f"--deviation must be above 0 and below 0.5, got {args.deviation:g}")
     trusted(args, [args.model])
 
 
-def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
-    """Distributions of the target after every drawn token that another one follows."""
+def _distributions(args: argparse.Namespace, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
+    """The target's distribution at every position of the draws, from the file or from the model."""
     from ...api.build import make_slots
     from ...certificate.samples.foreign_samples import check_vocabulary, given_distributions
     from ...certificate.samples.token_tree import distributions
@@ -84,40 +82,41 @@ def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequ
     from ...models.load import load_model
 
     sampling = sampling_from(args)
-    without = [draws for draws in every if draws.law is None]
+    without = [draws for draws in all_draws if draws.law is None]
     if not without:
         if args.model:
-            raise UsageError(f"--model: every line of {args.samples} gives its own law; leave it out")
-        return given_distributions(every)
+            raise UsageError(f"--model: every line of {args.samples} has its own distribution (law); remove --model")
+        return given_distributions(all_draws)
     if not args.model:
-        raise UsageError(f"{without[0].where}: whose law follows this prefix? Name the target with --model")
-    if len(without) < len(every):
-        given = next(draws for draws in every if draws.law is not None)
         raise UsageError(
-            f"{given.where}: this line gives a law, and {without[0].where} a prefix of {args.model}; test them apart"
+            f"{without[0].where}: the line has a prefix and no distribution (law); give the target as --model"
+        )
+    if len(without) < len(all_draws):
+        given = next(draws for draws in all_draws if draws.law is not None)
+        raise UsageError(
+            f"{given.where}: this line has a distribution (law), {without[0].where} a prefix; use separate files"
         )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code
     )
     prompts: list[list[int]] = []
-    for draws in every:
+    for draws in all_draws:
         tokens = draws.prefix
         if isinstance(tokens, str):
             tokens = encode(loaded.tokenizer, [tokens], chat=False if args.raw else None)
         if not tokens:
             raise UsageError(f"{draws.where}: the prompt has no tokens")
-        # Nothing is requested of what follows the last token of a sequence.
+        # The last token of a sequence is not fed.
         length = len(tokens) + max(map(len, draws.sequences), default=1) - 1
         if loaded.context_length is not None and length > loaded.context_length:
             raise UsageError(
-                f"{draws.where}: {length} tokens are too long for {loaded.name}, whose context is "
-                f"{loaded.context_length}"
+                f"{draws.where}: {length} tokens exceed the context length of {loaded.name}, {loaded.context_length}"
             )
         prompts.append(tokens)
     size = make_slots(loaded, 1, 1).vocab_size
-    for draws, tokens in zip(every, prompts, strict=True):
+    for draws, tokens in zip(all_draws, prompts, strict=True):
         if max(tokens) >= size:
-            raise UsageError(f"{draws.where}: token {max(tokens)} is beyond the vocabulary, which has {size}")
+            raise UsageError(f"{draws.where}: token {max(tokens)} is outside the vocabulary of {size} tokens")
         check_vocabulary(draws, size)
 
     def make(rows: int, length: int) -> Any:
@@ -132,9 +131,9 @@ def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequ
 def _as_json(decision: Decision) -> dict[str, Any]:
     from ...certificate.samples.sampler_verdict import LEVEL
 
-    found = {"verdict": decision.verdict.outcome, "level": LEVEL, **_fields(decision.verdict)}
+    fields = {"verdict": decision.verdict.outcome, "level": LEVEL, **_fields(decision.verdict)}
     first = decision.first_tokens
-    return found | {"first_tokens": None if first is None else {"verdict": first.outcome, **_fields(first)}}
+    return fields | {"first_tokens": None if first is None else {"verdict": first.outcome, **_fields(first)}}
 
 
 def _fields(verdict: Verdict) -> dict[str, Any]:
@@ -150,14 +149,14 @@ def _print(decision: Decision, temperature: float) -> None:
     verdict, first = decision.verdict, decision.first_tokens
     table = [
         {
-            "statistic": one.name,
-            "draws": f"{one.draws:,}",
-            "estimate": one.estimate,
-            "TV at least": "-" if one.tv_at_least is None else f"{one.tv_at_least:.3f}",
-            "TV at most": "-" if one.tv_at_most is None else f"{one.tv_at_most:.3f}",
-            "p": f"{one.p_value:.3g}",
+            "statistic": statistic.name,
+            "draws": f"{statistic.draws:,}",
+            "estimate": statistic.estimate,
+            "TV at least": "-" if statistic.tv_at_least is None else f"{statistic.tv_at_least:.3f}",
+            "TV at most": "-" if statistic.tv_at_most is None else f"{statistic.tv_at_most:.3f}",
+            "p": f"{statistic.p_value:.3g}",
         }
-        for one in verdict.statistics
+        for statistic in verdict.statistics
     ]
     print(tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True))
     print(
@@ -166,13 +165,13 @@ def _print(decision: Decision, temperature: float) -> None:
     )
     if first is not None:
         print(
-            f"First tokens of sequences ({first.draws:,}) come from the prefill pass and have no part in the verdict "
+            f"First tokens of sequences ({first.draws:,}) come from the prefill pass and do not count in the verdict "
             f"(--first-tokens includes them): {_sentence(first)}"
         )
     elif decision.has_next_tokens:
         print(
-            "Next tokens of a prefix that is sent as a prompt come from the prefill pass, before anything is drafted; "
-            "record sequences to test what speculation emits."
+            "The first token after a prompt comes from the prefill pass, without drafting; record sequences to test "
+            "speculative decoding."
         )
     print(_sentence(verdict))
     if verdict.outcome == "yes":
@@ -185,7 +184,7 @@ def _sentence(verdict: Verdict) -> str:
     d, n = f"{verdict.deviation:g}", f"{verdict.more_draws:,}"
     if verdict.outcome == "yes":
         differs = verdict.p_value < LEVEL
-        seen = f"; a difference of at least {verdict.tv_at_least:.3f} is there" if differs else ""
+        seen = f"; the difference is at least {verdict.tv_at_least:.3f}" if differs else ""
         return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{seen})."
     if verdict.outcome == "no":
         impossible = f"; {verdict.impossible:,} draws have probability 0" if verdict.impossible else ""
@@ -198,17 +197,17 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def _scope(verdict: Verdict) -> str:
-    """Return the deviations that a yes covers, in a sentence."""
+    """The deviations that the verdict "yes" covers."""
     text = (
-        "It covers another temperature, and shifts of probability between more and less probable tokens that prefixes "
-        "have in common (truncation, a mixture with a flatter or sharper distribution, tail against head)"
+        "This covers a different temperature, and shifts of probability between more and less probable tokens that are "
+        "common to all prefixes (truncation, a mixture with a flatter or sharper distribution, tail against head)"
     )
     if verdict.each_prefix:
         return (
             f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
-            "the most probable ones by themselves. Exchanges within a group are not covered."
+            "the most probable ones in groups of one. Exchanges within a group are not covered."
         )
     return (
         f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
-        "probability, are not covered: that takes many draws at each prefix."
+        "probability, are not covered: they require many draws at each prefix."
     )

@@ -1,4 +1,4 @@
-"""``crossdraft cost``: measure what a pass costs here, or compute it for a machine by the roofline, and predict."""
+"""``crossdraft cost``: latency of forward passes, measured or from a roofline model, and predicted speed-ups."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from ...cost.prediction import CellStatistics
     from ...runs.records import CellResult
 
-ELSEWHERE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXT_ELSEWHERE = 1024
+ROOFLINE_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROOFLINE_CONTEXT = 1024
 ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): options that do not fit, a name that nothing provides, no curve measured."""
+    """Return 0. Raises UsageError (exit status 2) for invalid options, unknown names or missing curves."""
     check(args)
     if args.on:
-        report = _elsewhere(args)
+        report = _roofline_report(args)
     elif args.target:
-        report = _here(args)
+        report = _measured_report(args)
     else:
-        report = _of_run(args)
+        report = _run_report(args)
     print(json.dumps(report["json"], indent=2) if args.json else "\n\n".join(report["text"]))
     return 0
 
@@ -39,8 +39,8 @@ def main(args: argparse.Namespace) -> int:
 # -- this machine -----------------------------------------------------------------------------------------------
 
 
-def _here(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the target and the draft model, unless that was done before; predict if asked to."""
+def _measured_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the target and the draft model, or load their stored curves; add predictions if requested."""
     from ...cost.curve import BATCH_SIZES, CONTEXTS, WIDTHS
 
     batch_sizes: list[int] = sorted({1, *(args.batch_size or BATCH_SIZES)})
@@ -57,25 +57,25 @@ def _here(args: argparse.Namespace) -> dict[str, Any]:
         text.append(_ratio_table(*curves))
     report: dict[str, Any] = {"json": {"curves": [curve.to_json() for curve in curves]}, "text": text}
     if args.run:
-        report = _joined(report, _of_run(args))
+        report = _merge(report, _run_report(args))
     elif args.acceptance or args.gamma:
         chains, gamma, remarks = _chains(args, contexts[-1])
         target, drafter = curves[0], curves[1] if args.drafter else None
-        found = _by_batch_size(chains, gamma, target, drafter, args.batch_size or batch_sizes, contexts[-1])
+        predictions = _by_batch_size(chains, gamma, target, drafter, args.batch_size or batch_sizes, contexts[-1])
         text.append(f"context {contexts[-1]}")
-        report = _joined(report, found | {"text": [*found["text"], *remarks, *_free(args)]})
-        report = _joined(report, _schedules(args, target, drafter, args.batch_size or batch_sizes, contexts[-1]))
+        report = _merge(report, predictions | {"text": [*predictions["text"], *remarks, *_free(args)]})
+        report = _merge(report, _schedules(args, target, drafter, args.batch_size or batch_sizes, contexts[-1]))
     return report
 
 
 def _free(args: argparse.Namespace) -> list[str]:
-    return [] if args.drafter else ["without --drafter, drafting counts as free"]
+    return [] if args.drafter else ["without --drafter, drafting is free"]
 
 
 def _curve(
     args: argparse.Namespace, name: str, owner: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
 ) -> tuple[CostCurve, Any]:
-    """The kept curve of a model if it has all of these points, else a new one; and the model, if it was loaded."""
+    """The stored curve of a model if it covers the grid, else a new one; and the model, if it was loaded."""
     from transformers.utils import logging
 
     from ...bench.pass_timing import device_identity
@@ -90,23 +90,23 @@ def _curve(
     dtype = str(pick_dtype(args.dtype, device)).removeprefix("torch.")
     if not args.fresh:
         sha256 = model_sha256(resolve(name))
-        kept = find_curve(stored_curves(), sha256, dtype, device_identity(device))
-        if kept and kept.covers(batch_sizes, widths, contexts):
-            return kept, owner
-        if kept:  # a new curve replaces the old one, so it must not know less
-            batch_sizes = sorted({*batch_sizes, *kept.batch_sizes})
-            widths, contexts = sorted({*widths, *kept.widths}), sorted({*contexts, *kept.contexts})
+        stored = find_curve(stored_curves(), sha256, dtype, device_identity(device))
+        if stored and stored.covers(batch_sizes, widths, contexts):
+            return stored, owner
+        if stored:  # the new curve replaces it and must cover its points
+            batch_sizes = sorted({*batch_sizes, *stored.batch_sizes})
+            widths, contexts = sorted({*widths, *stored.widths}), sorted({*contexts, *stored.contexts})
     logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": args.dtype, "device": device}
     shared = owner if owner is not None and shares_embedding(name, owner) else None
     consent = name in args.trust_remote_code
     loaded = load_model(name, share_with=shared, trust_remote_code=consent, **options)
-    curve = _measured(args, loaded, batch_sizes, widths, contexts)
+    curve = _measure(args, loaded, batch_sizes, widths, contexts)
     save_curve(curve)
     return curve, owner or loaded
 
 
-def _measured(
+def _measure(
     args: argparse.Namespace, loaded: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
 ) -> CostCurve:
     from tqdm import tqdm
@@ -115,7 +115,7 @@ def _measured(
     from ...bench.pass_timing import measure_curve
 
     total = len(batch_sizes) * len(widths) * len(contexts) * (args.repeats + 1)
-    disable = True if args.quiet else None  # None: no bar unless standard error is a terminal
+    disable = True if args.quiet else None  # None: a bar on terminals only
     with tqdm(total=total, unit="pass", desc=loaded.name, leave=False, disable=disable) as bar:
         grid = {"batch_sizes": batch_sizes, "widths": widths, "contexts": contexts}
         try:
@@ -123,23 +123,23 @@ def _measured(
         except (RuntimeError, MemoryError) as error:
             if not memory.exhausted(error):
                 raise
-            most = f"{max(batch_sizes)} rows of {max(contexts)} tokens and {max(widths)} new ones"
-            raise ModelError(
-                f"there is not enough memory to measure {loaded.name} with {most}; ask for less"
-            ) from error
+            largest = f"batch size {max(batch_sizes)}, context {max(contexts)} and width {max(widths)}"
+            raise ModelError(f"out of memory measuring {loaded.name} at {largest}; use smaller values") from error
 
 
 def _curve_table(curve: CostCurve) -> str:
-    """Medians and quartiles in milliseconds: a line for B and C, a column for W."""
+    """Medians and quartiles in milliseconds, with rows by context and B, columns by W."""
     cells = {(p.batch_size, p.context, p.width): p for p in curve.points}
     rows = []
     for context in curve.contexts:
         for b in curve.batch_sizes:
-            found = [cells[b, context, width] for width in curve.widths]
-            shown = [f"{1e3 * p.median:.1f} [{1e3 * p.low:.1f}, {1e3 * p.high:.1f}]" for p in found]
-            rows.append([str(context), str(b), *shown])
-    where = ", ".join(f"{key} {value}" for key, value in curve.device.items())
-    head = f"{curve.model}, {curve.dtype}, {where}: ms a pass, median of {curve.repeats} [quartiles], {curve.measured}"
+            points = [cells[b, context, width] for width in curve.widths]
+            times = [f"{1e3 * p.median:.1f} [{1e3 * p.low:.1f}, {1e3 * p.high:.1f}]" for p in points]
+            rows.append([str(context), str(b), *times])
+    device = ", ".join(f"{key} {value}" for key, value in curve.device.items())
+    head = (
+        f"{curve.model}, {curve.dtype}, {device}: ms per pass, median of {curve.repeats} [quartiles], {curve.measured}"
+    )
     return f"{head}\n\n{_table(['context', 'B', *(f'W = {width}' for width in curve.widths)], rows)}"
 
 
@@ -147,9 +147,9 @@ def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
     context = target.contexts[-1]
     rows = []
     for b in target.batch_sizes:
-        own, step = target.seconds(b, 1, context), drafter.seconds(b, 1, context)
-        rows.append([str(b), f"{1e3 * own:.1f}", f"{1e3 * step:.1f}", f"{step / own:.2f}"])
-    return f"context {context}: a draft step against a pass over one token\n\n" + _table(
+        target_pass, step = target.seconds(b, 1, context), drafter.seconds(b, 1, context)
+        rows.append([str(b), f"{1e3 * target_pass:.1f}", f"{1e3 * step:.1f}", f"{step / target_pass:.2f}"])
+    return f"context {context}: a draft step relative to a target pass over one token\n\n" + _table(
         ["B", "target ms", "draft step ms", "ratio"], rows
     )
 
@@ -157,8 +157,8 @@ def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
 # -- a finished run ---------------------------------------------------------------------------------------------
 
 
-def _of_run(args: argparse.Namespace) -> dict[str, Any]:
-    """Every cell of a run: what was measured, and what the kept curves say; then other batch sizes."""
+def _run_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Measured and predicted throughput of every cell of a run, and speed-ups at other batch sizes."""
     from ...cost.curve import stored_curves
     from ...cost.finished_cells import curves_of, predictions, statistics
     from ...cost.prediction import predict
@@ -166,38 +166,38 @@ def _of_run(args: argparse.Namespace) -> dict[str, Any]:
 
     results, curves = read_run(args.run).summary.results, stored_curves()
     predicted = predictions(results, curves)
-    rows, data, lacking = [], [], set()
+    rows, data, missing = [], [], set()
     for result in results:
-        found = predicted.get(result.config.hash)
-        if found is None or result.metrics is None:
-            lacking.add(result.config.target)
+        prediction = predicted.get(result.config.hash)
+        if prediction is None or result.metrics is None:
+            missing.add(result.config.target)
             continue
         measured, ratio = result.metrics.tokens_per_second, result.metrics.speed_up
-        off = found.tokens_per_second / measured - 1
-        row = {"cell": result.config.hash, "measured": measured, "predicted": found.tokens_per_second, "off": off}
-        row |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": found.speed_up}
-        line = [*_pair(result), f"{measured:.1f}", f"{found.tokens_per_second:.1f}", f"{100 * off:+.0f}"]
-        line += [f"{ratio.value:.2f}" if ratio else "", f"{found.speed_up:.2f}"]
+        off = prediction.tokens_per_second / measured - 1
+        row = {"cell": result.config.hash, "measured": measured, "predicted": prediction.tokens_per_second, "off": off}
+        row |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": prediction.speed_up}
+        line = [*_pair(result), f"{measured:.1f}", f"{prediction.tokens_per_second:.1f}", f"{100 * off:+.0f}"]
+        line += [f"{ratio.value:.2f}" if ratio else "", f"{prediction.speed_up:.2f}"]
         if args.batch_size:
             (target, drafter), cell = curves_of(result, curves), statistics(result)
             assert target is not None and cell is not None
-            elsewhere = [predict(cell.at(b), target, drafter).speed_up for b in args.batch_size]
-            row["by_batch_size"] = dict(zip(args.batch_size, elsewhere, strict=True))
-            line += [f"{speed_up:.2f}" for speed_up in elsewhere]
+            speed_ups = [predict(cell.at(b), target, drafter).speed_up for b in args.batch_size]
+            row["by_batch_size"] = dict(zip(args.batch_size, speed_ups, strict=True))
+            line += [f"{speed_up:.2f}" for speed_up in speed_ups]
         rows.append(line)
         data.append(row)
     if not rows:
-        names = ", ".join(sorted(lacking)) or "its target"
+        names = ", ".join(sorted(missing)) or "its target"
         raise UsageError(
-            f"no cost curve of {names} was measured on the device that {args.run} ran on, with as many threads; "
-            f"measure it there: crossdraft cost --target {next(iter(sorted(lacking)), 'MODEL')}"
+            f"{names} has no cost curve for the device and threads of {args.run}; on that device, run "
+            f"crossdraft cost --target {next(iter(sorted(missing)), 'MODEL')}"
         )
     header = ["drafter", "verifier", "T", "B", "tok/s", "predicted", "off %", "speed-up", "predicted"]
     header += [f"at B = {b}" for b in args.batch_size or ()]
     text = [_table(header, rows)]
     error = 100 * median(abs(row["off"]) for row in data)
     text.append(f"median error of the predicted tok/s: {error:.0f} % over {len(data)} cells")
-    text += [f"no curve for {name}: crossdraft cost --target {name}" for name in sorted(lacking)]
+    text += [f"{name} has no cost curve; run crossdraft cost --target {name}" for name in sorted(missing)]
     return {"json": {"cells": data}, "text": text}
 
 
@@ -211,36 +211,36 @@ def _pair(result: CellResult) -> list[str]:
 # -- another machine --------------------------------------------------------------------------------------------
 
 
-def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
-    """The roofline of a target, and of a draft model, on named accelerators."""
+def _roofline_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Roofline predictions for a target and a draft model on a named accelerator."""
     from ...cost.accelerators import accelerator
     from ...cost.roofline import EFFICIENCY, Roofline, read_shape
 
-    device, context = accelerator(args.on), (args.context or [CONTEXT_ELSEWHERE])[0]
+    device, context = accelerator(args.on), (args.context or [ROOFLINE_CONTEXT])[0]
     options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
     options |= {"cache_bytes": args.cache_bytes, "efficiency": tuple(args.efficiency or EFFICIENCY)}
     target = Roofline(read_shape(args.target), device, **options)
     drafter = Roofline(read_shape(args.drafter), device, **options) if args.drafter else None
-    batch_sizes = args.batch_size or list(ELSEWHERE)
+    batch_sizes = args.batch_size or list(ROOFLINE_BATCH_SIZES)
     pairs, gamma, remarks = (_measured_pairs if args.run else _chains)(args, context)
     report = _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
     if not args.run:
-        report = _joined(report, _schedules(args, target, drafter, batch_sizes, context))
+        report = _merge(report, _schedules(args, target, drafter, batch_sizes, context))
 
     shape, (memory, compute) = target.shape, options["efficiency"]
     head = (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in products) on {args.devices} x {device.name}, "
-        f"context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and {100 * compute:.0f} % of the "
-        f"FLOP rate of: {device.source}"
+        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {args.devices} x "
+        f"{device.name}, context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and "
+        f"{100 * compute:.0f} % of the FLOP rate of: {device.source}"
     )
     report["text"].insert(0, head)
-    held = [sum(r.held(b, context) for r in (target, drafter) if r) for b in batch_sizes]
+    bytes_held = [sum(r.held(b, context) for r in (target, drafter) if r) for b in batch_sizes]
     report["text"].append("\n".join([*remarks, *_free(args)]))
-    if full := [b for b, bytes_ in zip(batch_sizes, held, strict=True) if bytes_ > device.memory]:
+    if full := [b for b, bytes_ in zip(batch_sizes, bytes_held, strict=True) if bytes_ > device.memory]:
         size = f"{device.memory / 1e9:.0f} GB"
-        report["text"].append(f"weights and cache exceed the memory of a device, {size}, from B = {full[0]} on")
+        report["text"].append(f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on")
     report["json"] |= {"target": shape.name, "accelerator": device.name, "devices": args.devices, "context": context}
-    report["json"]["bytes_held"] = dict(zip(batch_sizes, held, strict=True))
+    report["json"]["bytes_held"] = dict(zip(batch_sizes, bytes_held, strict=True))
     return report
 
 
@@ -248,37 +248,37 @@ def _elsewhere(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chains(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
-    """Token verification of chains at each acceptance asked for, by name; gamma; remarks."""
+    """Cells with token verification of chains for each acceptance rate, by name; gamma; remarks."""
     from ...cost.prediction import CellStatistics
 
     gamma = args.gamma or 4
     chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in args.acceptance or ACCEPTANCE}
-    return chains, gamma, [f"a: probability that a drafted token is accepted, in chains of {gamma}"]
+    return chains, gamma, [f"a: acceptance rate per token, in chains of {gamma}"]
 
 
 def _schedules(
     args: argparse.Namespace, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
 ) -> dict[str, Any]:
-    """The best draft length at each batch size, by acceptance, as the length policy ``batch-size`` takes it."""
+    """The best draft length per batch size, by acceptance rate, as options of the length policy ``batch-size``."""
     from ...cost.prediction import schedule
 
     gamma = args.gamma or 4
-    found = {
+    schedules = {
         f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
         for a in args.acceptance or ACCEPTANCE
     }
-    lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in found.items()]
-    text = "\n".join([f"draft lengths up to {gamma} that pay best, from so many sequences on:", *lines])
-    return {"json": {"schedule": found}, "text": [text]}
+    lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in schedules.items()]
+    text = "\n".join([f"best draft lengths up to {gamma}, as [from batch size, length]:", *lines])
+    return {"json": {"schedule": schedules}, "text": [text]}
 
 
 def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
-    """The pairs of a run: their acceptance stays the same on another machine, the seconds they took here do not."""
+    """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
     from ...cost.finished_cells import statistics
     from ...report.load_run import read_run
 
     pairs: dict[str, CellStatistics] = {}
-    remarks = ["verification and bookkeeping count as free"]
+    remarks = ["verification and bookkeeping are free"]
     for result in read_run(args.run).summary.results:
         cell = statistics(result)
         if cell is None or result.config.is_baseline:
@@ -286,11 +286,11 @@ def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str,
         cell = cell if args.gamma is None else cell.cut(args.gamma)
         drafter, verifier, temperature, b = _pair(result)
         name = f"pair {len(pairs) + 1}"
-        about = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens a step"
-        remarks.append(f"{name}: {drafter} × {verifier}, {about}")
+        settings = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens per step"
+        remarks.append(f"{name}: {drafter} × {verifier}, {settings}")
         pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
     if not pairs:
-        raise UsageError(f"{args.run} holds no finished cell but plain decoding; run a recipe with drafters")
+        raise UsageError(f"{args.run} has no finished cell with a drafter; run a recipe with drafters")
     return pairs, max(max(cell.widths) for cell in pairs.values()), remarks
 
 
@@ -302,7 +302,7 @@ def _by_batch_size(
     batch_sizes: Sequence[int],
     context: float,
 ) -> dict[str, Any]:
-    """Seconds of a pass and the speed-up of every pair, by batch size; where each stops paying."""
+    """Seconds per pass and speed-up of every pair by batch size, and where drafting stops paying."""
     from ...cost.prediction import predict, stops_paying
 
     speed_ups = {
@@ -314,7 +314,7 @@ def _by_batch_size(
     def by_batch_size(values: Sequence[Any]) -> dict[int, Any]:
         return dict(zip(batch_sizes, values, strict=True))
 
-    found = {
+    report = {
         "gamma": gamma,
         "target_seconds": by_batch_size([dict(zip((1, gamma + 1), both, strict=True)) for both in passes]),
         "draft_step_seconds": by_batch_size(steps) if drafter else None,
@@ -323,14 +323,14 @@ def _by_batch_size(
     }
     text = [_speed_up_table(batch_sizes, gamma, passes, steps, speed_ups)]
     lines = []
-    for name, below in found["stops_paying"].items():
+    for name, below in report["stops_paying"].items():
         if below is None:
-            lines.append(f"{name} pays at every batch size listed")
+            lines.append(f"{name} pays at all listed batch sizes")
         elif below == min(batch_sizes):
-            lines.append(f"{name} pays at no batch size from {below} on")
+            lines.append(f"{name} does not pay at any listed batch size")
         else:
             lines.append(f"{name} stops paying at B = {below}")
-    return {"json": found, "text": [*text, "\n".join(lines)]}
+    return {"json": report, "text": [*text, "\n".join(lines)]}
 
 
 def _speed_up_table(
@@ -340,17 +340,17 @@ def _speed_up_table(
     steps: Sequence[float | None],
     speed_ups: Mapping[str, Sequence[float]],
 ) -> str:
-    drafted = [f"{1e3 * step:.2f}" for step in steps if step is not None]
-    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if drafted else []), *speed_ups]
+    draft_times = [f"{1e3 * step:.2f}" for step in steps if step is not None]
+    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if draft_times else []), *speed_ups]
     rows = []
     for i, b in enumerate(batch_sizes):
-        found = [f"{values[i]:.2f}{'' if values[i] >= 1 else ' <'}" for values in speed_ups.values()]
-        rows.append([str(b), *(f"{1e3 * seconds:.2f}" for seconds in passes[i]), *drafted[i : i + 1], *found])
-    legend = "T(W): a pass over W tokens in each of B rows. Other columns: speed-up over plain decoding; <: below 1"
+        cells = [f"{values[i]:.2f}{'' if values[i] >= 1 else ' <'}" for values in speed_ups.values()]
+        rows.append([str(b), *(f"{1e3 * seconds:.2f}" for seconds in passes[i]), *draft_times[i : i + 1], *cells])
+    legend = "T(W): a pass over W tokens per row, B rows. Other columns: speed-up over plain decoding; <: below 1"
     return f"{_table(header, rows)}\n\n{legend}"
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {"json": first["json"] | second["json"], "text": first["text"] + second["text"]}
 
 

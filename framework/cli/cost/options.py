@@ -1,4 +1,4 @@
-"""The options of ``crossdraft cost``, and what they may be."""
+"""Options of ``crossdraft cost`` and their validation."""
 
 from __future__ import annotations
 
@@ -19,63 +19,67 @@ from ...util.limits import (
     MOST_TOKENS,
     Limit,
 )
-from ..trust_args import add_consent, trusted
+from ..trust_args import add_trust_argument, trusted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", help="model to measure; with --on a config.json, or a directory with one: no weights are loaded"
+        "--target", help="model to measure; with --on: its config.json or directory (weights are not loaded)"
     )
-    parser.add_argument("--drafter", metavar="MODEL", help="draft model; with --on its config.json or directory")
-    parser.add_argument("--batch-size", type=integers, metavar="B,B,...", help="rows (1,2,4,8,16; --on: up to 256)")
+    parser.add_argument("--drafter", metavar="MODEL", help="draft model; with --on: its config.json or directory")
+    parser.add_argument(
+        "--batch-size", type=integers, metavar="B,B,...", help="batch sizes (1,2,4,8,16; --on: up to 256)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     measuring = parser.add_argument_group("measuring on this machine")
-    measuring.add_argument("--width", type=integers, metavar="W,W,...", help="new tokens a row (1,2,3,5,9,17)")
-    measuring.add_argument("--context", type=integers, metavar="C,C,...", help="tokens held (128,512; --on: 1024)")
-    measuring.add_argument("--repeats", type=integer, default=5, metavar="N", help="measurements of each pass (5)")
+    measuring.add_argument("--width", type=integers, metavar="W,W,...", help="new tokens per row (1,2,3,5,9,17)")
+    measuring.add_argument("--context", type=integers, metavar="C,C,...", help="context lengths (128,512; --on: 1024)")
+    measuring.add_argument("--repeats", type=integer, default=5, metavar="N", help="repetitions per pass (5)")
     measuring.add_argument("--dtype", default="auto")
     measuring.add_argument("--device", default="auto")
-    measuring.add_argument("--fresh", action="store_true", help="measure again what was measured before")
+    measuring.add_argument("--fresh", action="store_true", help="ignore stored curves and measure again")
     measuring.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_consent(measuring)
+    add_trust_argument(measuring)
     predicting = parser.add_argument_group("predicting")
     predicting.add_argument("--gamma", type=integer, metavar="N", help="draft length of a chain (4)")
     predicting.add_argument(
         "--acceptance",
         type=floats,
         metavar="A,A,...",
-        help="probability that a drafted token is accepted, for token verification of chains (0.6,0.7,0.8,0.9)",
+        help="acceptance rate per token, for token verification of chains (0.6,0.7,0.8,0.9)",
     )
     predicting.add_argument(
-        "--run", type=Path, metavar="DIR", help="take the pairs and their acceptance from a finished run (runs/...)"
+        "--run", type=Path, metavar="DIR", help="use the pairs and acceptance of a finished run (runs/...)"
     )
     add_machine(parser)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """The options of a machine that one does not have; see `check_machine`."""
+    """Add the options of the roofline model; see `check_machine`."""
     machine = parser.add_argument_group("another machine")
     machine.add_argument("--on", metavar="NAME", help="accelerator (h100, a100-80g, ...), or a YAML file with one")
     machine.add_argument("--devices", type=integer, default=1, metavar="N", help="tensor-parallel devices (1)")
-    machine.add_argument("--weight-bytes", type=number, default=2, metavar="X", help="bytes of a weight (2: bfloat16)")
-    machine.add_argument("--cache-bytes", type=number, default=2, metavar="X", help="bytes of a key or value (2)")
+    machine.add_argument("--weight-bytes", type=number, default=2, metavar="X", help="bytes per weight (2: bfloat16)")
+    machine.add_argument(
+        "--cache-bytes", type=number, default=2, metavar="X", help="bytes per key or value element (2)"
+    )
     machine.add_argument(
         "--efficiency",
         type=floats,
         metavar="M,C",
-        help="shares of the stated bandwidth and FLOP rate that are reached (0.8,0.7)",
+        help="attained fractions of the peak bandwidth and FLOP rate (0.8,0.7)",
     )
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError for options that do not go together, or that no machine could measure."""
+    """Raise UsageError for options that are invalid or cannot be combined."""
     trusted(args, () if args.on else (args.target, args.drafter))
     if not args.target and (args.on or not args.run):
-        raise UsageError("cost needs --target: a model to measure, or with --on the config.json of one")
+        raise UsageError("cost requires --target: a model to measure, or with --on its config.json")
     if args.run and args.acceptance:
-        raise UsageError("--run and --acceptance both say how many tokens are accepted; give one of them")
-    most = {"batch_size": MOST_ROWS, "width": MOST_NODES, "context": MOST_TOKENS, "gamma": MOST_LEVELS}
-    check_numbers(args, most | {"repeats": MOST_REPEATS})
+        raise UsageError("--run and --acceptance cannot be combined: both give the acceptance; remove one of them")
+    limits = {"batch_size": MOST_ROWS, "width": MOST_NODES, "context": MOST_TOKENS, "gamma": MOST_LEVELS}
+    check_numbers(args, limits | {"repeats": MOST_REPEATS})
     check_machine(args)
     if any(not 0 <= a <= 1 for a in args.acceptance or ()):
         raise UsageError("--acceptance takes probabilities between 0 and 1")
@@ -86,26 +90,26 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--batch-size, --width and --context together are {points} points; {reason}")
 
 
-def check_numbers(args: argparse.Namespace, most: Mapping[str, Limit]) -> None:
-    """Raise UsageError for whole numbers, or lists of them, that are not from 1 to their most."""
-    for name, limit in most.items():
-        given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given] if given is not None else []:
+def check_numbers(args: argparse.Namespace, limits: Mapping[str, Limit]) -> None:
+    """Raise UsageError for integers, or lists of them, outside 1 to their limit."""
+    for name, limit in limits.items():
+        setting = getattr(args, name)
+        for value in setting if isinstance(setting, list) else [setting] if setting is not None else []:
             if value < 1:
-                what = "takes positive numbers" if isinstance(given, list) else "must be at least 1"
-                raise UsageError(f"{option(name)} {what}, not {quoted(value)}")
+                rule = "takes positive numbers" if isinstance(setting, list) else "must be at least 1"
+                raise UsageError(f"{option(name)} {rule}, got {quoted(value)}")
             if reason := limit.refusal(value):
-                raise UsageError(f"{option(name)} {quoted(value)} is too much; {reason}")
+                raise UsageError(f"{option(name)} {quoted(value)} is too large; {reason}")
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Raise UsageError for options of `add_machine` that no machine has."""
+    """Raise UsageError for invalid options of `add_machine`."""
     check_numbers(args, {"devices": MOST_DEVICES})
     for name in ("weight_bytes", "cache_bytes"):
         if not 0 < getattr(args, name) <= MOST_BYTES:
-            raise UsageError(f"{option(name)} must be a positive number up to {MOST_BYTES}, not {getattr(args, name)}")
+            raise UsageError(f"{option(name)} must be a positive number up to {MOST_BYTES}, got {getattr(args, name)}")
     if args.efficiency and (len(args.efficiency) != 2 or any(not 0 < share <= 1 for share in args.efficiency)):
-        raise UsageError("--efficiency takes two shares between 0 and 1, of the bandwidth and of the FLOP rate")
+        raise UsageError("--efficiency takes two fractions between 0 and 1, of the bandwidth and of the FLOP rate")
 
 
 def option(name: str) -> str:
@@ -118,7 +122,7 @@ def _numbers(text: str, kind: type[int] | type[float], example: str) -> list[Any
             raise ValueError
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no list of numbers, as {example} is") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a list of numbers such as {example}") from None
 
 
 def integers(text: str) -> list[int]:
@@ -130,14 +134,14 @@ def floats(text: str) -> list[float]:
 
 
 def integer(text: str) -> int:
-    return _one(integers(text), text)
+    return _single(integers(text), text)
 
 
 def number(text: str) -> float:
-    return _one(floats(text), text)
+    return _single(floats(text), text)
 
 
-def _one(numbers: list[Any], text: str) -> Any:
+def _single(numbers: list[Any], text: str) -> Any:
     if len(numbers) != 1:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not one number")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a single number")
     return numbers[0]

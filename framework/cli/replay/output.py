@@ -1,4 +1,4 @@
-"""What ``crossdraft replay`` prints: tables, CSV, JSON."""
+"""Output of ``crossdraft replay``: tables, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -15,75 +15,77 @@ from ...replay.aggregate import MOST_PIECES, Row, Tally, difference
 from ...replay.replay import Candidate, Replayed
 from ...report.table_utils import estimate_text, tabulated
 
-#: One pair at one draft length: the candidate, rule, K and gamma.
+#: A pair at a draft length: candidate, verifier, K and gamma.
 Key = tuple[Candidate, str, int, int]
 
 
-def keys(found: Replayed) -> Iterator[Key]:
-    """All pairs and draft lengths."""
-    for candidate in found.candidates:
-        for rule, k in candidate.tallies:
+def keys(result: Replayed) -> Iterator[Key]:
+    for candidate in result.candidates:
+        for verifier, k in candidate.tallies:
             for gamma in candidate.gammas:
-                yield candidate, rule, k, gamma
+                yield candidate, verifier, k, gamma
 
 
-def differences(found: Replayed, key: Key) -> dict[str, tuple[str, Estimate | None]]:
-    """Paired differences of block efficiency: from the first rule, the first drafter and the next shorter draft."""
-    candidate, rule, k, gamma = key
-    mine, pairs = candidate.tallies[rule, k], {}
+def differences(result: Replayed, key: Key) -> dict[str, tuple[str, Estimate | None]]:
+    """Paired differences of block efficiency to the first verifier, the first drafter and the next shorter draft."""
+    candidate, verifier, k, gamma = key
+    tally, pairs = candidate.tallies[verifier, k], {}
     first = next(iter(candidate.tallies))
-    if first != (rule, k):
-        pairs["rule"] = (_rule(*first), difference(mine, gamma, candidate.tallies[first], gamma))
-    other = found.candidates[0]
-    if other is not candidate and (rule, k) in other.tallies and gamma in other.gammas:
-        pairs["drafter"] = (other.title, difference(mine, gamma, other.tallies[rule, k], gamma))
+    if first != (verifier, k):
+        pairs["verifier"] = (_verifier_title(*first), difference(tally, gamma, candidate.tallies[first], gamma))
+    other = result.candidates[0]
+    if other is not candidate and (verifier, k) in other.tallies and gamma in other.gammas:
+        pairs["drafter"] = (other.title, difference(tally, gamma, other.tallies[verifier, k], gamma))
     shorter = [g for g in candidate.gammas if g < gamma]
     if shorter:
-        pairs["gamma"] = (str(max(shorter)), difference(mine, gamma, mine, max(shorter)))
+        pairs["gamma"] = (str(max(shorter)), difference(tally, gamma, tally, max(shorter)))
     return pairs
 
 
-def _rule(rule: str, k: int) -> str:
-    return rule if k == 1 else f"{rule}, K = {k}"
+def _verifier_title(verifier: str, k: int) -> str:
+    return verifier if k == 1 else f"{verifier}, K = {k}"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------
 
 
-def tables(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
-    """Everything for people: block efficiency, acceptance by position, categories, what was assumed."""
-    law = f"temperature {sampling.temperature:g}" if sampling else "sampling not known"
-    grouped = " or groups of them" if any(len(of) >= MOST_PIECES for of in found.pieces.of_category.values()) else ""
-    head = f"{found.responses} responses, {found.tokens} tokens, {len(found.pieces.category)} prompts{grouped}, {law}"
-    parts = [head, _efficiency(found), _acceptance(found)]
-    if len(found.pieces.of_category) > 1:
-        parts.append(_categories(found))
+def tables(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+    """Tables of block efficiency, acceptance by position and categories, with notes."""
+    setting = f"temperature {sampling.temperature:g}" if sampling else "sampling parameters unknown"
+    grouped = " or groups of them" if any(len(ids) >= MOST_PIECES for ids in result.pieces.of_category.values()) else ""
+    prompts = f"{len(result.pieces.category)} prompts{grouped}"
+    head = f"{result.responses} responses, {result.tokens} tokens, {prompts}, {setting}"
+    parts = [head, _efficiency(result), _acceptance(result)]
+    if len(result.pieces.of_category) > 1:
+        parts.append(_categories(result))
     notes = [
-        "block efficiency: tokens per target call where a draft of gamma tokens had room [95 % over prompts]; the "
-        "responses are given, so what is left is their own spread",
+        "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
+        "prompts; the responses are fixed]",
     ]
-    if any("oracle" in candidate.title for candidate in found.candidates):
-        notes.append("oracle: as many tokens drafted as will be accepted; a bound, no method")
-    notes += [f"{count} responses {what}" for what, count in assumed.items()]
+    if any("oracle" in candidate.title for candidate in result.candidates):
+        notes.append("oracle: drafts exactly the tokens that are accepted; an upper bound")
+    notes += [f"{count} responses {assumption}" for assumption, count in assumed.items()]
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
-def _efficiency(found: Replayed) -> str:
+def _efficiency(result: Replayed) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
-    columns |= {"all steps": "right", "drafted a call": "right", "drafted a token": "right"}
-    columns |= {"rows a token": "right"}
-    columns |= {"less first rule": "left", "less first drafter": "left", "less shorter draft": "left"}
+    columns |= {"all steps": "right", "drafted per step": "right", "drafted per token": "right"}
+    columns |= {"rows per token": "right"}
+    columns |= {"vs first verifier": "left", "vs first drafter": "left", "vs shorter draft": "left"}
     rows = []
-    for key in keys(found):
-        candidate, rule, k, gamma = key
-        tally = candidate.tallies[rule, k]
-        row, apart = tally.row(gamma), differences(found, key)
-        most = "≤ " if k > 1 else ""
+    for key in keys(result):
+        candidate, verifier, k, gamma = key
+        tally = candidate.tallies[verifier, k]
+        row, by_kind = tally.row(gamma), differences(result, key)
+        bound = "≤ " if k > 1 else ""
         numbers = [f"{row.block_efficiency_all_steps:.2f}", f"{row.drafted_per_step:.2f}"]
         numbers.append(f"{row.drafted / row.tokens:.2f}")
-        numbers.append(f"{most}{row.target_rows_per_token:.2f}")
-        less = [estimate_text(apart[kind][1], "+") if kind in apart else "" for kind in ("rule", "drafter", "gamma")]
-        rows.append([candidate.title, _rule(rule, k), str(gamma), estimate_text(row.block_efficiency), *numbers, *less])
+        numbers.append(f"{bound}{row.target_rows_per_token:.2f}")
+        kinds = ("verifier", "drafter", "gamma")
+        cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
+        titles = [candidate.title, _verifier_title(verifier, k), str(gamma)]
+        rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
     kept = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
     headers = list(columns)
     return tabulated(
@@ -91,79 +93,81 @@ def _efficiency(found: Replayed) -> str:
     )
 
 
-def _acceptance(found: Replayed) -> str:
+def _acceptance(result: Replayed) -> str:
     rows, deepest = [], 0
-    for candidate in found.candidates:
-        for (rule, k), tally in candidate.tallies.items():
+    for candidate in result.candidates:
+        for (verifier, k), tally in candidate.tallies.items():
             row = tally.row(candidate.gammas[-1])
             deepest = max(deepest, row.gamma)
             for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
-                rows.append([candidate.title, _rule(rule, k), name, *(f"{value:.3f}" for value in values)])
+                rows.append(
+                    [candidate.title, _verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)]
+                )
     columns = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
     columns |= {str(i): "right" for i in range(1, deepest + 1)}
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
 
 
-def _categories(found: Replayed) -> str:
-    names = list(found.pieces.of_category)
+def _categories(result: Replayed) -> str:
+    names = list(result.pieces.of_category)
     columns = {"drafter": "left", "verifier": "left", "gamma": "right"} | dict.fromkeys(names, "left")
     rows = []
-    for candidate in found.candidates:
+    for candidate in result.candidates:
         gamma = candidate.gammas[-1]
-        for (rule, k), tally in candidate.tallies.items():
-            mine = [estimate_text(_in(tally, gamma, name)) for name in names]
-            rows.append([candidate.title, _rule(rule, k), str(gamma), *mine])
+        for (verifier, k), tally in candidate.tallies.items():
+            estimates = [estimate_text(_category_estimate(tally, gamma, name)) for name in names]
+            rows.append([candidate.title, _verifier_title(verifier, k), str(gamma), *estimates])
     return tabulated(columns, rows, "simple")
 
 
-def _in(tally: Tally, gamma: int, category: str) -> Estimate | None:
+def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | None:
     return tally.row(gamma, category).block_efficiency if category in tally.categories else None
 
 
-# -- for programs --------------------------------------------------------------------------------------------------
+# -- JSON and CSV --------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
-    """Everything, by category too, and all differences."""
+def as_json(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+    """All results, by category as well, and all differences."""
     rows = []
-    for key in keys(found):
-        candidate, rule, k, gamma = key
-        tally = candidate.tallies[rule, k]
-        one = _named(key) | _numbers(tally.row(gamma))
-        one["differences"] = {
+    for key in keys(result):
+        candidate, verifier, k, gamma = key
+        tally = candidate.tallies[verifier, k]
+        fields = _key_fields(key) | _numbers(tally.row(gamma))
+        fields["differences"] = {
             kind: {"from": other, "block_efficiency": asdict(value) if value else None}
-            for kind, (other, value) in differences(found, key).items()
+            for kind, (other, value) in differences(result, key).items()
         }
-        one["by_category"] = {name: _numbers(tally.row(gamma, name)) for name in tally.categories}
-        rows.append(one)
+        fields["by_category"] = {name: _numbers(tally.row(gamma, name)) for name in tally.categories}
+        rows.append(fields)
     return json.dumps(
         {
-            "responses": found.responses,
-            "tokens": found.tokens,
-            "prompts": len(found.pieces.category),
+            "responses": result.responses,
+            "tokens": result.tokens,
+            "prompts": len(result.pieces.category),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
-            "warnings": [found.log_p.warning] if found.log_p.warning else [],
+            "warnings": [result.log_p.warning] if result.log_p.warning else [],
             "rows": rows,
         },
         indent=2,
     )
 
 
-def as_csv(found: Replayed) -> str:
-    """A line for each drafter, rule, K, gamma and category; an empty category is all of them."""
+def as_csv(result: Replayed) -> str:
+    """A row per drafter, verifier, K, gamma and category; an empty category means all."""
     rows = []
-    for key in keys(found):
-        candidate, rule, k, gamma = key
-        tally = candidate.tallies[rule, k]
+    for key in keys(result):
+        candidate, verifier, k, gamma = key
+        tally = candidate.tallies[verifier, k]
         for category in ("", *tally.categories):
             numbers = _numbers(tally.row(gamma, category))
             spread = numbers.pop("block_efficiency") or {"value": None, "low": None, "high": None}
             kinds = {name: numbers.pop(f"acceptance_{name}") for name in ("marginal", "conditional")}
-            one = _named(key) | {"category": category} | numbers
-            one |= {f"block_efficiency{'' if end == 'value' else '_' + end}": value for end, value in spread.items()}
-            one |= {f"{name}_{i}": value for name, values in kinds.items() for i, value in enumerate(values, 1)}
-            rows.append(one)
+            fields = _key_fields(key) | {"category": category} | numbers
+            fields |= {f"block_efficiency{'' if end == 'value' else '_' + end}": value for end, value in spread.items()}
+            fields |= {f"{name}_{i}": value for name, values in kinds.items() for i, value in enumerate(values, 1)}
+            rows.append(fields)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -171,9 +175,9 @@ def as_csv(found: Replayed) -> str:
     return text.getvalue()
 
 
-def _named(key: Key) -> dict[str, Any]:
-    candidate, rule, k, gamma = key
-    return {"drafter": candidate.title, "verifier": rule, "k": k, "gamma": gamma}
+def _key_fields(key: Key) -> dict[str, Any]:
+    candidate, verifier, k, gamma = key
+    return {"drafter": candidate.title, "verifier": verifier, "k": k, "gamma": gamma}
 
 
 def _numbers(row: Row) -> dict[str, Any]:

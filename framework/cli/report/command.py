@@ -1,4 +1,4 @@
-"""``crossdraft report RUN...``: one page of Markdown or HTML from the records of runs."""
+"""``crossdraft report RUN...``: a Markdown or HTML report of finished runs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from ...report.markdown import MARK, page
 from ...util.extras import need
 from ...util.output_files import check_output, writing_output
 from ..run_args import add_force, add_runs
-from ..serve import listening
-from .engine_settings import settings_of
+from ..serve import listen
+from .engine_settings import engine_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there instead of printing it")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write one self-contained page there, to be sent around"
+        "--out", type=Path, metavar="FILE", help="write the Markdown report to a file instead of printing it"
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained HTML report to a file")
     add_force(parser)
     parser.add_argument(
-        "--watch", action="store_true", help="serve the HTML page on this machine while runs go on; Ctrl-C ends it"
+        "--watch",
+        action="store_true",
+        help="serve the HTML report on this machine while runs are running; Ctrl-C stops it",
     )
-    parser.add_argument("--port", type=int, metavar="N", help="of --watch; 0 takes a free one (8010)")
+    parser.add_argument("--port", type=int, metavar="N", help="port of --watch; 0 = any free port (8010)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 2 (as UsageError): a directory that is no finished run, a file or port that cannot be had."""
+    """Return 0. Raises UsageError (exit status 2) for a directory, an output file or a port that cannot be used."""
     if args.watch:
         return _watch(args)
     if args.port is not None:
-        raise UsageError("--port is of --watch; give that, too")
+        raise UsageError("--port requires --watch; add it, or remove --port")
     outputs = _outputs(args)
     runs = read_runs(args.runs)
     if not outputs:
@@ -50,33 +52,35 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _outputs(args: argparse.Namespace) -> dict[str, tuple[Path, Callable[[Sequence[FinishedRun]], str]]]:
-    """The files to write and how each is made, by option. Raises UsageError for one that would destroy another file."""
+    """Output file and page function by option. Raises UsageError for a file that must not be overwritten."""
     if args.out is not None and args.html is not None and args.out.absolute() == args.html.absolute():
-        raise UsageError(f"--out and --html both name {printable(str(args.out))}; give two files")
-    made: dict[str, tuple[bytes, Callable[[Sequence[FinishedRun]], str]]] = {
-        "--html": (document.MARK, lambda runs: html_page(runs, settings_of(runs))),
+        raise UsageError(f"--out and --html both name {printable(str(args.out))}; name two different files")
+    pages: dict[str, tuple[bytes, Callable[[Sequence[FinishedRun]], str]]] = {
+        "--html": (document.MARK, lambda runs: html_page(runs, engine_settings(runs))),
         "--out": (MARK, page),
     }
-    found: dict[str, tuple[Path, Callable[[Sequence[FinishedRun]], str]]] = {}
-    for option, (mark, make) in made.items():
-        if (name := getattr(args, option.lstrip("-"))) is not None:
-            found[option] = check_output(name, option, inputs=args.runs, mark=mark, force=args.force), make
-    return found
+    outputs: dict[str, tuple[Path, Callable[[Sequence[FinishedRun]], str]]] = {}
+    for option, (mark, make) in pages.items():
+        if (path := getattr(args, option.lstrip("-"))) is not None:
+            outputs[option] = check_output(path, option, inputs=args.runs, mark=mark, force=args.force), make
+    return outputs
 
 
 def _watch(args: argparse.Namespace) -> int:
     if args.out is not None or args.html is not None:
-        raise UsageError("--watch serves the page and writes none; give --out or --html once the run has ended")
+        raise UsageError("--watch does not write files; use --out or --html after the run has finished")
     for run in args.runs:
         if not run.is_dir():
-            raise UsageError(f"{run} is no directory; crossdraft run says the one of a run when it begins")
+            raise UsageError(
+                f"{run} is not a directory; give a run directory, which crossdraft run prints at its start"
+            )
     need("report --watch", "html,serve", *LIBRARIES, "starlette", "uvicorn")
-    from ...report.watch import Live
+    from ...report.watch import ReportServer
 
-    taken = listening("127.0.0.1", 8010 if args.port is None else args.port)
-    print(f"crossdraft: http://127.0.0.1:{taken.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+    listener = listen("127.0.0.1", 8010 if args.port is None else args.port)
+    print(f"crossdraft: http://127.0.0.1:{listener.getsockname()[1]} (press Ctrl-C to stop)", flush=True)
     try:
-        Live(args.runs, settings_of).server().run(sockets=[taken])
-    except KeyboardInterrupt:  # uvicorn has ended in good order, and raises the signal again
-        print("crossdraft: the server has ended")
+        ReportServer(args.runs, engine_settings).server().run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn shuts down cleanly, then raises the signal again
+        print("crossdraft: server stopped")
     return 0

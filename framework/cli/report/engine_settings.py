@@ -1,4 +1,4 @@
-"""How engines are told to draft as the pairs of a run did, for the HTML report to show and copy."""
+"""Engine settings that reproduce the pairs of a run, for the HTML report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...runs.labels import group_title
 from ...runs.marks import mark_of
 
 
-def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Settings of every known engine for each certified pair with its own draft length, whatever the batch size.
+def engine_settings(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+    """Settings of each known engine for each certified pair of drafter and verifier, batch sizes merged.
 
     Returns:
-        ``title`` of the pair; ``engines``: ``name``, ``text`` to copy (empty where the engine cannot do it) and
-        ``remarks`` (why not, or what it does otherwise).
+        one mapping per pair: ``title``; ``engines``, each with ``name``, ``text`` (the settings, empty if the engine
+        does not support the pair) and ``remarks`` (the reason, or differences from the pair).
     """
-    found = []
+    settings = []
     for run_title, run in zip(titles_of(runs), runs, strict=True):
         configs = [result.config for result in run.summary.results]
         pairs = {}
@@ -33,29 +33,29 @@ def settings_of(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         for result in pairs.values():
             config = result.config
             pair = f"{config.drafter.title} × {config.verifier.title}"
-            words = [run_title] * (len(runs) > 1) + [pair, group_title(config, configs, but="batch_size")]
+            parts = [run_title] * (len(runs) > 1) + [pair, group_title(config, configs, but="batch_size")]
             names = sorted(plugins.entries("engines"))
             try:
                 acceptance = acceptance_of(result, run.name)
             except UsageError:
-                why = "no step had room for a whole draft: there is no acceptance to go by"
-                engines = [{"name": name, "text": "", "remarks": [why]} for name in names]
+                reason = "the acceptance is unknown: no step drafted the full length"
+                engines = [{"name": name, "text": "", "remarks": [reason]} for name in names]
             else:
                 schedule = Schedule(acceptance, (Range(1, 1, acceptance.gamma),), {})
-                engines = [_told(name, schedule) for name in names]
-            found.append({"title": ", ".join(words), "engines": engines})
-    return found
+                engines = [_settings(name, schedule) for name in names]
+            settings.append({"title": ", ".join(parts), "engines": engines})
+    return settings
 
 
-def _told(name: str, schedule: Schedule) -> dict[str, Any]:
+def _settings(name: str, schedule: Schedule) -> dict[str, Any]:
     engine = plugins.get("engines", name)()
     with plugins.guarded("engines", name, "cannot() or export()"):
         try:
             reason = engine.cannot(schedule.acceptance)
             settings = None if reason else engine.export(schedule)
-        except UsageError as error:  # something that the engine has to be told is not known
+        except UsageError as error:  # a required setting is unknown
             reason, settings = str(error), None
     if settings is None:
         return {"name": name, "text": "", "remarks": [f"not in {name}: {reason}"]}
-    version = f"names as of {engine.read_from}"
+    version = f"option names of {engine.read_from}"
     return {"name": name, "text": settings.text, "remarks": [version, *settings.remarks]}

@@ -1,4 +1,4 @@
-"""Certificates before a run: every strategy of its cells that has none is certified on the smallest toys."""
+"""Certification before a run: uncertified strategies of its cells are certified on the smallest toy models."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ if TYPE_CHECKING:
     from ...runs.certified_registry import Certificate
 
 
-def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], limit: StepLimit) -> None:
-    """Certify the verifiers of cells that claim to be lossless, and the drafters that plug-ins provide.
+def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], limit: StepLimit) -> None:
+    """Certify the verifiers of cells that are declared lossless, and the drafters of plug-ins.
 
-    Certificates are kept with the digest of the code, so that a second run has nothing to enumerate. A verifier that
-    cannot be certified (it raises, or its code has no file) runs and is marked "not certified".
+    Certificates are stored under the digest of the code, so later runs reuse them. A verifier that cannot be certified
+    (it raises, or its code has no file) runs and is marked "not certified".
 
     Args:
-        limit: ends the enumeration of a pair that takes longer than a step may.
+        log: receives progress messages.
+        limit: the time limit for the enumeration of a pair.
 
     Raises:
-        ContractError: one that claims to be lossless changes the target's distribution.
+        ContractError: a strategy that is declared lossless changes the target distribution.
     """
     from ...models.threads import one_thread
     from ...runs import certified_registry
 
-    start, done, new = monotonic(), [], []
+    start, certified, new = monotonic(), [], []
     pairs = _pairs(cells)
-    refused = ""
+    failure = ""
     with one_thread():
         for kind, strategy, config, certify in (*_verifiers(pairs, limit), *_drafters(pairs)):
-            found = certified_registry.certificate(strategy, config)
-            if found is None and (found := _guarded(certify, limit)) is not None:
-                new.append((strategy, config, found))
-                done.append(strategy.name)
-            if found is not None and not found.lossless:
-                refused = _sentence(kind, strategy.name, found)
+            certificate = certified_registry.certificate(strategy, config)
+            if certificate is None and (certificate := _guarded(certify, limit)) is not None:
+                new.append((strategy, config, certificate))
+                certified.append(strategy.name)
+            if certificate is not None and not certificate.lossless:
+                failure = _failure_message(kind, strategy.name, certificate)
                 break
     try:
         certified_registry.remember(new)
     except OSError as error:
-        tell(f"certificates could not be kept, and are made again by the next run: {error.strerror or error}")
-    if refused:
-        raise ContractError(refused)
-    if done:
-        names = ", ".join(dict.fromkeys(done))
-        tell(f"certified lossless on the smallest toys, in {monotonic() - start:.1f} s: {names}")
+        log(f"certificates cannot be stored; the next run certifies again: {error.strerror or error}")
+    if failure:
+        raise ContractError(failure)
+    if certified:
+        names = ", ".join(dict.fromkeys(certified))
+        log(f"certified lossless on the smallest toy models, in {monotonic() - start:.1f} s: {names}")
 
 
 def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Certificate | None:
-    """The certificate; None if the strategy raised instead, whatever that was: its cells report it."""
+    """The certificate, or None if the strategy raised; its cells report the error."""
     from ...runs.interrupts import asked
 
     try:
@@ -67,72 +68,72 @@ def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Cer
         limit.stop()
 
 
-def _sentence(kind: str, name: str, found: Certificate) -> str:
-    where = f"TV {found.tv:.2g} {found.where}".rstrip()
+def _failure_message(kind: str, name: str, certificate: Certificate) -> str:
+    where = f"TV {certificate.tv:.2g} {certificate.where}".rstrip()
     if kind == "verifier":
         return (
-            f"verifier '{name}' claims to be lossless, but changes the target's distribution ({where}); mend it, or "
-            f"declare lossless=False in its traits. crossdraft certify --verifier {name} shows more"
+            f"verifier '{name}' is declared lossless, but changes the target distribution ({where}); fix it, or "
+            f"declare lossless=False in its traits. Run crossdraft certify --verifier {name} for details"
         )
     return (
-        f"drafter '{name}' changes the target's distribution under a certified verifier ({where}): its q is not the "
-        f"distribution that its tokens are drawn from; mend it. crossdraft certify --drafter {name} shows more"
+        f"drafter '{name}' changes the target distribution under a certified verifier ({where}): its q is not the "
+        f"distribution that its tokens are drawn from; fix it. Run crossdraft certify --drafter {name} for details"
     )
 
 
-#: What is to be certified: "verifier" or "drafter", class, config, and what certifies it.
+#: A strategy to certify: "verifier" or "drafter", class, config, and the function that certifies it.
 Task = tuple[str, Any, Any, Callable[[], "Certificate | None"]]
 
 
 def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
-    """Drafter and verifier, as configured, of each distinct pair with a verifier that claims to be lossless."""
+    """Drafter and verifier, as class and config, of each distinct pair whose verifier is declared lossless."""
     from ... import plugins
     from ...api.build import configured
 
-    found = {}
+    pairs = {}
     for cell in cells:
         if cell.is_baseline:
             continue
         key = str((cell.drafter.name, cell.drafter.config, cell.verifier.name, cell.verifier.config))
-        if key in found:
+        if key in pairs:
             continue
         drafter, verifier = (
-            configured(kind, {**one.config, "name": one.name})
-            for kind, one in (("drafters", cell.drafter), ("verifiers", cell.verifier))
+            configured(kind, {**strategy.config, "name": strategy.name})
+            for kind, strategy in (("drafters", cell.drafter), ("verifiers", cell.verifier))
         )
         if plugins.traits_of("verifiers", *verifier).lossless:
-            found[key] = drafter, verifier
-    return list(found.values())
+            pairs[key] = drafter, verifier
+    return list(pairs.values())
 
 
 def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: StepLimit) -> Iterable[Task]:
     from ...certificate.outcomes import certify_quickly, outcome
 
     tasks: dict[str, Task] = {}
-    for _, (rule, options) in pairs:
-        key = f"{rule.name} {options!r}"
+    for _, (verifier, config) in pairs:
+        key = f"{verifier.name} {config!r}"
         tasks[key] = (
             "verifier",
-            rule,
-            options,
-            lambda rule=rule, options=options: outcome(certify_quickly(rule, options, limit.restart)),
+            verifier,
+            config,
+            lambda verifier=verifier, config=config: outcome(certify_quickly(verifier, config, limit.restart)),
         )
     return tasks.values()
 
 
 def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[Task]:
-    """Tasks for drafters of plug-ins only: crossdraft's tests certify its own."""
+    """Tasks for drafters of plug-ins; built-in drafters are certified by crossdraft's tests."""
     from ...certificate.outcomes import certify_drafter, outcome
 
     tasks: dict[str, Task] = {}
-    for (drafter, config), (rule, options) in pairs:
+    for (drafter, config), (verifier, options) in pairs:
         if drafter.__module__.partition(".")[0] == "crossdraft":
             continue
 
         def certify(
-            drafter: Any = drafter, config: Any = config, rule: Any = rule, options: Any = options
+            drafter: Any = drafter, config: Any = config, verifier: Any = verifier, options: Any = options
         ) -> Certificate | None:
-            row = certify_drafter(drafter, config, rule, options)
+            row = certify_drafter(drafter, config, verifier, options)
             return None if row is None else outcome([row])
 
         tasks.setdefault(f"{drafter.name} {config!r}", ("drafter", drafter, config, certify))

@@ -1,4 +1,4 @@
-"""``crossdraft run RECIPE``: measure every cell of a recipe and print the table."""
+"""``crossdraft run RECIPE``: measure every cell of a recipe and print a table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ... import plugins
 from ...errors import UsageError, quoted
-from ..standard_streams import complain, print_kept
-from ..trust_args import add_consent, texts_in, trusted
+from ..standard_streams import print_error, print_stored
+from ..trust_args import add_trust_argument, strings_in, trusted
 from .certificates import certify_missing
 from .tracking import tracking
 
@@ -27,60 +27,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
+        help="override a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
     parser.add_argument(
         "--time",
         metavar="DURATION",
-        help="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, all pairs equally (none: no budget)",
+        help="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, the same for all pairs (none: no limit)",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where records go (runs)")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is on disk already")
-    parser.add_argument("--retry-failed", action="store_true", help="measure groups again in which a cell failed")
-    parser.add_argument("--fail-fast", action="store_true", help="end with the first cell that fails")
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="output directory (runs)")
+    parser.add_argument("--fresh", action="store_true", help="measure cells again that are on disk")
+    parser.add_argument("--retry-failed", action="store_true", help="measure groups with failed cells again")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first failed cell")
     parser.add_argument(
         "--step-limit",
         type=float,
         metavar="SECONDS",
-        help="give a cell up when one step takes longer; without it nothing ends a strategy that hangs",
+        help="abort a cell if a step takes longer (default: no limit)",
     )
     parser.add_argument(
         "--validate",
         choices=("sampled", "always", "never"),
         default="sampled",
-        help="check drafts and verdicts in full now and then (sampled), in every step, or never",
+        help="check drafts and verdicts in some steps (sampled), in all (always), or never",
     )
-    add_consent(parser)
-    parser.add_argument("--quiet", action="store_true", help="print the table and nothing else")
+    add_trust_argument(parser)
+    parser.add_argument("--quiet", action="store_true", help="print the table only")
     parser.add_argument(
-        "--track", action="append", default=[], metavar="NAME", help=f"tell of the run: {_listed('trackers')}"
+        "--track", action="append", default=[], metavar="NAME", help=f"experiment tracker: {_names('trackers')}"
     )
-    machines = parser.add_argument_group("more machines", "the groups of a recipe, measured apart (docs/machines.md)")
-    machines.add_argument("--shard", metavar="K/N", help="measure part K of N of the groups, and nothing else")
-    machines.add_argument("--launcher", metavar="NAME", help=f"start a process for each group: {_listed('launchers')}")
-    machines.add_argument("--workers", type=int, metavar="N", help="most processes at once (one for each device)")
+    machines = parser.add_argument_group(
+        "parallel runs", "measure the groups of a recipe in several processes (docs/machines.md)"
+    )
+    machines.add_argument("--shard", metavar="K/N", help="measure only part K of N of the groups")
+    machines.add_argument("--launcher", metavar="NAME", help=f"start a process per group: {_names('launchers')}")
+    machines.add_argument(
+        "--workers", type=int, metavar="N", help="maximum number of processes (default: number of devices)"
+    )
     machines.add_argument(
         "--launcher-option",
         dest="launcher_options",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of the launcher (repeatable), see crossdraft list launchers NAME",
+        help="launcher option (repeatable); see crossdraft list launchers NAME",
     )
     machines.add_argument(
         "--untimed",
         action="store_true",
-        help="others use the device, too: keep tokens and block efficiency, and no times",
+        help="do not record times, for a device that is shared with other processes",
     )
 
 
-def _listed(kind: str) -> str:
+def _names(kind: str) -> str:
     return ", ".join(sorted(plugins.entries(kind)))
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: done; 1: a cell failed, or the disk is full; 2 (as UsageError): the recipe is wrong; 130: interrupted."""
+    """Return 0; 1 if a cell failed or the disk is full; 130 if interrupted. Raises UsageError (exit status 2)."""
     from ...recipe.recipe import read_recipe
 
     _check(args)
@@ -89,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
         settings.append(f"limit={args.limit}")
     if args.time is not None:
         settings.append(f"time={'null' if args.time == 'none' else _duration(args.time)}")
-    recipe = read_recipe(args.recipe, settings)  # before PyTorch is imported, so that a wrong key is reported at once
+    recipe = read_recipe(args.recipe, settings)  # before PyTorch is imported, so that errors are reported at once
 
     from transformers.utils import logging
 
@@ -98,26 +102,26 @@ def main(args: argparse.Namespace) -> int:
     from ...report.write import write_summary
     from ...runs.interrupts import Interrupts
 
-    logging.disable_progress_bar()  # a model takes a second to load; the run has a bar of its own
+    logging.disable_progress_bar()  # the run has its own progress bar
     cells = plan(recipe).cells
     consent = trusted(args, _models(cells)) if args.trust_remote_code else frozenset()
-    with Interrupts(), tracking(args.track) as tell:
+    with Interrupts(), tracking(args.track) as notify_finished:
         outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
         summary = write_summary(outcome)
-        tell(summary)
-        print_kept(terminal(summary))
+        notify_finished(summary)
+        print_stored(terminal(summary))
         if outcome.failed:
-            complain(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
+            print_error(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
         if summary.stopped:
-            complain(f"crossdraft: error: {summary.stopped}")
+            print_error(f"crossdraft: error: {summary.stopped}")
         return summary.exit_code
 
 
 def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
-    """Every name in the cells that may be a model's."""
+    """All strings in the cells that may be models."""
     for cell in cells:
         yield cell.target
-        yield from texts_in(cell.drafter.config)
+        yield from strings_in(cell.drafter.config)
 
 
 def _duration(text: str) -> str:
@@ -130,20 +134,22 @@ def _duration(text: str) -> str:
     return text
 
 
-def _print_so_far(outcome: Outcome) -> None:
+def _print_partial(outcome: Outcome) -> None:
     from ...report.summary import Summary
     from ...report.tables import brief
 
-    complain(f"\n{brief(Summary.of(outcome, []))}")
+    print_error(f"\n{brief(Summary.of(outcome, []))}")
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that have nothing to say to each other."""
+    """Raise UsageError for options that cannot be combined."""
     if args.shard and args.launcher:
-        raise UsageError("--shard and --launcher: a launcher makes shards itself; give one of them")
-    for name, given in (("--workers", args.workers is not None), ("--launcher-option", args.launcher_options)):
-        if given and not args.launcher:
-            raise UsageError(f"{name} needs --launcher: without one, this process measures every group")
+        raise UsageError(
+            "--shard and --launcher cannot be combined: a launcher creates shards itself; remove one of them"
+        )
+    for name, is_set in (("--workers", args.workers is not None), ("--launcher-option", args.launcher_options)):
+        if is_set and not args.launcher:
+            raise UsageError(f"{name} requires --launcher; without one, this process measures all groups")
 
 
 def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
@@ -164,13 +170,13 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         say=None if args.quiet else say,
         progress=not args.quiet,
         debug=args.debug,
-        certify=lambda cells, limit: certify_missing(cells, _quiet if args.quiet else say, limit),
-        so_far=None if args.quiet else _print_so_far,
+        certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else say, limit),
+        so_far=None if args.quiet else _print_partial,
     )
 
 
-def _quiet(_: str) -> None:
-    """Print nothing."""
+def _discard(_: str) -> None:
+    """Ignore a message."""
 
 
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
@@ -180,13 +186,13 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
     from ...bench.step_limit import StepLimit
 
     limit = StepLimit(args.step_limit)
-    certify_missing(plan(recipe).cells, _quiet if args.quiet else say, limit)  # once, not in every process
+    certify_missing(plan(recipe).cells, _discard if args.quiet else say, limit)  # once, not in each process
 
     options = {}
-    for given in args.launcher_options:
-        key, equals, value = given.partition("=")
+    for text in args.launcher_options:
+        key, equals, value = text.partition("=")
         if not (key and equals):
-            raise UsageError(f"--launcher-option {quoted(given)} is not KEY=VALUE")
+            raise UsageError(f"--launcher-option {quoted(text)} is not KEY=VALUE")
         options[key] = value
     command = ["run", args.recipe, "--validate", args.validate]
     for setting in settings:

@@ -1,4 +1,4 @@
-"""``--track NAME``: trackers are told of a run while it is asked for, and at no other time."""
+"""``--track NAME``: experiment trackers, registered for the duration of a run."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 @contextmanager
 def tracking(names: Sequence[str]) -> Iterator[Callable[[Outcome], None]]:
-    """Register a tracker of each name; gives what is to be called when the run is over and its files are written.
+    """Register the named trackers; yield a function to call with the outcome once the run's files are written.
 
     Raises:
-        UsageError: a name that nobody registered, a tracker whose library or server is not there.
+        UsageError: an unknown tracker, or one whose library or server is not available.
     """
-    manager, seen = plugins.manager(), _Seen()
-    made: list[Any] = [seen]
+    manager, recorder = plugins.manager(), _RunRecorder()
+    trackers: list[Any] = [recorder]
     for name in dict.fromkeys(names):
         kind = plugins.get("trackers", name)
         with plugins.guarded("trackers", name):
-            made.append(kind())
-    for tracker in made:
+            trackers.append(kind())
+    for tracker in trackers:
         manager.register(tracker)
 
-    def tell(outcome: Outcome | None) -> None:
-        run, seen.run = seen.run, {}
-        told: dict[str, Any] = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "ended by an error"}
+    def finish(outcome: Outcome | None) -> None:
+        run, recorder.run = recorder.run, {}
+        fields: dict[str, Any] = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
         if outcome is not None:
-            told = {"exit_code": outcome.exit_code, "failed": len(outcome.failed)}
-            told |= {"interrupted": outcome.interrupted, "stopped": outcome.stopped}
+            fields = {"exit_code": outcome.exit_code, "failed": len(outcome.failed)}
+            fields |= {"interrupted": outcome.interrupted, "stopped": outcome.stopped}
         if run:
-            plugins.notify("crossdraft_run_finished", run=run, outcome=told)
+            plugins.notify("crossdraft_run_finished", run=run, outcome=fields)
 
     try:
-        yield tell
+        yield finish
     finally:
-        tell(None)  # of a run that began and did not get so far
-        for tracker in made:
+        finish(None)  # if the run started and raised
+        for tracker in trackers:
             manager.unregister(tracker)
 
 
-class _Seen:
-    """Remembers what was told when the run began."""
+class _RunRecorder:
+    """Records the run that was started."""
 
     run: Mapping[str, Any] = MappingProxyType({})
 
     @hookimpl
     def crossdraft_run_started(self, run: Mapping[str, Any]) -> None:
-        self.run = self.run or run  # the first: a launcher's processes are part of it
+        self.run = self.run or run  # the first one; a launcher's processes belong to it

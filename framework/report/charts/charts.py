@@ -1,7 +1,7 @@
-"""The charts of finished cells: what kinds there are, and their files.
+"""The kinds of charts of finished cells, and their files.
 
-Charts know finished results only, like `tables`. A marker is one verifier in all of them; a colour is one, too, but
-where drafters share a panel, in which it is one drafter.
+A marker stands for a verifier in all charts; a colour as well, except in panels with several drafters, where it stands
+for a drafter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Kind:
 
     Attributes:
         shows: a line of help.
-        needs: what cells it cannot do without, for the sentence that says so.
-        draw: the figure of some cells at a width, and how many panels or drafters had no room in it; None where they
-            are not what it needs.
+        needs: required cells, for error messages.
+        draw: returns the figure of cells at a width and the number of omitted panels or drafters; None if the required
+            cells are missing.
     """
 
     shows: str
@@ -62,31 +62,31 @@ KINDS = {
 
 
 def draw(summary: Summary) -> list[str]:
-    """Draw what a run has to show as PNG files beside its records, and return their names.
+    """Draw the charts of a run as PNG files in its directory, and return their names.
 
-    That is block efficiency by pair and against target rows, if there are several pairs or batch sizes; speed-up and
-    tokens/s over batch size, if there are several. What had no room is noted in the summary.
+    Block efficiency by pair and against target rows if there are several pairs or batch sizes; speed-up and tokens/s if
+    there are several batch sizes. Omitted panels are noted in the summary.
     """
     pairs = drafting(summary.results)
-    several = len({r.config.batch_size for r in pairs}) > 1
-    kinds = ["speed_up", "throughput"] if several else []
-    if several or len(pairs) > 1:
+    varies = len({r.config.batch_size for r in pairs}) > 1
+    kinds = ["speed_up", "throughput"] if varies else []
+    if varies or len(pairs) > 1:
         kinds = ["block_efficiency", "target_rows", *kinds]
     names = []
     for kind in kinds:
-        found = draw_to(summary.results, kind, "page", [summary.directory / f"{kind}.png"])
-        if found is not None:
+        omitted = draw_to(summary.results, kind, "page", [summary.directory / f"{kind}.png"])
+        if omitted is not None:
             names.append(f"{kind}.png")
-            if found:
-                summary.notes.append(f"{kind}.png leaves out {found} panels; crossdraft plot --where draws others")
+            if omitted:
+                summary.notes.append(f"{kind}.png omits {omitted} panels; use crossdraft plot --where to draw them")
     return names
 
 
 def draw_to(results: Sequence[CellResult], kind: str, width: str, files: Sequence[Path]) -> int | None:
-    """Draw a chart into files of the formats that their names end with.
+    """Draw a chart into files, in the formats of their suffixes.
 
     Returns:
-        how many panels or drafters had no room; None where the cells are not what the kind needs: nothing was drawn.
+        the number of omitted panels or drafters; None if the required cells are missing and nothing was drawn.
 
     Raises:
         UsageError: a file cannot be written.

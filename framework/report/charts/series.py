@@ -1,4 +1,4 @@
-"""Charts with a line a pair: over batch sizes, and over the positions of a draft."""
+"""Charts with a line per pair: over batch sizes, and over positions of a draft."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ if TYPE_CHECKING:
     from ...metrics.intervals import Estimate
     from ...runs.records import CellResult
 
-#: Between the bars of two series at one batch size, in factors of two; at one position, in positions.
-_ASIDE = 0.09
+#: Offset between the bars of two series: in powers of two for batch sizes, in positions for positions.
+_OFFSET = 0.09
 
 
 def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
-    """Speed-up over batch size, with intervals, a panel a drafter; None unless there are several batch sizes."""
+    """Speed-up over batch size with intervals, a panel per drafter; None if there is only one batch size."""
     drawn = _by_drafter(results)
     if not drawn:
         return None
     shown = drawn[:MOST_PANELS]
     styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
     every = [e for _, pairs, _ in shown for pair in pairs for e in _speed_ups(pair).values()]
-    figure, found = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
-    for panel, (_, pairs, baselines) in zip(found, shown, strict=True):
+    figure, axes = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
+    for panel, (_, pairs, baselines) in zip(axes, shown, strict=True):
         panel.axhline(1.0, color="0.55", linewidth=0.8, linestyle="--", zorder=1)
         for i, pair in enumerate(pairs):
-            aside = 2 ** (_ASIDE * (i - (len(pairs) - 1) / 2))
-            points = {b * aside: e for b, e in _speed_ups(pair).items()}
+            offset = 2 ** (_OFFSET * (i - (len(pairs) - 1) / 2))
+            points = {b * offset: e for b, e in _speed_ups(pair).items()}
             _line(panel, points, styles[pair.verifier])
         batch_axis(panel, sorted(baselines))
         panel.set_ylim(*visible(every, 1.0))
-    label(figure, found, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
+    label(figure, axes, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
     return figure, len(drawn) - len(shown)
 
 
 def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
-    """Tokens/s over batch size beside plain decoding's, a panel a drafter; a ring is break-even.
+    """Tokens/s over batch size with plain decoding, a panel per drafter; a ring marks break-even.
 
-    None unless there are several batch sizes.
+    None if there is only one batch size.
     """
     drawn = _by_drafter(results)
     if not drawn:
         return None
     shown = drawn[:MOST_PANELS]
     styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
-    figure, found = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
-    for panel, (_, pairs, baselines) in zip(found, shown, strict=True):
+    figure, axes = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
+    for panel, (_, pairs, baselines) in zip(axes, shown, strict=True):
         plain = _rates(baselines)
         panel.plot(list(plain), list(plain.values()), **PLAIN)
         remarks = []
@@ -74,57 +74,56 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
             panel.annotate(words, place, xycoords="axes fraction", ha="right", color=colour, fontsize=6.5)
         batch_axis(panel, sorted(plain))
         _rate_axis(panel)
-    label(figure, found, [title for title, _, _ in shown], "batch size", "tokens/s")
+    label(figure, axes, [title for title, _, _ in shown], "batch size", "tokens/s")
     legend(figure, [plain_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
     return figure, len(drawn) - len(shown)
 
 
 def acceptance(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
-    """Pr(tau >= i) by position i, with intervals, a panel a drafter; of the batch sizes, the smallest one."""
+    """Pr(tau >= i) by position i with intervals, a panel per drafter, at the smallest batch size."""
     cells = [r.config for r in results]
     drawn: dict[tuple[str, str], dict[str, CellResult]] = {}
     for result in sorted(drafting(results), key=lambda r: r.config.batch_size):
         if result.metrics is not None and result.metrics.acceptance:
             setting = group_title(result.config, cells, but="batch_size")
-            of = drawn.setdefault((result.config.drafter.title, setting), {})
-            of.setdefault(verifier_title(result), result)
+            lines = drawn.setdefault((result.config.drafter.title, setting), {})
+            lines.setdefault(verifier_title(result), result)
     if not drawn:
         return None
     shown = dict(list(drawn.items())[:MOST_PANELS])
     styles = marks(verifier for lines in drawn.values() for verifier in lines)
-    figure, found = panels(len(shown), width)
-    for panel, lines in zip(found, shown.values(), strict=True):
+    figure, axes = panels(len(shown), width)
+    for panel, lines in zip(axes, shown.values(), strict=True):
         longest = 1
         for i, (verifier, result) in enumerate(lines.items()):
             metrics = result.metrics
             assert metrics is not None
             estimates = acceptance_of(result.records, metrics.depth, len(metrics.acceptance))
-            aside = _ASIDE * (i - (len(lines) - 1) / 2)
-            _line(panel, {k + aside: e for k, e in enumerate(estimates, 1)}, styles[verifier])
+            offset = _OFFSET * (i - (len(lines) - 1) / 2)
+            _line(panel, {k + offset: e for k, e in enumerate(estimates, 1)}, styles[verifier])
             longest = max(longest, len(estimates))
         panel.set_ylim(-0.03, 1.03)
         panel.set_xlim(0.5, longest + 0.5)
         panel.set_xticks(range(1, longest + 1, max(1, longest // 6)))
-    several = len({setting for _, setting in drawn}) > 1
-    titles = [f"{drafter}, {setting}" if several else drafter for drafter, setting in shown]
-    label(figure, found, titles, "position i in the draft", "Pr(τ ≥ i)")
+    has_settings = len({setting for _, setting in drawn}) > 1
+    titles = [f"{drafter}, {setting}" if has_settings else drafter for drafter, setting in shown]
+    label(figure, axes, titles, "position i in the draft", "Pr(τ ≥ i)")
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
     return figure, len(drawn) - len(shown)
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
-    """The batch size at which the speed-up falls through 1 for the last time; None if it does not.
+    """The last batch size at which the speed-up falls below 1; None if there is none.
 
-    Interpolated between measured batch sizes, linearly in the logarithms of both: where lines of tokens/s cross on
-    logarithmic axes.
+    Log-log interpolation between measured batch sizes.
     """
-    found = None
-    for (b, here), (c, there) in pairwise(sorted(speed_ups.items())):
-        if there < 1 <= here:
-            found = b * (c / b) ** (math.log(here) / math.log(here / there))
-        elif there >= 1:
-            found = None
-    return found
+    crossing = None
+    for (b, low), (c, high) in pairwise(sorted(speed_ups.items())):
+        if high < 1 <= low:
+            crossing = b * (c / b) ** (math.log(low) / math.log(low / high))
+        elif high >= 1:
+            crossing = None
+    return crossing
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------
@@ -134,12 +133,12 @@ def _by_drafter(results: Sequence[CellResult]) -> list[tuple[str, list[Pair], di
     """Title, pairs and baselines of each panel."""
     series = batch_size_series(results)
     drawn = []
-    for setting, found in series.items():
-        for drafter in dict.fromkeys(pair.drafter for pair in found.pairs):
+    for setting, group in series.items():
+        for drafter in dict.fromkeys(pair.drafter for pair in group.pairs):
             title = f"{drafter}, {setting}" if len(series) > 1 else drafter
-            pairs = [pair for pair in found.pairs if pair.drafter == drafter and pair.speed_ups]
+            pairs = [pair for pair in group.pairs if pair.drafter == drafter and pair.speed_ups]
             if pairs:
-                drawn.append((title, pairs, found.baselines))
+                drawn.append((title, pairs, group.baselines))
     return drawn
 
 
@@ -148,9 +147,9 @@ def _speed_ups(pair: Pair) -> dict[int, Estimate]:
 
 
 def _line(panel: Axes, points: Mapping[float, Estimate], mark: Mark) -> None:
-    """Estimates joined by a line, each with its interval."""
-    reach = [ends(e) for e in points.values()]
-    bars = [[low for low, _ in reach], [high for _, high in reach]]
+    """Draw estimates with intervals, joined by a line."""
+    lengths = [ends(e) for e in points.values()]
+    bars = [[low for low, _ in lengths], [high for _, high in lengths]]
     values = [e.value for e in points.values()]
     panel.errorbar(list(points), values, yerr=bars, linestyle=mark.dash, elinewidth=0.8, **mark.options)
 
@@ -169,8 +168,8 @@ def _rate_axis(panel: Axes) -> None:
 
 
 def _between(rates: Mapping[int, float], at: float) -> float:
-    """A rate between measured batch sizes, on the straight line between them on logarithmic axes."""
-    for (b, here), (c, there) in pairwise(sorted(rates.items())):
+    """Log-log interpolation of a rate between measured batch sizes."""
+    for (b, low), (c, high) in pairwise(sorted(rates.items())):
         if b <= at <= c:
-            return here * (there / here) ** (math.log(at / b) / math.log(c / b))
-    raise ValueError(f"batch size {at:g} is outside those measured")
+            return low * (high / low) ** (math.log(at / b) / math.log(c / b))
+    raise ValueError(f"batch size {at:g} is outside the measured range")

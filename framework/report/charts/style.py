@@ -1,7 +1,6 @@
-"""How charts look: sizes and type for papers, colours and markers, panels, legends, files.
+"""Chart style: sizes and fonts for papers, colours and markers, panels, legends, files.
 
-matplotlib is imported inside functions, so that commands that draw nothing do not wait for it. Figures are drawn
-without its global state.
+matplotlib is imported inside functions to keep commands without charts fast; its global state is not used.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     from ...metrics.intervals import Estimate
 
 FORMATS = ("png", "svg", "pdf")
-#: The program that made a file, in its metadata: `util.output_files.check_output` recognises a chart by it.
+#: File metadata that marks charts, so that `util.output_files.check_output` recognises them.
 MARK = b"crossdraft plot"
-#: Inches: a column of a two-column paper, and its page.
+#: Widths of a column and of a page of a two-column paper, in inches.
 WIDTHS = {"column": 3.4, "page": 7.0}
-#: More panels than this are no figure any more.
+#: Maximum number of panels in a figure.
 MOST_PANELS = 12
-#: M. Okabe and K. Ito, "Color Universal Design", 2008: told apart by colour-blind readers; yellow left out.
+#: Colour-blind safe: M. Okabe and K. Ito, "Color Universal Design", 2008, without yellow.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MARKERS = "os^DvP*X<>"
 DASHES = ("-", "--", ":", "-.")
-#: Of plain decoding.
+#: Line style of plain decoding.
 PLAIN = {"color": "0.72", "linewidth": 4, "solid_capstyle": "round", "zorder": 1}
 _PANEL_HEIGHT = 1.45
 _STYLE: Any = {
-    "font.family": ["DejaVu Sans"],  # comes with matplotlib, so that a chart looks alike everywhere
+    "font.family": ["DejaVu Sans"],  # ships with matplotlib
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -63,9 +62,9 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.handlelength": 1.8,
     "legend.columnspacing": 1.2,
-    "text.parse_math": False,  # what people called things is no formula
-    "pdf.fonttype": 42,  # whole fonts, which journals ask for
-    "svg.fonttype": "path",  # outlines: the same wherever it is opened
+    "text.parse_math": False,  # names are not TeX
+    "pdf.fonttype": 42,  # TrueType fonts, as required by journals
+    "svg.fonttype": "path",  # outlines
     "svg.hashsalt": "crossdraft",
     "savefig.dpi": 300,
 }
@@ -73,7 +72,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Mark:
-    """How a series is told apart: by colour and marker; of more series than markers, the others' are hollow."""
+    """Colour, marker and dash of a series; hollow if there are more series than markers."""
 
     colour: str
     marker: str
@@ -84,65 +83,65 @@ class Mark:
     def options(self) -> dict[str, Any]:
         if self.hollow:
             return {"color": self.colour, "marker": self.marker, "markerfacecolor": "white"}
-        # A thin rim parts marks that lie on each other.
+        # A thin edge separates overlapping markers.
         return {"color": self.colour, "marker": self.marker, "markeredgecolor": "white", "markeredgewidth": 0.4}
 
 
 def marks(names: Iterable[str]) -> dict[str, Mark]:
-    """A mark for each name, in order of first appearance."""
-    found = {}
+    """A mark per name, in order of first appearance."""
+    result = {}
     for i, name in enumerate(dict.fromkeys(names)):
         hollow, dash = i // len(MARKERS) % 2 == 1, DASHES[i // len(COLOURS) % len(DASHES)]
-        found[name] = Mark(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], hollow, dash)
-    return found
+        result[name] = Mark(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], hollow, dash)
+    return result
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """matplotlib's defaults with `_STYLE`, whatever the user's own settings are; figures are made and saved inside."""
+    """matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # missing glyphs are drawn as boxes
         yield
 
 
 def panels(
     count: int, width: str, height: float = _PANEL_HEIGHT, most: int = 0, share_x: bool = False, share_y: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels in rows.
+    """A figure with ``count`` panels.
 
     Args:
         width: a key of `WIDTHS`.
         height: of a row of panels, in inches.
-        most: panels side by side; 0: as many as can be read, 2 in a column, 4 on a page.
+        most: maximum panels per row; 0 = 2 in a column, 4 on a page.
     """
     from matplotlib.figure import Figure
 
     across = min(count, most or (2 if width == "column" else 4))
-    if across > 1 and count > across:  # no row that is nearly empty
+    if across > 1 and count > across:  # balance the rows
         across = ceil(count / ceil(count / across))
     rows = ceil(count / across)
-    wide = WIDTHS[width] if width == "column" or across > 1 else min(WIDTHS[width], 4.4)
-    figure = Figure(figsize=(wide, height * rows + 0.5), layout="constrained")
-    found = list(figure.subplots(rows, across, squeeze=False, sharex=share_x, sharey=share_y).flat)
-    for panel in found[count:]:
+    inches = WIDTHS[width] if width == "column" or across > 1 else min(WIDTHS[width], 4.4)
+    figure = Figure(figsize=(inches, height * rows + 0.5), layout="constrained")
+    axes = list(figure.subplots(rows, across, squeeze=False, sharex=share_x, sharey=share_y).flat)
+    for panel in axes[count:]:
         panel.set_axis_off()
-    if share_x:  # below a panel that is left out, the last one of a column keeps its labels
-        for panel in found[max(count - across, 0) : count]:
+    if share_x:  # label the last panel of each column
+        for panel in axes[max(count - across, 0) : count]:
             panel.xaxis.set_tick_params(labelbottom=True)
-    return figure, found[:count]
+    return figure, axes[:count]
 
 
-def label(figure: Figure, found: Sequence[Axes], titles: Sequence[str], x: str, y: str) -> None:
-    """What panels are called, by what tells them apart, and what the axes of all of them show."""
+def label(figure: Figure, axes: Sequence[Axes], titles: Sequence[str], x: str, y: str) -> None:
+    """Set panel titles, without the parts that all share, and the labels of the shared axes."""
     parts = [title.split(", ") for title in titles]
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    for panel, title in zip(found, parts, strict=True):
-        place = panel.get_subplotspec()
-        columns = place.get_gridspec().ncols if place is not None else 1
+    for panel, title in zip(axes, parts, strict=True):
+        spec = panel.get_subplotspec()
+        columns = spec.get_gridspec().ncols if spec is not None else 1
         own = [part for part in title if part not in shared]
         panel.set_title(wrapped(own or title, int(figure.get_figwidth() / columns / 0.068)))
     figure.supxlabel(x, fontsize=8)
@@ -151,7 +150,7 @@ def label(figure: Figure, found: Sequence[Axes], titles: Sequence[str], x: str, 
 
 
 def legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Above the panels, in as many columns as there is room for."""
+    """Draw a legend above the panels, in as many columns as fit."""
     if not handles:
         return
     longest = max(len(handle.get_label()) for handle in handles)
@@ -162,15 +161,15 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 
 def entry(name: str, mark: Mark, line: bool = False) -> Any:
-    """An entry of a legend."""
+    """A legend entry."""
     from matplotlib.lines import Line2D
 
-    look: dict[str, Any] = mark.options | {"linestyle": mark.dash if line else ""}
-    return Line2D([], [], label=text(name), **look)
+    options: dict[str, Any] = mark.options | {"linestyle": mark.dash if line else ""}
+    return Line2D([], [], label=text(name), **options)
 
 
 def swatch(name: str, mark: Mark) -> Any:
-    """An entry for a colour, whatever the marker."""
+    """A legend entry for a colour."""
     from matplotlib.lines import Line2D
 
     style: dict[str, Any] = {"linestyle": (0, (0.6, 0.4))} if mark.hollow else {}
@@ -184,26 +183,26 @@ def plain_entry() -> Any:
 
 
 def ends(estimate: Estimate) -> tuple[float, float]:
-    """How far the interval reaches below and above the value; 0 where there is none."""
+    """Lengths of the interval below and above the value; 0 without an interval."""
     if estimate.low is None or estimate.high is None:
         return 0.0, 0.0
     return max(estimate.value - estimate.low, 0.0), max(estimate.high - estimate.value, 0.0)
 
 
 def visible(estimates: Iterable[Estimate], *others: float) -> tuple[float, float]:
-    """An axis on which all values, and ``others``, are seen; of an interval that is wider than all that, a part."""
-    found = list(estimates)
-    values = [e.value for e in found] + list(others)
-    low = min([*values, *(e.low for e in found if e.low is not None)])
-    high = max([*values, *(e.high for e in found if e.high is not None)])
-    reach = max(max(values) - min(values), 0.1 * abs(max(values)), 1e-9)
-    low, high = max(low, min(values) - reach), min(high, max(values) + reach)
-    room = 0.04 * (high - low) or reach
-    return low - room, high + room
+    """Axis limits that show all values and ``others``; very wide intervals are truncated."""
+    items = list(estimates)
+    values = [e.value for e in items] + list(others)
+    low = min([*values, *(e.low for e in items if e.low is not None)])
+    high = max([*values, *(e.high for e in items if e.high is not None)])
+    span = max(max(values) - min(values), 0.1 * abs(max(values)), 1e-9)
+    low, high = max(low, min(values) - span), min(high, max(values) + span)
+    margin = 0.04 * (high - low) or span
+    return low - margin, high + margin
 
 
 def batch_axis(panel: Axes, batch_sizes: Sequence[int]) -> None:
-    """Batch sizes, on a logarithmic axis with a tick at each that there is room for."""
+    """Set a logarithmic axis with ticks at the batch sizes."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     panel.set_xscale("log", base=2)
@@ -213,16 +212,16 @@ def batch_axis(panel: Axes, batch_sizes: Sequence[int]) -> None:
 
 
 def text(name: str) -> str:
-    """What people called something, as it can be drawn."""
+    """A name without control characters."""
     return printable(name)
 
 
-def wrapped(parts: Sequence[str], room: int) -> str:
-    """Parts of a title with commas between them, in lines of so many characters where they can be broken."""
+def wrapped(parts: Sequence[str], width: int) -> str:
+    """Join the parts of a title with commas, wrapped to ``width`` characters between parts."""
     lines = [""]
     for i, part in enumerate(parts):
         part = text(part) + ("," if i + 1 < len(parts) else "")
-        if lines[-1] and len(lines[-1]) + 1 + len(part) > room:
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > width:
             lines.append(part)
         else:
             lines[-1] = f"{lines[-1]} {part}".lstrip()
@@ -230,12 +229,12 @@ def wrapped(parts: Sequence[str], room: int) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the path's ending names; the same figure is the same file."""
-    form = path.suffix[1:]
+    """Write a figure in the format of the path's suffix, reproducibly."""
+    extension = path.suffix[1:]
     metadata: dict[str, Any] = {
         "pdf": {"CreationDate": None, "Creator": MARK.decode()},
         "svg": {"Date": None, "Creator": MARK.decode()},
         "png": {"Software": MARK.decode()},
-    }[form]
+    }[extension]
     with replacing(path) as file:
-        figure.savefig(file, format=form, metadata=metadata)
+        figure.savefig(file, format=extension, metadata=metadata)

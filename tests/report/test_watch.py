@@ -1,4 +1,4 @@
-"""The page of a run that goes on: more cells, another version, another page."""
+"""The server of ``report --watch``: its version and its page change as cells finish."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 def test_the_page_follows_the_run(tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
-    from crossdraft.framework.report.watch import Live
+    from crossdraft.framework.report.watch import ReportServer
 
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)
     directory.path.mkdir()
     running = directory.locked()
     running.__enter__()
-    client = TestClient(Live([directory.path]).application(), base_url="http://localhost")
-    assert client.get("/page", headers={"Host": "evil.example"}).status_code == 400, "DNS rebinding"
+    client = TestClient(ReportServer([directory.path]).application(), base_url="http://localhost")
+    assert client.get("/page", headers={"Host": "evil.example"}).status_code == 403, "DNS rebinding"
     frame = client.get("/").text
     assert "default-src 'none'" in frame and "http" not in frame.replace("http-equiv", "")
     assert client.get("/version").text == "" and "has no recipe.json" in client.get("/page").text
@@ -37,7 +37,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     plain, token, block = run.summary.results
     directory.save(plain)
     directory.save(token)
-    unfinished = directory.path / "cells" / ".aside.1"  # of a cell that is being written
+    unfinished = directory.path / "cells" / ".aside.1"  # a cell that is being written
     unfinished.mkdir()
     (unfinished / "config.json").write_text("{")
     first, page = client.get("/version").text, client.get("/page").text
@@ -48,10 +48,10 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
     assert client.get("/version").text != first
     assert "running: 3 of 3 cells so far" in client.get("/page").text
     running.__exit__(None, None, None)
-    assert "interrupted: 3 of 3 cells so far" in Live([directory.path]).page()
+    assert "interrupted: 3 of 3 cells so far" in ReportServer([directory.path]).page()
 
 
-def test_a_cell_that_failed_is_told(tmp_path: Path) -> None:
+def test_failed_cells_are_reported(tmp_path: Path) -> None:
     from crossdraft.framework.report.load_run import read_runs
 
     run = finished_run(tmp_path / "run", SMALL)
@@ -68,15 +68,15 @@ def test_a_cell_that_failed_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
-        (["missing", "--watch"], "missing is no directory"),
-        ([".", "--watch", "--html", "x.html"], "--watch serves the page and writes none"),
-        ([".", "--port", "1"], "--port is of --watch"),
+        (["missing", "--watch"], "missing is not a directory"),
+        ([".", "--watch", "--html", "x.html"], "--watch does not write files"),
+        ([".", "--port", "1"], "--port requires --watch"),
         ([".", "--watch", "--port", "70000"], "cannot listen"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: list[str], says: str) -> None:
+def test_invalid_arguments(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: list[str], message: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["report", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

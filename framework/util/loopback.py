@@ -1,0 +1,43 @@
+"""Loopback addresses, and the Host header that a server on the loopback interface accepts.
+
+DNS rebinding makes the name of a web page resolve to this machine, so that the page counts as the same site and can
+read responses. Its requests carry that name in the Host header, so any name that is not a loopback name is rejected.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+
+def is_loopback(host: str) -> bool:
+    """True for a host name or address of the loopback interface."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def is_loopback_header(header: str) -> bool:
+    """True if a Host header, with or without a port, names the loopback interface; False if it is malformed."""
+    try:
+        return is_loopback(urlsplit(f"//{header}").hostname or "")
+    except ValueError:
+        return False
+
+
+class LoopbackOnly:
+    """ASGI middleware that rejects requests whose Host header is not a loopback name."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import PlainTextResponse
+
+        app = self._app
+        if scope["type"] == "http" and not is_loopback_header(Headers(scope=scope).get("host", "")):
+            app = PlainTextResponse("the Host header must be localhost, 127.0.0.1 or [::1]", 403)
+        await app(scope, receive, send)
