@@ -24,7 +24,7 @@ from tabulate import tabulate
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run, say
 from crossdraft.framework.cli.replay.candidates import candidates_of
-from crossdraft.framework.metrics.cell_metrics import free, paired_difference
+from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.replay.aggregate import difference
 from crossdraft.framework.replay.replay import Replayed, replay
@@ -126,7 +126,7 @@ def main() -> None:
                 block, token = rules["block"], rules["token"]
                 config, gamma = token.config, token.config.drafter.config["gamma"]
                 found = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
-                theirs = paired_difference(free(block.records, gamma), free(token.records, gamma))
+                theirs = paired_difference(uncut_steps(block.records, gamma), uncut_steps(token.records, gamma))
                 tallies = found.candidates[0].tallies
                 ours = difference(tallies["block", 1], gamma, tallies["token", 1], gamma)
                 narrower.append((key, _text(theirs), _text(ours), width(theirs) / (width(ours) or float("nan"))))

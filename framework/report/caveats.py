@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..metrics.cell_metrics import free, paired_difference
+from ..metrics.cell_metrics import paired_difference, uncut_steps
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import group_title, is_lossless, verifier_title
 from ..runs.marks import Mark, mark_of
@@ -63,7 +63,7 @@ def differences(summary: Summary) -> list[str]:
             if first is result:
                 continue
             assert first.metrics is not None
-            mine, theirs = (free(r.records, first.metrics.depth) for r in (result, first))
+            mine, theirs = (uncut_steps(r.records, first.metrics.depth) for r in (result, first))
             difference = paired_difference(mine, theirs)
             if difference is not None and difference.low is None and difference.value == 0:
                 none += 1

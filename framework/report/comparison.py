@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, printable
-from ..metrics.cell_metrics import free, paired_difference, prompts_of_pieces
+from ..metrics.cell_metrics import paired_difference, prompts_of_pieces, uncut_steps
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import RUN_KEYS
@@ -199,7 +199,7 @@ def _difference(
 ) -> PairDifference:
     assert one.metrics is not None and other.metrics is not None
     depth = max(one.metrics.depth, other.metrics.depth)
-    difference = paired_difference(free(other.records, depth), free(one.records, depth))
+    difference = paired_difference(uncut_steps(other.records, depth), uncut_steps(one.records, depth))
     differs = []
     for kind in ("drafter", "verifier"):
         mine, theirs = getattr(one.config, kind), getattr(other.config, kind)
