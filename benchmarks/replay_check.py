@@ -22,7 +22,7 @@ import yaml
 from tabulate import tabulate
 
 from crossdraft.framework.bench.matrix import load_recipe
-from crossdraft.framework.bench.run import run, say
+from crossdraft.framework.bench.run import log_to_stderr, run
 from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate
@@ -99,7 +99,7 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / f"replay-check-{number}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        outcome = run(load_recipe(str(path)), args.out, say=say)
+        outcome = run(load_recipe(str(path)), args.out, log=log_to_stderr)
         of: dict[str, dict[str, CellResult]] = {}
         for result in outcome.results:
             config, metrics = result.config, result.metrics

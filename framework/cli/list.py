@@ -43,14 +43,14 @@ def list_names(args: argparse.Namespace) -> int:
 def _marks() -> dict[str, str]:
     """The mark of each verifier with its default options, as a text."""
     from ..errors import CrossdraftError
-    from ..runs.marks import mark_of_rule
+    from ..runs.marks import mark_of_verifier
 
     found = {}
     for name in plugins.entries("verifiers"):
         try:
             rule = plugins.get("verifiers", name)
             required = any(field.is_required() for field in rule.Config.model_fields.values())
-            found[name] = "follows from its options" if required else str(mark_of_rule(rule, rule.Config()))
+            found[name] = "follows from its options" if required else str(mark_of_verifier(rule, rule.Config()))
         except CrossdraftError:
             found[name] = "unusable"
     return found
@@ -58,7 +58,7 @@ def _marks() -> dict[str, str]:
 
 def _describe(kind: str, name: str, as_json: bool) -> int:
     """What there is to know about one drafter, verifier or recipe, for whoever writes a recipe."""
-    from ..runs.marks import mark_of_rule
+    from ..runs.marks import mark_of_verifier
 
     known = plugins.entries(kind)
     if name not in known:
@@ -81,7 +81,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             with plugins.guarded(kind, name, "its Config"):
                 config = value.Config()
             traits = plugins.traits_of(kind, value, config)
-            mark = mark_of_rule(value, config)
+            mark = mark_of_verifier(value, config)
             facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": sorted(traits.drawn)}
             judged = ", ".join(sorted(traits.drawn))
             lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; judges drafts: {judged}")

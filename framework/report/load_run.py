@@ -19,7 +19,7 @@ from ..recipe.recipe import PromptSpec, read_recipe
 from ..runs.record_schema import CurvesFile, Environment, ShardFile, read_checked
 from ..runs.records import CellResult
 from ..runs.run_directory import RunDirectory, read_cell, read_config
-from ..runs.shards import FILE, FOLDER, joined
+from ..runs.shards import FILE, FOLDER, merge_environments
 from ..runs.state import FILE as STATE
 from ..runs.state import state_of
 from ..util.input_files import read_text
@@ -91,7 +91,7 @@ def _merged(shards: Sequence[FinishedRun]) -> FinishedRun:
     if missing := len(first.cells) - len(results):
         why = "they failed, or belong to a shard that is not here"
         remarks.append(f"- note: {missing} of {len(first.cells)} cells have no numbers: {why}")
-    environment = joined([shard.environment for shard in shards])
+    environment = merge_environments([shard.environment for shard in shards])
     if environment.get("elsewhere"):
         remarks.append("- note: groups were measured on several machines; tok/s compare within a group alone")
     curves = [curve for shard in shards for curve in shard.summary.curves]
@@ -119,7 +119,7 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
     try:
         recipe = read_recipe(directory / "recipe.json")
     except UsageError:  # keys come and go
-        for path in run.found_cells():
+        for path in run.cell_paths():
             read_config(path)  # refuses another version's
         raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
@@ -155,8 +155,8 @@ def _unfinished(directory: Path) -> str:
         now = state_of(directory)
         if now.state != "finished":
             run = RunDirectory(directory)
-            whole = sum(path.parent.parent == directory for path in run.found_cells())
-            part = len(run.found_cells()) - whole
+            whole = sum(path.parent.parent == directory for path in run.cell_paths())
+            part = len(run.cell_paths()) - whole
             count = f"{whole} of {now.cells if now.cells is not None else 'an unknown number of'} cells so far"
             more = f", and {part} from a part of their prompts" if part else ""
             why = f" ({now.note})" if now.note else ""
@@ -198,7 +198,7 @@ def _so_far(run: RunDirectory, partial: str) -> tuple[list[Path], list[str]]:
     summed_up = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
     order = {row["cell"]: i for i, row in enumerate(_rows(run))} if summed_up else {}
     heads = {}
-    for path in reversed(run.found_cells()):  # those of groups that were cut short stand last
+    for path in reversed(run.cell_paths()):  # those of groups that were cut short stand last
         head = read_config(path)[1]
         heads[head["hash"]] = head, path
     found = sorted(

@@ -271,13 +271,13 @@ def _remember(rows: Sequence[Row], whole: bool, named: Drafts) -> None:
     """
     from ...certificate.outcomes import outcome
     from ...runs import certified_registry
-    from ...runs.marks import mark_of_rule
+    from ...runs.marks import mark_of_verifier
     from ...util.output_files import cache_dir
 
     found = []
     for drafter in named.values():
         cls, options = drafter.config(0)
-        judged = [row for row in rows if mark_of_rule(row.verifier, row.verifier.Config()).headline]
+        judged = [row for row in rows if mark_of_verifier(row.verifier, row.verifier.Config()).headline]
         found.append((cls, options, outcome(judged)))
     if not named:
         for rule in dict.fromkeys(row.verifier for row in rows):

@@ -11,7 +11,7 @@ from ...errors import ContractError
 if TYPE_CHECKING:
     from ...bench.step_limit import StepLimit
     from ...recipe.recipe import CellConfig
-    from ...runs.certified_registry import Certificate
+    from ...runs.certified_registry import CertificateRecord
 
 
 def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], limit: StepLimit) -> None:
@@ -52,22 +52,22 @@ def certify_missing(cells: Iterable[CellConfig], tell: Callable[[str], None], li
         tell(f"certified lossless on the smallest toys, in {monotonic() - start:.1f} s: {names}")
 
 
-def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Certificate | None:
+def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
     """The certificate; None if the strategy raised instead, whatever that was: its cells report it."""
-    from ...runs.interrupts import asked
+    from ...runs.interrupts import user_interrupted
 
     try:
         limit.restart()
         return certify()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and asked():
+        if isinstance(error, KeyboardInterrupt) and user_interrupted():
             raise
         return None
     finally:
         limit.stop()
 
 
-def _sentence(kind: str, name: str, found: Certificate) -> str:
+def _sentence(kind: str, name: str, found: CertificateRecord) -> str:
     where = f"TV {found.tv:.2g} {found.where}".rstrip()
     if kind == "verifier":
         return (
@@ -81,7 +81,7 @@ def _sentence(kind: str, name: str, found: Certificate) -> str:
 
 
 #: What is to be certified: "verifier" or "drafter", class, config, and what certifies it.
-Task = tuple[str, Any, Any, Callable[[], "Certificate | None"]]
+Task = tuple[str, Any, Any, Callable[[], "CertificateRecord | None"]]
 
 
 def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
@@ -131,7 +131,7 @@ def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[
 
         def certify(
             drafter: Any = drafter, config: Any = config, rule: Any = rule, options: Any = options
-        ) -> Certificate | None:
+        ) -> CertificateRecord | None:
             row = certify_drafter(drafter, config, rule, options)
             return None if row is None else outcome([row])
 

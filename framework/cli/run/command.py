@@ -130,7 +130,7 @@ def _duration(text: str) -> str:
     return text
 
 
-def _print_so_far(outcome: Outcome) -> None:
+def _print_partial(outcome: Outcome) -> None:
     from ...report.summary import Summary
     from ...report.tables import brief
 
@@ -147,7 +147,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
-    from ...bench.run import run, say
+    from ...bench.run import log_to_stderr, run
     from ...runs.shards import Shard
 
     return run(
@@ -161,11 +161,11 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         trust_remote_code=consent,
         shard=Shard.parse(args.shard) if args.shard else None,
         untimed=args.untimed,
-        say=None if args.quiet else say,
+        log=None if args.quiet else log_to_stderr,
         progress=not args.quiet,
         debug=args.debug,
-        certify=lambda cells, limit: certify_missing(cells, _quiet if args.quiet else say, limit),
-        so_far=None if args.quiet else _print_so_far,
+        certify=lambda cells, limit: certify_missing(cells, _quiet if args.quiet else log_to_stderr, limit),
+        on_partial=None if args.quiet else _print_partial,
     )
 
 
@@ -176,11 +176,11 @@ def _quiet(_: str) -> None:
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ...bench.launch import launch
     from ...bench.matrix import plan
-    from ...bench.run import say
+    from ...bench.run import log_to_stderr
     from ...bench.step_limit import StepLimit
 
     limit = StepLimit(args.step_limit)
-    certify_missing(plan(recipe).cells, _quiet if args.quiet else say, limit)  # once, not in every process
+    certify_missing(plan(recipe).cells, _quiet if args.quiet else log_to_stderr, limit)  # once, not in every process
 
     options = {}
     for given in args.launcher_options:
@@ -206,5 +206,5 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
         workers=args.workers,
         untimed=args.untimed,
         fail_fast=args.fail_fast,
-        say=None if args.quiet else say,
+        log=None if args.quiet else log_to_stderr,
     )
