@@ -22,9 +22,9 @@ import yaml
 from tabulate import tabulate
 
 from crossdraft.framework.bench.matrix import load_recipe
-from crossdraft.framework.bench.run import run, say
+from crossdraft.framework.bench.run import log_to_stderr, run
 from crossdraft.framework.cli.replay.candidates import candidates_of
-from crossdraft.framework.metrics.cell_metrics import free, paired_difference
+from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.replay.aggregate import difference
 from crossdraft.framework.replay.replay import Replayed, replay
@@ -99,7 +99,7 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / f"replay-check-{number}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        outcome = run(load_recipe(str(path)), args.out, say=say)
+        outcome = run(load_recipe(str(path)), args.out, log=log_to_stderr)
         of: dict[str, dict[str, CellResult]] = {}
         for result in outcome.results:
             config, metrics = result.config, result.metrics
@@ -126,7 +126,7 @@ def main() -> None:
                 block, token = rules["block"], rules["token"]
                 config, gamma = token.config, token.config.drafter.config["gamma"]
                 found = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
-                theirs = paired_difference(free(block.records, gamma), free(token.records, gamma))
+                theirs = paired_difference(uncut_steps(block.records, gamma), uncut_steps(token.records, gamma))
                 tallies = found.candidates[0].tallies
                 ours = difference(tallies["block", 1], gamma, tallies["token", 1], gamma)
                 narrower.append((key, _text(theirs), _text(ours), width(theirs) / (width(ours) or float("nan"))))

@@ -15,7 +15,7 @@ from .. import plugins
 from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
-from ..metrics.cell_metrics import Metrics, free
+from ..metrics.cell_metrics import Metrics, uncut_steps
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import CellConfig
 from ..runs.labels import group_title
@@ -214,7 +214,7 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
     traits = _drafter_traits(config)
     gamma = len(metrics.acceptance)
     sums: dict[int, list[float]] = {}
-    for record in free(result.records, metrics.depth):
+    for record in uncut_steps(result.records, metrics.depth):
         row = sums.setdefault(record.prompt, [0.0] * (gamma + 1))
         for i in range(min(record.tau, gamma) + 1):
             row[i] += 1

@@ -1,1 +1,1 @@
-"""Measuring: a recipe's matrix, its cells side by side, and what a pass of a model costs."""
+"""Benchmark of a recipe: its matrix of cells, measured in turns, and the cost of model passes."""

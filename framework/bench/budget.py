@@ -1,7 +1,7 @@
-"""The time budget of a run: blocks of prompts, each measured by all groups, until no more of them fit.
+"""Time budget of a run: all groups measure a block of prompts before the next block starts, until no block fits.
 
-Every group decodes a block before the next one begins, so all pairs have the same prompts whenever a table is made. The
-budget is counted from when models are loaded and checked; it is no property of a cell, and enters no hash.
+All cells therefore have the same prompts whenever a table is printed. The budget starts after models are loaded and
+checked. It is not part of a cell and does not enter its hash.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from .progress import counted, duration
 
 #: Seconds between two tables on a terminal.
 TABLE = 20.0
-#: Elsewhere: this share of the budget.
+#: Share of the budget between two tables if stderr is not a terminal.
 SHARE = 1 / 3
-#: Shorter answers are not proposed.
+#: Smallest max_new_tokens that is suggested.
 LEAST_TOKENS = 8
-#: Most slots of groups that stay open beside each other, on a CPU; on other devices only one group is open.
-TOGETHER = 16
+#: Maximum total slots of the groups kept open at once on a CPU; on other devices only one group is open.
+MAX_OPEN_SLOTS = 16
 
 
 class Budget:
-    """A duration that a run may measure for, and what fits it.
+    """Time budget of a run.
 
     Args:
-        text: the duration as it was written.
-        prompts: of the run; ``blocks``: their positions, block by block, see `blocks_of`.
-        max_new_tokens: the recipe's, for advice.
-        clock: seconds.
+        text: the duration as written in the recipe.
+        prompts: prompts of the run.
+        blocks: positions of the prompts of each block, see `blocks_of`.
+        max_new_tokens: value of the recipe, for suggestions.
+        clock: returns seconds.
 
     Attributes:
-        done: how many blocks all groups have finished.
+        done: number of blocks finished by all groups.
     """
 
     def __init__(
@@ -49,100 +50,99 @@ class Budget:
     ):
         self.text, self.seconds, self.done = text, seconds_of(text), 0
         self._prompts, self._blocks, self._max_new_tokens, self._clock = prompts, blocks, max_new_tokens, clock
-        self._began, self._printed = clock(), None
+        self._start, self._printed = clock(), None
 
     def left(self) -> float:
-        """Seconds left; negative once it is exceeded."""
-        return self._began + self.seconds - self._clock()
+        """Seconds left; negative if the budget is exceeded."""
+        return self._start + self.seconds - self._clock()
 
-    def most(self, pace: float, cells: int) -> float:
-        """Seconds that the run still takes at most: what is left, or what the first block takes longer."""
+    def max_remaining(self, pace: float, cells: int) -> float:
+        """Maximum seconds that the run still takes: the budget left, or more if the first block exceeds it."""
         first = 0.0 if self.done else pace * cells * self._turns([0])
         return self.left() + max(first - self.seconds, 0.0)
 
     def table_due(self, terminal: bool) -> bool:
-        """Return True if a table is due: the first one at once, then at intervals. Count it as printed."""
-        now, every = self._clock(), self.seconds * SHARE
-        if self._printed is not None and now - self._printed < (min(every, TABLE) if terminal else every):
+        """Return True if a table is due, and restart the interval. The first table is due immediately."""
+        now, interval = self._clock(), self.seconds * SHARE
+        if self._printed is not None and now - self._printed < (min(interval, TABLE) if terminal else interval):
             return False
         self._printed: float | None = now
         return True
 
-    def measure(self, groups: Sequence[Group], pace: Callable[[], float | None], more: Callable[[], None]) -> None:
-        """Measure blocks in all groups while they fit. The first one is measured whatever it takes.
+    def measure(self, groups: Sequence[Group], pace: Callable[[], float | None], on_block: Callable[[], None]) -> None:
+        """Measure blocks in all groups while they fit. The first block is always measured.
 
         Args:
-            pace: seconds of a turn in a cell, as measured so far.
-            more: called between two blocks, with `done` up to date.
+            pace: returns the seconds per turn of a cell measured so far, or None.
+            on_block: called between two blocks, with `done` up to date.
 
         Raises:
-            KeyboardInterrupt, Unwritable: as `Group.advance` does.
+            KeyboardInterrupt, Unwritable: see `Group.advance`.
         """
-        self._began, opening = self._clock(), 0.0
+        self._start, opening = self._clock(), 0.0
         while (until := self._next(groups, pace(), opening)) > self.done:
             if self.done:
-                more()
+                on_block()
             opening = 0.0
             for group in groups:
-                _make_room(group, groups)
-                before = self._clock()
+                _close_others(group, groups)
+                start = self._clock()
                 group.open(self._prompts, self._blocks)
-                opening += self._clock() - before
+                opening += self._clock() - start
                 group.advance(until)
             self.done = min((group.blocks for group in groups if group.alive), default=len(self._blocks))
 
     def _next(self, groups: Sequence[Group], pace: float | None, opening: float) -> int:
-        """The number of blocks to finish next; `done` if no more fit."""
-        done, every = self.done, len(self._blocks)
-        if not done or done == every:
+        """Number of blocks to finish next; `done` if no more fit."""
+        done, total = self.done, len(self._blocks)
+        if not done or done == total:
             return max(done, 1)
-        if pace is None:  # all of these were on disk
+        if pace is None:  # all blocks so far were read from disk
             return done + 1
         shared = all(group.is_open or not group.alive for group in groups)
-        most = done + 1 if shared else min(2 * done, every)  # fewer visits, where each one opens the group again
-        left = self.left() - (0.0 if shared else opening)
+        max_until = done + 1 if shared else min(2 * done, total)  # opening a group again costs time
+        seconds_left = self.left() - (0.0 if shared else opening)
         cells, until = sum(group.alive for group in groups), done
-        while until < most and (left := left - pace * cells * self._turns([until])) >= 0:
+        while until < max_until and (seconds_left := seconds_left - pace * cells * self._turns([until])) >= 0:
             until += 1
         return until
 
     def _turns(self, blocks: Iterable[int]) -> int:
         return sum(len(self._prompts[i].turns) for block in blocks for i in self._blocks[block])
 
-    def verdict(self, pace: float, cells: int) -> str:
-        """A sentence on the part of the run that fits the budget at this pace; empty if all of it does."""
-        every = pace * cells * self._turns(range(len(self._blocks)))
-        first = pace * cells * self._turns([0])
-        if every <= self.seconds:
+    def warning(self, pace: float, cells: int) -> str:
+        """Warning if the run does not fit the budget at this pace, with suggestions; empty if it fits."""
+        total = pace * cells * self._turns(range(len(self._blocks)))
+        first_block = pace * cells * self._turns([0])
+        if total <= self.seconds:
             return ""
-        whole = f"all {counted(len(self._prompts), 'prompt')} take about {duration(every)}"
-        longer = f"--time {ceil(every / 60) + 1}m" if every < 7200 else f"--time {ceil(every / 3600)}h"
-        if first > self.seconds:
+        everything = f"all {counted(len(self._prompts), 'prompt')} take about {duration(total)}"
+        longer_budget = f"--time {ceil(total / 60) + 1}m" if total < 7200 else f"--time {ceil(total / 3600)}h"
+        if first_block > self.seconds:
             block = len(self._blocks[0])
-            table = (
-                f"the first table ({counted(block, 'prompt')} in each of {cells} cells) takes about {duration(first)}"
-            )
-            cures = ["fewer drafters or verifiers", *self._fewer_tokens(first)]
-            cures += ["--limit with fewer prompts"] if block > 1 else []
-            sooner = f"for a sooner one: {', '.join(cures)}"
-            return f"{table}, more than the time budget of {self.text}; {sooner}; {whole} ({longer})"
-        fit = max(int(len(self._prompts) * self.seconds / every), 1)
-        cures = ", ".join([f"--limit {fit}", *self._fewer_tokens(every)])
-        fits = f"about {fit} within the time budget of {self.text}"
-        return f"{whole}, {fits}; to measure all: {longer}; to plan less: {cures}"
+            size = f"{counted(block, 'prompt')} in each of {cells} cells"
+            table = f"the first table ({size}) takes about {duration(first_block)}"
+            options = ["fewer drafters or verifiers", *self._fewer_tokens(first_block)]
+            options += ["--limit with fewer prompts"] if block > 1 else []
+            hint = f"to get it sooner: {', '.join(options)}"
+            return f"{table}, more than the time budget of {self.text}; {hint}; {everything} ({longer_budget})"
+        affordable = max(int(len(self._prompts) * self.seconds / total), 1)
+        options = ", ".join([f"--limit {affordable}", *self._fewer_tokens(total)])
+        share = f"about {affordable} within the time budget of {self.text}"
+        return f"{everything}, {share}; to measure all: {longer_budget}; to plan less: {options}"
 
     def _fewer_tokens(self, seconds: float) -> list[str]:
-        """The setting that makes so many seconds fit, unless answers become too short to say anything."""
+        """Suggested --set option that makes ``seconds`` fit, unless responses become shorter than `LEAST_TOKENS`."""
         tokens = int(self._max_new_tokens * self.seconds / seconds)
         return [f"--set max_new_tokens={tokens}"] if tokens >= LEAST_TOKENS else []
 
 
-def _make_room(group: Group, groups: Sequence[Group]) -> None:
-    """Close the other groups if their models or caches may not fit beside this one's."""
-    configs = [one.configs[0] for one in groups]
+def _close_others(group: Group, groups: Sequence[Group]) -> None:
+    """Close the other groups if their models or caches may not fit into memory with this one's."""
+    configs = [member.configs[0] for member in groups]
     models = {(c.target, c.dtype, str(c.device), c.attn_implementation) for c in configs}
     on_cpu = first_device(configs[0].device).type == "cpu"
-    if len(models) > 1 or not on_cpu or sum(c.batch_size for c in configs) > TOGETHER:
+    if len(models) > 1 or not on_cpu or sum(c.batch_size for c in configs) > MAX_OPEN_SLOTS:
         for other in groups:
             if other is not group:
                 other.close()

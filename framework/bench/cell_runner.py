@@ -1,6 +1,6 @@
-"""One cell while it runs: a decoder for its pair, fed with conversations, and what it records.
+"""Execution of one cell: a decoder for its drafter and verifier, its conversations, and the records of its steps.
 
-The cells of a group share one target: they take turns on its slots, each with a drafter of its own.
+The cells of a group share one target and take turns on its slots, each with its own drafter.
 """
 
 from __future__ import annotations
@@ -30,106 +30,107 @@ from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
 
-#: Steps before the clock runs.
+#: Untimed steps before the measurement.
 WARM_UP = 4
-#: Tokens after which the prompts of the warm-up repeat themselves, so that drafters that copy draft too.
+#: Period of the random tokens of warm-up prompts, so that drafters that copy from the prompt draft, too.
 WARM_UP_PERIOD = 8
-#: Random streams of the warm-up: far from any prompt's.
+#: First random stream of the warm-up, beyond those of all prompts.
 WARM_UP_STREAM = 1 << 40
-#: A step's shape counts the length of its longest sequence in steps of so many tokens.
+#: Unit, in tokens, of the sequence length in a step's shape.
 CONTEXT_STEP = 256
-#: Tokens that a chat template may put around an answer.
+#: Maximum number of tokens that a chat template adds around a response.
 TEMPLATE_SLACK = 16
 
 
 class Models:
-    """Loaded models; those of the last target are kept, with the draft models that went with it.
+    """Cache of the last target that was loaded and its draft models.
 
-    ``trusted``: names of models that may run Python code of their own.
+    Args:
+        trusted: names of models loaded with ``trust_remote_code``.
     """
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:
         self.trusted = frozenset(trusted)
-        self._of: tuple[Any, ...] = ()
+        self._key: tuple[Any, ...] = ()
         self._loaded: dict[str, LoadedModel] = {}
 
     def target(self, config: CellConfig) -> LoadedModel:
-        """The target of a cell."""
+        """Return the target of a cell, loading it if necessary."""
         options = {
             "dtype": config.dtype,
             "device": config.device,
             "trust_remote_code": config.target in self.trusted,
         }
         key = (config.target, config.attn_implementation, *options.values())
-        if key != self._of:
+        if key != self._key:
             self._loaded.clear()
-            self._of = ()
+            self._key = ()
             loaded = load_model(config.target, attn_implementation=config.attn_implementation, **options)
             self._loaded[config.target] = loaded
-            self._of = key
+            self._key = key
         return self._loaded[config.target]
 
     def drafter(self, name: str, target: LoadedModel) -> LoadedModel:
-        """A draft model for the target that was loaded last."""
+        """Return a draft model for the target loaded last."""
         if name not in self._loaded:
             self._loaded[name] = load_drafting_model(name, target, trust_remote_code=name in self.trusted)
         return self._loaded[name]
 
     def of(self, config: CellConfig) -> list[LoadedModel]:
-        """Those of a cell's models that are loaded, the target first."""
-        used = (config.target, config.drafter.config.get("model"))
-        return [model for name, model in self._loaded.items() if name in used]
+        """Return the loaded models of a cell, the target first."""
+        names = (config.target, config.drafter.config.get("model"))
+        return [model for name, model in self._loaded.items() if name in names]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt, and the most tokens that each of its turns may have when it is asked."""
+    """A prompt, and the maximum length in tokens of each of its turns, earlier turns and responses included."""
 
     prompt: Prompt
-    room: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
 
     def encode(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
-        """Turn ``len(answers)`` after the turns before it and their answers.
+        """Encode turn ``len(answers)`` after the earlier turns and their responses.
 
-        An answer that takes more tokens as text than when it was generated (bytes that are no text) is cut.
+        A response may have more tokens when encoded again (bytes that are not text); it is truncated then.
         """
         turn = len(answers)
         answers = list(answers)
         while True:
             tokens = encode(tokenizer, self.prompt.turns[: turn + 1], answers)
-            if len(tokens) <= self.room[turn] or not any(answers):
+            if len(tokens) <= self.prompt_lens[turn] or not any(answers):
                 return tokens
             longest = max(range(turn), key=lambda i: len(answers[i]))
             answers[longest] = answers[longest][: len(answers[longest]) * 3 // 4]
 
 
 def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:
-    """Measure every turn. Raises UsageError, naming the prompt, for one that cannot be asked."""
+    """Compute the length of every turn. Raises UsageError for a prompt that is empty or exceeds the context."""
     conversations = []
     for prompt in prompts:
-        room = []
+        prompt_lens = []
         for turn in range(len(prompt.turns)):
             tokens = encode(target.tokenizer, prompt.turns[: turn + 1], [""] * turn)
-            most = len(tokens) + turn * (max_new_tokens + TEMPLATE_SLACK)
-            what = f"prompt {prompt.question_id!r}" + (f", turn {turn + 1}" if len(prompt.turns) > 1 else "")
+            max_len = len(tokens) + turn * (max_new_tokens + TEMPLATE_SLACK)
+            title = f"prompt {prompt.question_id!r}" + (f", turn {turn + 1}" if len(prompt.turns) > 1 else "")
             if not tokens:
-                raise UsageError(f"{what} has no tokens; a prompt needs at least one")
-            if target.context_length is not None and most >= target.context_length:
-                length = f"{most} tokens" if turn == 0 else f"up to {most} tokens with the answers before it"
+                raise UsageError(f"{title} has no tokens; a prompt needs at least one")
+            if target.context_length is not None and max_len >= target.context_length:
+                length = f"{max_len} tokens" if turn == 0 else f"up to {max_len} tokens with the answers before it"
                 raise UsageError(
-                    f"{what} has {length}, but {target.name} has a context of {target.context_length}; "
-                    "shorten or leave out the prompt, or take a target with a longer context"
+                    f"{title} has {length}, but the context length of {target.name} is {target.context_length}; "
+                    "shorten or remove the prompt, or use a target with a longer context"
                 )
-            room.append(most)
-        conversations.append(Conversation(prompt, tuple(room)))
+            prompt_lens.append(max_len)
+        conversations.append(Conversation(prompt, tuple(prompt_lens)))
     return conversations
 
 
 def lengths(
     conversations: Sequence[Conversation], configs: Sequence[CellConfig], context_length: int | None
 ) -> tuple[int, int]:
-    """In tokens: the longest sequence of prompt and output; the length of a slot, with room for a draft."""
-    sequence = max(max(c.room) for c in conversations) + configs[0].max_new_tokens
+    """Return the maximum sequence length (prompt and output) and the slot length (with drafts), in tokens."""
+    sequence = max(max(c.prompt_lens) for c in conversations) + configs[0].max_new_tokens
     if context_length is not None:
         sequence = min(sequence, context_length)
     return sequence, slot_length(sequence, [drafter_of(config) for config in configs], configs[0].sampling)
@@ -140,45 +141,45 @@ def drafter_of(config: CellConfig) -> Configured:
 
 
 def positions(config: CellConfig) -> int:
-    """Most positions that the target evaluates for a row in a step: the root and the widest draft."""
+    """Maximum positions evaluated by the target per row and step: the root and the widest draft."""
     return slot_length(0, [drafter_of(config)], config.sampling)
 
 
 class _Steps:
-    """The steps that the whole batch made since `start`: what they took, and how many slots were in use."""
+    """Recorder of the batch's steps since `start`: their times, and if all slots were in use."""
 
     def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
-        self._decoder, self._limit, self._waiting = decoder, limit, Waiting(decoder.target.device)
+        self._decoder, self._limit, self._contention = decoder, limit, Waiting(decoder.target.device)
         self._clear()
 
     def start(self) -> None:
-        """Begin a piece; `stop` ends it, whatever happened."""
+        """Start a piece; `stop` must follow, also after an error."""
         self._clear()
-        self._waiting.start()
+        self._contention.start()
 
     def stop(self) -> None:
-        self._waiting.close()
+        self._contention.close()
 
     def _clear(self) -> None:
         self.full: list[_Step] = []
-        self.others: list[_Step] = []
+        self.partial: list[_Step] = []
         self._before = dict(self._decoder.stopwatch.seconds)
         self._held: dict[int, tuple[int, int]] = {}
 
     def add(self, event: StepEvent) -> None:
-        """A step is over (``Decoder.on_step``); what was prefilled since the last one is booked with it."""
+        """Record a step (``Decoder.on_step``); prefill since the previous step is attributed to it."""
         now = dict(self._decoder.stopwatch.seconds)
         seconds = {phase: now[phase] - self._before[phase] for phase in now}
         self._before = now
         longest = max(map(len, self._decoder.sequences.history))
         resumed = " resumed" if event.draft.resume_from is not None else ""
         shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}{resumed}", sum(map(len, event.emitted))
-        found = _Step(shape, emitted, seconds, self._waiting.since(), self._prefilled(event))
-        (self.others if None in event.prompts else self.full).append(found)
+        step = _Step(shape, emitted, seconds, self._contention.since(), self._prefilled(event))
+        (self.partial if None in event.prompts else self.full).append(step)
         self._limit()
 
     def _prefilled(self, event: StepEvent) -> int:
-        """Tokens of the prompts that this step is the first one of."""
+        """Prompt tokens of the sequences whose first step this is."""
         tokens = 0
         for row, (prompt, new) in enumerate(zip(event.prompts, event.emitted, strict=True)):
             length = len(self._decoder.sequences.history[row])
@@ -188,16 +189,16 @@ class _Steps:
         return tokens
 
     def piece(self, category: str) -> Piece:
-        """What they come to. Where no slot was ever waited for, no step is of the tail."""
-        counted, tail = (self.full, self.others) if self.full else (self.others, [])
+        """Sum up the steps. If no step had all slots in use, none belongs to the tail."""
+        counted, tail = (self.full, self.partial) if self.full else (self.partial, [])
         steps: dict[str, list[list[int]]] = {}
-        for one in counted:
-            steps.setdefault(one.shape, []).append(one.row)
+        for step in counted:
+            steps.setdefault(step.shape, []).append(step.row)
         return Piece(
-            emitted=sum(one.emitted for one in counted),
-            seconds={phase: sum(one.seconds[phase] for one in counted) for phase in self._before},
-            tail_emitted=sum(one.emitted for one in tail),
-            tail_seconds=sum(s for one in tail for phase, s in one.seconds.items() if phase != PREFILL),
+            emitted=sum(step.emitted for step in counted),
+            seconds={phase: sum(step.seconds[phase] for step in counted) for phase in self._before},
+            tail_emitted=sum(step.emitted for step in tail),
+            tail_seconds=sum(s for step in tail for phase, s in step.seconds.items() if phase != PREFILL),
             category=category,
             steps=steps,
         )
@@ -213,23 +214,24 @@ class _Step:
 
     @property
     def row(self) -> list[int]:
-        """The step as `Piece.steps` keeps it. The target's prefill before it has its share of what was waited."""
-        every = sum(self.seconds.values())
-        waited = self.waited * (1 - self.seconds[PREFILL] / every) if every else 0.0
-        times = [self.seconds[phase] for phase in ("draft", "target", "verify", "rest")] + [waited]
+        """Row of `Piece.steps`. The waiting time is split in proportion with the target's prefill before the step."""
+        total = sum(self.seconds.values())
+        wait = self.waited * (1 - self.seconds[PREFILL] / total) if total else 0.0
+        times = [self.seconds[phase] for phase in ("draft", "target", "verify", "rest")] + [wait]
         row = [round(1e6 * s) for s in times]
         return [*row, self.prefilled, round(1e6 * self.seconds["draft_prefill"])] if self.prefilled else row
 
 
 class Cell:
-    """A drafter and a verifier on a target's slots.
+    """A drafter and a verifier on the slots of a target.
 
     Args:
-        config: what to run.
-        target: the loaded target; ``lm`` are its slots, shared with the group's other cells.
-        models: where draft models come from.
+        config: configuration of the cell.
+        target: loaded target.
+        lm: slots of the target, shared with the other cells of the group.
+        models: source of draft models.
         sequence, slot: see `lengths`.
-        on_step: called after every step, and before the first one: a time limit, say.
+        on_step: called before the first step and after every step, for instance to restart a time limit.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
     """
 
@@ -245,7 +247,7 @@ class Cell:
         validate: str = "sampled",
     ):
         self.config, self.target, self.lm, self._on_step = config, target, lm, on_step
-        #: Digests and source of every model it uses, by name.
+        #: Digest and source of every model of the cell, by name.
         self.models: dict[str, dict[str, Any]] = {target.name: {"sha256": target.sha256, "source": target.source}}
 
         context = TargetContext.of(
@@ -265,46 +267,46 @@ class Cell:
             on_step=lambda event: self._steps.add(event),
         )
         self._steps = _Steps(self.decoder, on_step)
-        #: Depth of the deepest draft that it can make.
+        #: Maximum depth of the drafts.
         self.depth: int = drafter.traits(options, config.sampling).depth
 
     @property
     def remembers(self) -> bool:
-        """Does what the drafter drafts depend on sequences before? One that does defines `Drafter.reset`."""
+        """True if drafts depend on earlier sequences; such drafters define `Drafter.reset`."""
         return self.decoder.drafter.remembers(self.decoder.drafter.config)
 
     @property
     def _passes(self) -> int:
         passes = self.decoder.drafter.passes
         if isinstance(passes, bool) or not isinstance(passes, int):
-            raise ContractError(f"drafter '{self.config.drafter.name}' made {passes!r} passes, which is no number")
+            raise ContractError(f"drafter '{self.config.drafter.name}' has passes = {passes!r}; it must be an int")
         return passes
 
     def warm_up(self, length: int) -> None:
-        """Run every slot for a few steps and forget them: what is made once is made outside the timing.
+        """Run a few steps in every slot and discard them, so that one-time costs are not measured.
 
-        That includes CUDA graphs: of all widths up to that of the widest draft, and for sequences of all lengths.
-        Prompts are ``length`` random tokens on random streams of their own: a drafter that remembers sees nothing of
-        what is measured, and is told to forget it anyway.
+        This captures CUDA graphs for all widths up to that of the widest draft and for all sequence lengths. Prompts
+        are ``length`` random tokens on separate random streams, so that a drafter with memory does not see measured
+        prompts; it is reset afterwards.
         """
         decoder, random = self.decoder, Random(self.config.seed)
         compiled = decoder.compiled_verifier
         ends, decoder.eos = decoder.eos, frozenset()
-        if compiled is None:  # the first draft is a whole one; what is to be compiled comes up in whole sequences only
+        if compiled is None:  # enough for a draft of full depth; a compiled verifier needs whole sequences
             decoder.max_new_tokens = min(WARM_UP + self.depth, self.config.max_new_tokens)
         prompts = []
         for _ in range(self.config.batch_size):
             phrase = [random.randrange(self.lm.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
             prompts.append([phrase[i % len(phrase)] for i in range(length)])
-        whole = [Request(prompt, i, WARM_UP_STREAM + i, "the warm-up") for i, prompt in enumerate(prompts)]
-        # The target alone, as where the last token is all that is wanted.
-        last = [one._replace(prompt=one.prompt[:1], most=1) for one in whole]
+        full_requests = [Request(prompt, i, WARM_UP_STREAM + i, "warm-up prompt") for i, prompt in enumerate(prompts)]
+        # Prefill and a single token: the last step of a sequence.
+        prefill_requests = [request._replace(prompt=request.prompt[:1], most=1) for request in full_requests]
         self._on_step()
         with recording(Ahead(depth=self.depth, nodes=positions(self.config) - 1)):
-            for requests in (whole, last):
+            for requests in (full_requests, prefill_requests):
                 with closing(decoder.steps(requests)) as steps:
-                    for made, _ in enumerate(steps, 1):
-                        if compiled is None and made == WARM_UP:
+                    for count, _ in enumerate(steps, 1):
+                        if compiled is None and count == WARM_UP:
                             break
         decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
         if compiled is not None:
@@ -313,48 +315,48 @@ class Cell:
         decoder.batch_steps = decoder.target_rows = 0
 
     def run(self, conversations: Sequence[Conversation]) -> PieceResult:
-        """Measure one piece: all first turns, then all second turns with the answers that this cell gave."""
-        found, passes = PieceResult(), self._passes
+        """Measure one piece: all first turns, then all second turns after this cell's responses, and so on."""
+        result, passes = PieceResult(), self._passes
         answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
         memory.start(self.lm.device)
         self._steps.start()
         try:
             for turn in range(max(len(c.prompt.turns) for c in conversations)):
-                asked = [c for c in conversations if turn < len(c.prompt.turns)]
+                active = [c for c in conversations if turn < len(c.prompt.turns)]
                 with recording(None):
-                    decoded = self._decode(asked, turn, answers)
+                    decoded = self._decode(active, turn, answers)
                 for conversation, response, length in decoded:
                     text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
                     answers[conversation.prompt.index].append(text)
-                    self._record(found, conversation.prompt, turn, response, text, length)
+                    self._record(result, conversation.prompt, turn, response, text, length)
         finally:
             self._steps.stop()
         categories = {c.prompt.category for c in conversations}
-        found.piece = self._steps.piece(categories.pop() if len(categories) == 1 else "")
-        found.passes, found.peak_memory = self._passes - passes, memory.peak(self.lm.device)
-        return found
+        result.piece = self._steps.piece(categories.pop() if len(categories) == 1 else "")
+        result.passes, result.peak_memory = self._passes - passes, memory.peak(self.lm.device)
+        return result
 
     def _decode(
-        self, asked: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
+        self, conversations: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
     ) -> list[tuple[Conversation, Response, int]]:
-        """Responses to one turn of each conversation, in order, with their prompts' lengths in tokens."""
+        """Decode one turn of each conversation. Returns conversations, responses and prompt lengths, in order."""
         tokenizer = self.target.tokenizer
-        prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in asked]
-        streams = [c.prompt.stream(turn) for c in asked]
-        # The loop would count the prompts it was given; people know them by question_id.
-        names = [f"prompt {c.prompt.question_id!r}" for c in asked]
+        prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in conversations]
+        streams = [c.prompt.stream(turn) for c in conversations]
+        # Error messages name prompts by question_id instead of by their position in this call.
+        names = [f"prompt {c.prompt.question_id!r}" for c in conversations]
         self._on_step()
         responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
-        return [(asked[r.index], r, len(prompts[r.index])) for r in responses]
+        return [(conversations[r.index], r, len(prompts[r.index])) for r in responses]
 
     def _record(
-        self, found: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int
+        self, result: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int
     ) -> None:
         name = str(prompt.question_id)
         for i, r in enumerate(response.steps):
             counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
-            found.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
-        said: dict[str, Any] = {
+            result.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
+        line: dict[str, Any] = {
             "question_id": prompt.question_id,
             "turn": turn,
             "category": prompt.category,
@@ -363,6 +365,6 @@ class Cell:
             "tokens": response.tokens,
             "finish_reason": response.finish_reason,
         }
-        if response.logprobs is not None:  # JSON knows no infinity: null is a token that the target never says
-            said["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
-        found.responses.append(said)
+        if response.logprobs is not None:  # JSON has no infinity: null is probability 0
+            line["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
+        result.responses.append(line)

@@ -1,9 +1,11 @@
-"""Measuring a group: its cells take turns on one target, piece by piece of the prompts, and every piece is kept.
+"""Measurement of a group: its cells take turns on one target, piece by piece of the prompts.
 
-A piece is small (one prompt at batch size 1) and is decoded by all cells back to back, in random order: whatever the
-machine does meanwhile, it does to all of them. Pieces are on disk as soon as they are finished, so an interrupted group
-goes on where it stopped. At the end of a piece slots run empty: that tail does not count towards throughput (`Piece`).
-Pieces make up *blocks* of prompts, which are the same for all groups of a run: a time budget cuts a run after a block.
+- A *cell* is one combination of settings, drafter and verifier.
+- A *group* contains the cells that differ only in drafter and verifier, with plain decoding as their baseline.
+- A *piece* is a small part of the prompts (one prompt at batch size 1). All cells of a group decode it back to back, in
+  random order, so that other load on the machine affects all of them. Finished pieces are written to disk at once, so
+  an interrupted group can resume. The steps at the end of a piece, when slots run empty, are its tail (see `Piece`).
+- A *block* consists of pieces and has the same prompts in all groups. A time budget ends a run after a block.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..models.placement import input_device
 from ..models.threads import choose_for_group, described, disturbance, restored, set_threads
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
-from ..runs.interrupts import asked
+from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
@@ -37,52 +39,53 @@ from .step_limit import StepLimit
 
 logger = logging.getLogger(__name__)
 
-#: Most tokens of a prompt of the warm-up.
-LONGEST_WARM_UP = 512
+#: Maximum length of a warm-up prompt, in tokens.
+MAX_WARM_UP_TOKENS = 512
 
 
 class Unwritable(CrossdraftError):
-    """A piece cannot be written: the run cannot go on."""
+    """A failure to write to the run directory, which stops the run."""
 
 
 @dataclass
-class Progress:
-    """Who is told while a group runs.
+class GroupEvents:
+    """Callbacks of a running group.
 
     Attributes:
-        warming: the cell that is warmed up next.
-        at: the cell that decodes next.
-        step: a step is over; the number of turns that its tokens make, one token a row.
-        advance: the number of prompts that a cell has finished, and of their turns.
-        skip: the number of prompts that were finished before.
-        piece: the number of the piece that all cells have finished, from 1, and how many there are.
-        failed: a cell that has failed, as soon as it does; what it raises ends the run.
-        say: a sentence.
+        warm_up_started: the warm-up of a cell starts.
+        cell_started: a cell starts to decode a piece; its config.
+        step_finished: a step is finished; the fraction of a turn that it generated over all rows, at one token a row.
+        prompts_finished: a cell has finished a piece; its numbers of prompts and of turns.
+        prompts_skipped: pieces were read from disk; the number of their prompts over all cells.
+        piece_finished: all cells have finished a piece; its number, from 1, and the number of pieces.
+        cell_failed: a cell has failed; its result. An exception raised here ends the run.
+        log: a message for the user.
     """
 
-    warming: Callable[[], Any] = lambda: None
-    at: Callable[[CellConfig], Any] = lambda config: None
-    step: Callable[[float], Any] = lambda turns: None
-    advance: Callable[[int, int], Any] = lambda n, turns: None
-    skip: Callable[[int], Any] = lambda n: None
-    piece: Callable[[int, int], Any] = lambda number, pieces: None
-    failed: Callable[[CellResult], Any] = lambda result: None
-    say: Callable[[str], Any] = lambda line: None
+    warm_up_started: Callable[[], Any] = lambda: None
+    cell_started: Callable[[CellConfig], Any] = lambda config: None
+    step_finished: Callable[[float], Any] = lambda turns: None
+    prompts_finished: Callable[[int, int], Any] = lambda prompts, turns: None
+    prompts_skipped: Callable[[int], Any] = lambda prompts: None
+    piece_finished: Callable[[int, int], Any] = lambda number, pieces: None
+    cell_failed: Callable[[CellResult], Any] = lambda result: None
+    log: Callable[[str], Any] = lambda line: None
 
 
 @dataclass
 class Group:
-    """The cells of a group while they are measured.
+    """A group of cells under measurement.
 
     Args:
-        configs: of the cells, the baseline first.
-        provenance: of each, see `provenance`; without models.
-        directory: where pieces are kept.
-        timed: False where others use the device, too: nothing that a clock says is kept.
+        configs: configs of the cells, the baseline first.
+        provenance: provenance of each cell without models, see `provenance`.
+        directory: directory of the run, which stores the pieces.
+        timed: False to discard times, for runs that share their device.
 
     Attributes:
-        results: one for each config, as `settle` sets them.
-        finished: how many pieces are there; pieces: how many there will be.
+        results: one result per config, set by `settle`.
+        finished: number of finished pieces.
+        pieces: number of all pieces.
     """
 
     configs: Sequence[CellConfig]
@@ -90,7 +93,7 @@ class Group:
     directory: RunDirectory
     models: Models
     limit: StepLimit
-    progress: Progress = field(default_factory=Progress)
+    events: GroupEvents = field(default_factory=GroupEvents)
     validate: str = "sampled"
     timed: bool = True
     results: list[CellResult] = field(init=False)
@@ -102,17 +105,17 @@ class Group:
         self.results = [CellResult(config, measured=now) for config in self.configs]
         self._cells: dict[int, Cell] = {}
         self._depths: dict[int, int] = {}
-        self._found: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
+        self._results_of: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._slot = 0
         self._threads: dict[str, Any] = {}
-        self._disturbed = False
+        self._warned = False
         self._key = self.configs[0].group
         self._pieces: list[Sequence[Conversation]] = []
-        self._edges: list[int] = []  # pieces there are when a block ends
+        self._block_ends: list[int] = []  # number of finished pieces at the end of each block
 
     @property
     def is_open(self) -> bool:
-        """True if its cells are built."""
+        """True if the cells are built."""
         return bool(self._cells)
 
     @property
@@ -121,28 +124,28 @@ class Group:
         return sum(result.error is None for result in self.results)
 
     @property
-    def whole(self) -> bool:
-        """True if all of its pieces are finished."""
+    def complete(self) -> bool:
+        """True if all pieces are finished."""
         return self.pieces > 0 and self.finished == self.pieces
 
     @property
     def blocks(self) -> int:
         """Number of finished blocks."""
-        return sum(edge <= self.finished for edge in self._edges)
+        return sum(end <= self.finished for end in self._block_ends)
 
     def open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
-        """Build the cells and take over the pieces that an earlier process left. A cell that fails is left out.
+        """Build the cells and read the finished pieces from disk. Cells that fail are removed.
 
         Args:
-            blocks: every prompt's position in ``prompts``, see `blocks_of`.
+            blocks: positions in ``prompts`` of the prompts of each block, see `blocks_of`.
 
         Raises:
-            KeyboardInterrupt: the user ended the run.
-            Unwritable: the head of the group cannot be written.
+            KeyboardInterrupt: the user interrupted the run.
+            Unwritable: the group's file cannot be written.
         """
         if self._cells or not self.alive:
             return
-        with restored():  # the group has its own number of threads
+        with restored():  # the group sets its own number of threads
             self._open(prompts, blocks)
 
     def _open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
@@ -152,13 +155,15 @@ class Group:
             conversations = prepare(prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
             lm = make_slots(target, first.batch_size, self._slot)
-            kept = self.directory.group_head(self._key).get("threads")
-            self._threads = choose_for_group(lm, kept[-1] if isinstance(kept, list) and kept else None)
+            old_threads = self.directory.group_head(self._key).get("threads")
+            self._threads = choose_for_group(
+                lm, old_threads[-1] if isinstance(old_threads, list) and old_threads else None
+            )
         except BaseException as error:
             self._fail(range(len(self.configs)), error)
             return
-        typical = median_low([c.room[0] for c in conversations])
-        warm_up = max(1, min(typical, LONGEST_WARM_UP, sequence - first.max_new_tokens))
+        typical = median_low([c.prompt_lens[0] for c in conversations])
+        warm_up = max(1, min(typical, MAX_WARM_UP_TOKENS, sequence - first.max_new_tokens))
         for i, config in enumerate(self.configs):
             if self.results[i].error is not None:
                 continue
@@ -166,20 +171,20 @@ class Group:
             def start(i: int = i, config: CellConfig = config) -> None:
                 self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._step, self.validate)
                 self._depths[i] = self._cells[i].depth
-                self.progress.warming()
+                self.events.warm_up_started()
                 self._cells[i].warm_up(warm_up)
 
             self._attempt(i, start)
-        if self.pieces:  # it was open before
-            self._remember(self._pieces[: self.finished])
+        if self.pieces:  # opened again
+            self._replay(self._pieces[: self.finished])
             return
         for i, result in enumerate(self.results):
-            used = self._cells[i].models if i in self._cells else {}
-            result.provenance = {**self.provenance[i], "models": models_used(used)}
-        random, least = Random(first.seed), -(-LEAST_PIECES // len(blocks))
-        cuts = [cut([conversations[i] for i in block], first.batch_size, random, least) for block in blocks]
+            model_digests = self._cells[i].models if i in self._cells else {}
+            result.provenance = {**self.provenance[i], "models": models_used(model_digests)}
+        random, min_pieces = Random(first.seed), -(-LEAST_PIECES // len(blocks))
+        cuts = [cut_pieces([conversations[i] for i in block], first.batch_size, random, min_pieces) for block in blocks]
         self._pieces = [piece for pieces in cuts for piece in pieces]
-        self._edges = list(accumulate(map(len, cuts)))
+        self._block_ends = list(accumulate(map(len, cuts)))
         self.pieces = len(self._pieces)
         if self._cells:
             self._resume(self._pieces)
@@ -187,120 +192,120 @@ class Group:
                 result.provenance["decoding_threads"] = self._head["threads"]
 
     def advance(self, blocks: int) -> None:
-        """Measure until so many blocks are finished. Raises what `open` raises."""
+        """Measure until ``blocks`` blocks are finished. Raises as `open` does."""
         if not self._cells:
             return
         with restored():
             set_threads(self._threads["number"])
-            for number in range(self.finished, self._edges[blocks - 1]):
+            for number in range(self.finished, self._block_ends[blocks - 1]):
                 self._piece(number, self._pieces[number])
-                self._watch()
+                self._warn_if_disturbed()
 
     def close(self) -> None:
-        """Free what the cells hold; `open` builds them again."""
+        """Free the cells; `open` builds them again."""
         self._cells.clear()
 
     def settle(self, blocks: int | None = None) -> None:
-        """Set the results of so many blocks, or of all pieces that are there."""
-        pieces = self.finished if blocks is None or not self._edges else self._edges[blocks - 1]
+        """Set the results of the first ``blocks`` blocks, by default of all finished pieces."""
+        pieces = self.finished if blocks is None or not self._block_ends else self._block_ends[blocks - 1]
         for i, result in enumerate(self.results):
-            if result.error is None and self._found[i] and pieces:
+            if result.error is None and self._results_of[i] and pieces:
                 self._attempt(i, lambda i=i: self._measured(i, pieces))
         compare_group(self.results)
 
     def _step(self) -> None:
         self.limit.restart()
-        self.progress.step(self.configs[0].batch_size / self.configs[0].max_new_tokens)
+        self.events.step_finished(self.configs[0].batch_size / self.configs[0].max_new_tokens)
 
     # -- pieces -------------------------------------------------------------------------------------------
 
     def _resume(self, pieces: Sequence[Sequence[Conversation]]) -> None:
-        """Take over the pieces that an earlier process left, or start over."""
+        """Read the pieces of an earlier process, or start over if they do not match."""
         prompts = [[c.prompt.index for c in piece] for piece in pieces]
         cells = {config.hash: r.provenance for config, r in zip(self.configs, self.results, strict=True)}
-        same = {"format": FORMAT, "cells": cells, "pieces": prompts}
+        identity = {"format": FORMAT, "cells": cells, "pieces": prompts}
         head = self.directory.group_head(self._key)
         failed: Any = head.get("failed")
-        if isinstance(failed, dict) and {key: head.get(key) for key in same} == same:
+        if isinstance(failed, dict) and {key: head.get(key) for key in identity} == identity:
             self._head = head
             for result in self.results:
                 result.measured = str(head.get("measured"))
             for i, config in enumerate(self.configs):
                 if config.hash in failed and i in self._cells:
                     self._fail([i], CrossdraftError(str(failed[config.hash])))
-            while (found := self.directory.load_piece(self._key, self.finished)) is not None:
-                alive = [i for i in self._cells if self.configs[i].hash in found]
-                if len(alive) < len(self._cells):
+            while (results := self.directory.load_piece(self._key, self.finished)) is not None:
+                complete = [i for i in self._cells if self.configs[i].hash in results]
+                if len(complete) < len(self._cells):
                     break
-                for i in alive:
-                    self._found[i].append(found[self.configs[i].hash])
+                for i in complete:
+                    self._results_of[i].append(results[self.configs[i].hash])
                 self.finished += 1
             if self.finished:
-                self.progress.say(f"going on after piece {self.finished} of {len(pieces)}")
-                self.progress.skip(len(self.configs) * sum(map(len, pieces[: self.finished])))
-                self._remember(pieces[: self.finished])
-            self._continue_with_threads()
+                self.events.log(f"resuming after piece {self.finished} of {len(pieces)}")
+                self.events.prompts_skipped(len(self.configs) * sum(map(len, pieces[: self.finished])))
+                self._replay(pieces[: self.finished])
+            self._record_threads()
             return
         if head:
-            self.progress.say("starting over: what the pieces on disk were measured with has changed")
-        self._head = {**same, "measured": self.results[0].measured, "failed": self._failures()}
+            self.events.log("starting over: the pieces on disk were measured under other conditions")
+        self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
         self._head["threads"] = [{"piece": 1, **self._threads}]
         self._write(lambda: self.directory.begin_group(self._key, self._head))
 
-    def _continue_with_threads(self) -> None:
-        """Note from which piece on the group is measured with other threads than before, if it is."""
-        before = self._head.get("threads") if self.finished else None
-        before = [one for one in before if isinstance(one, dict)] if isinstance(before, list) else []
-        now = {"piece": self.finished + 1, **self._threads}
-        if before and {**before[-1], "piece": now["piece"]} == now:
+    def _record_threads(self) -> None:
+        """Record the threads of the next piece if they differ from those of the previous one."""
+        history = self._head.get("threads") if self.finished else None
+        history = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+        current = {"piece": self.finished + 1, **self._threads}
+        if history and {**history[-1], "piece": current["piece"]} == current:
             return
-        if before:
-            self.progress.say(
-                f"threads from piece {now['piece']} on: {described(now)}; before: {described(before[-1])}"
+        if history:
+            self.events.log(
+                f"threads from piece {current['piece']}: {described(current)}; before: {described(history[-1])}"
             )
-        self._head["threads"] = [*before, now]
+        self._head["threads"] = [*history, current]
         self._write(lambda: self.directory.save_head(self._key, self._head))
 
-    def _watch(self) -> None:
-        """Say once if the threads of the last piece waited for processors of other programs."""
-        last = [self._found[i][-1].piece for i in self._cells if self._found[i]]
+    def _warn_if_disturbed(self) -> None:
+        """Warn once if the threads of the last piece waited for processors used by other programs."""
+        last = [self._results_of[i][-1].piece for i in self._cells if self._results_of[i]]
         steps = [step for piece in last for rows in piece.steps.values() for step in rows]
-        waited, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
-        sentence = disturbance(waited, seconds, self._threads["number"])
-        if sentence and not self._disturbed:
-            self._disturbed = True
-            self.progress.say(sentence)
+        wait, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
+        warning = disturbance(wait, seconds, self._threads["number"])
+        if warning and not self._warned:
+            self._warned = True
+            self.events.log(warning)
 
-    def _remember(self, pieces: Sequence[Sequence[Conversation]]) -> None:
-        """Let drafters that remember live through the pieces that are not measured again."""
+    def _replay(self, pieces: Sequence[Sequence[Conversation]]) -> None:
+        """Decode finished pieces again, unmeasured, with the drafters that depend on earlier sequences."""
         for i, cell in list(self._cells.items()):
             if cell.remembers:
                 for piece in pieces:
                     self._attempt(i, lambda cell=cell, piece=piece: cell.run(piece))
 
     def _piece(self, number: int, piece: Sequence[Conversation]) -> None:
-        found: dict[int, PieceResult] = {}
+        results: dict[int, PieceResult] = {}
         order = list(self._cells)
         Random(f"{self._key} {number}").shuffle(order)
-        if number == 0:  # the first estimate of the duration comes from plain decoding
+        if number == 0:  # the first estimate of the duration uses plain decoding
             order.sort(key=lambda i: not self.configs[i].is_baseline)
         for i in order:
-            self.progress.at(self.configs[i])
+            self.events.cell_started(self.configs[i])
 
             def run(i: int = i) -> None:
-                found[i] = self._cells[i].run(piece)
+                results[i] = self._cells[i].run(piece)
                 if not self.timed:
-                    found[i].piece = found[i].piece.untimed()
+                    results[i].piece = results[i].piece.untimed()
 
             self._attempt(i, run)
-            self.progress.advance(len(piece), turns_of(piece))
+            self.events.prompts_finished(len(piece), turns_of(piece))
         self._write(
-            lambda: self.directory.save_piece(self._key, number, {self.configs[i].hash: found[i] for i in found})
+            lambda: self.directory.save_piece(self._key, number, {self.configs[i].hash: results[i] for i in results})
         )
-        for i, result in found.items():
-            self._found[i].append(result)
+        for i, result in results.items():
+            self._results_of[i].append(result)
         self.finished = number + 1
-        self.progress.piece(self.finished, self.pieces)
+        self.events.piece_finished(self.finished, self.pieces)
 
     def _write(self, action: Callable[[], None]) -> None:
         try:
@@ -311,30 +316,30 @@ class Group:
     # -- results -------------------------------------------------------------------------------------------
 
     def _measured(self, i: int, pieces: int) -> None:
-        result, found = self.results[i], self._found[i][:pieces]
-        result.records = [record for one in found for record in one.records]
-        result.responses = [response for one in found for response in one.responses]
-        result.pieces = [one.piece for one in found]
-        gamma = self.configs[i].drafter.config.get("gamma")  # None: as many as the drafter can
-        least = gamma if isinstance(gamma, int) else 0
+        result, measured = self.results[i], self._results_of[i][:pieces]
+        result.records = [record for part in measured for record in part.records]
+        result.responses = [response for part in measured for response in part.responses]
+        result.pieces = [part.piece for part in measured]
+        gamma = self.configs[i].drafter.config.get("gamma")  # None: no fixed length
+        min_depth = gamma if isinstance(gamma, int) else 0
         result.metrics = measure(
-            result.records, result.pieces, sum(one.passes for one in found), least, self._depths[i]
+            result.records, result.pieces, sum(part.passes for part in measured), min_depth, self._depths[i]
         )
-        result.metrics.peak_memory = max((one.peak_memory for one in found if one.peak_memory), default=None)
+        result.metrics.peak_memory = max((part.peak_memory for part in measured if part.peak_memory), default=None)
 
     # -- failures ------------------------------------------------------------------------------------------
 
     def _attempt(self, i: int, action: Callable[[], Any]) -> None:
-        """Do something for a cell; whatever goes wrong costs this cell alone."""
+        """Run an action for a cell; an error fails this cell only."""
         try:
             action()
-        except BaseException as error:  # a plug-in's sys.exit, too
+        except BaseException as error:  # includes sys.exit in a plug-in
             self._fail([i], error)
         finally:
             self.limit.stop()
 
     def _fail(self, cells: Sequence[int], error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt) and asked():
+        if isinstance(error, KeyboardInterrupt) and user_interrupted():
             raise error
         trace = "".join(traceback.format_exception(error))
         for i in cells:
@@ -342,7 +347,7 @@ class Group:
             result = self.results[i]
             result.error, result.traceback, result.metrics = self._reason(error, self.configs[i]), trace, None
             logger.debug("cell %s failed", self.configs[i].hash, exc_info=error)
-            self.progress.failed(result)
+            self.events.cell_failed(result)
         if self.pieces:
             self._head["failed"] = self._failures()
             self._write(lambda: self.directory.save_head(self._key, self._head))
@@ -351,64 +356,68 @@ class Group:
         return {result.config.hash: result.error for result in self.results if result.error is not None}
 
     def _reason(self, error: BaseException, config: CellConfig) -> str:
-        """Why a cell failed; if it was for want of memory, with what it needed."""
+        """Reason of a failure; if memory ran out, with the memory that the cell needs."""
         loaded = self.models.of(config)
         if not memory.exhausted(error) or not loaded:
-            return sentence(error)
-        models = [one.model for one in loaded]
+            return error_message(error)
+        models = [model.model for model in loaded]
         device = input_device(models[0])
         available, recorded = memory.total(device), held(device)
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 
 def turns_of(conversations: Iterable[Conversation]) -> int:
-    return sum(len(one.prompt.turns) for one in conversations)
+    return sum(len(conversation.prompt.turns) for conversation in conversations)
 
 
 def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Random) -> list[list[int]]:
-    """Positions of the prompts of each block: a piece of the largest batch size, which smaller ones divide.
+    """Return the positions of the prompts of each block: a piece of the largest batch size, subdivided by smaller ones.
 
-    The first one is one of the shortest, counted in turns: it decides when there is a table.
+    The first block is the shortest in turns, so that the first table is early.
     """
     position = {id(prompt): i for i, prompt in enumerate(prompts)}
-    pieces = list(cut([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
+    pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
     pieces.insert(0, pieces.pop(min(range(len(pieces)), key=lambda i: turns_of(pieces[i]))))
-    return [[position[id(one.prompt)] for one in piece] for piece in pieces]
+    return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
 
 
-def cut(
-    conversations: Sequence[Conversation], batch_size: int, random: Random, least: int = LEAST_PIECES
+def cut_pieces(
+    conversations: Sequence[Conversation], batch_size: int, random: Random, min_pieces: int = LEAST_PIECES
 ) -> Sequence[Sequence[Conversation]]:
-    """Pieces of nearly equal size, each of one category where all of them are large enough.
+    """Divide conversations into pieces of nearly equal size, of one category each if every category is large enough.
 
-    Of 2B - 1 prompts or more each, so that B of them finish before slots stay empty; of B, where that leaves fewer than
-    ``least`` pieces; all prompts in one piece where they are fewer. Their order is random, but the first pieces hold
-    each category in its share, however many they are.
+    A piece has at least 2B - 1 prompts for batch size B, so that at least B of them finish before slots run empty. If
+    that gives fewer than ``min_pieces`` pieces, it has at least B; fewer prompts than that form a single piece. The
+    order is random, but any first n pieces contain the categories in proportion.
     """
     categories: dict[str, list[Conversation]] = {}
     for conversation in random.sample(list(conversations), len(conversations)):
         categories.setdefault(conversation.prompt.category, []).append(conversation)
-    whole = 2 * batch_size - 1
-    if min(map(len, categories.values())) < least * whole:
-        pieces = max(len(conversations) // whole, min(least, len(conversations) // batch_size), 1)
-        mixed = [c for mine in categories.values() for c in mine]
-        found = [mixed[i::pieces] for i in range(pieces)]  # every category in every piece
+    full_size = 2 * batch_size - 1
+    if min(map(len, categories.values())) < min_pieces * full_size:
+        pieces = max(len(conversations) // full_size, min(min_pieces, len(conversations) // batch_size), 1)
+        mixed = [c for members in categories.values() for c in members]
+        result = [mixed[i::pieces] for i in range(pieces)]  # all categories in each piece
     else:
-        found = [piece for mine in categories.values() for piece in _slices(mine, len(mine) // whole)]
-    return _balanced(found, random)
+        result = [piece for members in categories.values() for piece in _slices(members, len(members) // full_size)]
+    return _balanced(result, random)
 
 
 def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[Sequence[Conversation]]:
-    """The pieces in an order of which every beginning holds the categories in their shares, to a piece.
+    """Shuffle pieces so that any first n of them contain the categories in proportion, up to one piece.
 
-    The n pieces of a category are drawn into n equal parts of the way, one each.
+    Stratified: each of the n pieces of a category gets a random position in its own n-th part of the order.
     """
-    alike: dict[str, list[Sequence[Conversation]]] = {}
+    by_category: dict[str, list[Sequence[Conversation]]] = {}
     for piece in random.sample(list(pieces), len(pieces)):
-        held = {one.prompt.category for one in piece}
-        alike.setdefault(held.pop() if len(held) == 1 else "", []).append(piece)
-    drawn = [((k + random.random()) / len(mine), piece) for mine in alike.values() for k, piece in enumerate(mine)]
-    return [piece for _, piece in sorted(drawn, key=lambda one: one[0])]
+        names = {conversation.prompt.category for conversation in piece}
+        by_category.setdefault(names.pop() if len(names) == 1 else "", []).append(piece)
+    ranked = [
+        ((k + random.random()) / len(members), piece)
+        for members in by_category.values()
+        for k, piece in enumerate(members)
+    ]
+    return [piece for _, piece in sorted(ranked, key=lambda conversation: conversation[0])]
 
 
 def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
@@ -417,19 +426,19 @@ def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence
 
 
 def compare_group(results: Sequence[CellResult]) -> None:
-    """Set the metrics that come from the whole group, as far as it was measured."""
+    """Set the metrics that need all measured cells of a group, see `compare`."""
     measured = [r for r in results if r.metrics is not None]
     baseline = next((i for i, r in enumerate(measured) if r.config.is_baseline), None)
     compare([r.metrics for r in measured if r.metrics], cells_of(measured), baseline)
     if baseline is None:
         return
-    said = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
+    expected_tokens = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
     for result in measured:
         if result.metrics is not None and result.config.sampling.temperature == 0:
-            same = [r["tokens"] == said[r["question_id"], r["turn"]] for r in result.responses]
-            result.metrics.same_as_baseline = sum(same) / len(same)
+            equal = [r["tokens"] == expected_tokens[r["question_id"], r["turn"]] for r in result.responses]
+            result.metrics.same_as_baseline = sum(equal) / len(equal)
 
 
-def sentence(error: BaseException) -> str:
-    """What an error says in one line; of one that is not ours, its kind too."""
+def error_message(error: BaseException) -> str:
+    """One-line message of an error, with its type unless it is a CrossdraftError."""
     return str(error) if isinstance(error, CrossdraftError) else first_line(error).rstrip(": ")

@@ -1,8 +1,8 @@
-"""A run whose groups are measured by processes of their own, which a launcher starts.
+"""Run of a recipe by a launcher: one process per group.
 
-A process is ``crossdraft run RECIPE --shard k/n`` with n the number of groups: it keeps a directory of its own, goes on
-where an earlier one was cut short, and decides itself what can be reused. What it has finished is moved into the
-directory of the run, which then looks as if one process had measured everything. A process that dies costs its group.
+Each process is ``crossdraft run RECIPE --shard k/n``, with n the number of groups. It has its own directory, resumes an
+interrupted shard and reuses stored results. Its finished cells are moved into the directory of the run, which then is
+the same as that of a single process. If a process fails, only its group is lost.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..errors import CrossdraftError, UsageError, printable
 from ..models.distributed import SPLIT
 from ..models.placement import SPREAD
 from ..recipe.recipe import CellConfig, Recipe
-from ..runs.interrupts import asked
+from ..runs.interrupts import user_interrupted
 from ..runs.labels import group_title
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
-from ..runs.shards import FILE, Shard, joined
+from ..runs.shards import FILE, Shard, merge_environments
 from .matrix import plan
-from .run import about, directory_of, notes_of, say
+from .run import about, directory_of, log_to_stderr, notes_of
 
-#: Seconds between two looks at the workers.
-PATIENCE = 0.2
+#: Seconds between two polls of the workers.
+POLL_INTERVAL = 0.2
 
 
 def launch(
@@ -46,52 +46,54 @@ def launch(
     workers: int | None = None,
     untimed: bool = False,
     fail_fast: bool = False,
-    say: Callable[[str], None] | None = say,
+    log: Callable[[str], None] | None = log_to_stderr,
 ) -> Outcome:
-    """Measure every group of a recipe in a process of its own, and gather what they leave in ``out/<recipe>-<hash>/``.
+    """Measure every group of a recipe in its own process and collect the results in ``out/<recipe>-<hash>/``.
 
     Args:
-        launcher: the name of a registered one.
-        command: what runs this recipe in one process, after ``crossdraft``: ``["run", "recipe.yaml", "--set", ...]``;
-            where the records go and which part it is are added.
-        options: of the launcher.
-        workers: most processes at once; by default as many as the launcher has devices.
-        untimed: processes may share a device; nothing that a clock says is kept.
-        fail_fast: start nothing more, and end what runs, when a cell has failed.
-        say: where progress is told.
+        launcher: name of a registered launcher.
+        command: arguments of ``crossdraft`` for a single process: ``["run", "recipe.yaml", "--set", ...]``; ``--out``
+            and ``--shard`` are appended.
+        options: options of the launcher.
+        workers: maximum number of concurrent processes; by default the number of devices of the launcher.
+        untimed: discard times; processes may share a device.
+        fail_fast: stop all processes at the first failed cell.
+        log: receives progress messages, one line each; None for no messages.
 
     Raises:
-        UsageError: the recipe, its prompts or an option is wrong, or the processes would share a device.
-        CrossdraftError: no group was measured; with what the processes said.
+        UsageError: the recipe, its prompts or an option is invalid, or the processes would share a device.
+        CrossdraftError: no group was measured; contains the errors of the processes.
     """
     if recipe.device == SPLIT:
         raise UsageError(
-            f"--launcher and device {SPLIT}: a launcher starts one process for a group, and a split target needs "
-            "several; run torchrun ... -m crossdraft run with --shard instead"
+            f"--launcher and device {SPLIT}: a launcher starts one process per group, but a split target needs "
+            "several processes; use torchrun ... -m crossdraft run with --shard instead"
         )
     expanded, prompts = plan(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out))
-    device = recipe.device if isinstance(recipe.device, str) else SPREAD  # a map of one's own
-    found = _made(launcher, options or {}, device, not untimed)
+    device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
+    backend = _make_launcher(launcher, options or {}, device, not untimed)
     try:
-        most = _most(found, workers, not untimed)
+        max_processes = _max_processes(backend, workers, not untimed)
         outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=notes_of(expanded.cells, prompts))
-        session = _Launch(outcome, directory, found, [*command, "--out", str(out)], expanded.groups(), say or _silent)
+        session = _Launch(outcome, directory, backend, [*command, "--out", str(out)], expanded.groups(), log or _silent)
         session.fail_fast = fail_fast
-        session.tell(f"{recipe.name}: {len(expanded.groups())} groups, a process each ({launcher}, {most} at once)")
+        session.log(
+            f"{recipe.name}: {len(expanded.groups())} groups, one process each ({launcher}, {max_processes} at once)"
+        )
         for skipped in expanded.skipped:
-            session.tell(f"skipped: {skipped}")
+            session.log(f"skipped: {skipped}")
         try:
             with directory.locked():
                 directory.write_json("recipe.json", recipe.model_dump(mode="json"))
                 plugins.notify("crossdraft_run_started", run=session.about)
-                session.run(most)
+                session.run(max_processes)
         except OSError as error:
             if not outcome.results:
                 raise UsageError(f"cannot write to {directory.path}: {error.strerror or error}") from None
             outcome.stopped = f"cannot write to {directory.path}: {error.strerror or error}"
     finally:
-        found.close()
+        backend.close()
     if not outcome.results and not outcome.interrupted:
         raise CrossdraftError(outcome.stopped)
     return outcome
@@ -101,37 +103,39 @@ def _silent(line: str) -> None:
     pass
 
 
-def _made(name: str, options: Mapping[str, Any], device: str, timed: bool) -> Launcher:
-    kind = plugins.get("launchers", name)
+def _make_launcher(name: str, options: Mapping[str, Any], device: str, timed: bool) -> Launcher:
+    launcher_class = plugins.get("launchers", name)
     try:
         with plugins.guarded("launchers", name, "its Config", (CrossdraftError, ValidationError)):
-            config = kind.Config(**options)
+            config = launcher_class.Config(**options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the options"
-        known = ", ".join(sorted(kind.Config.model_fields)) or "none"
-        raise UsageError(f"--launcher-option {printable(key)} of {name}: {fault(first)}; it has: {known}") from None
+        option_names = ", ".join(sorted(launcher_class.Config.model_fields)) or "none"
+        raise UsageError(
+            f"--launcher-option {printable(key)} of {name}: {fault(first)}; options of {name}: {option_names}"
+        ) from None
     with plugins.guarded("launchers", name):
-        return kind(config, device, timed)
+        return launcher_class(config, device, timed)
 
 
-def _most(launcher: Launcher, workers: int | None, timed: bool) -> int:
-    """How many processes at once. Raises UsageError for more than there are devices."""
+def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
+    """Maximum number of concurrent processes. Raises UsageError if it exceeds the number of devices."""
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: at least one process has to measure")
+        raise UsageError(f"--workers {workers}: must be at least 1")
     devices = launcher.devices()
     if devices is None:
-        return workers or 10_000  # the launcher's queue sees to it
+        return workers or 10_000  # the launcher's queue limits them
     if timed and workers is not None and workers > devices:
         raise UsageError(
-            f"{workers} workers would share {devices} device{'s' * (devices > 1)}, and each would slow the others "
-            f"down; give --workers {devices}, or --untimed if only tokens and block efficiency matter"
+            f"--workers {workers}: they would share {devices} device{'s' * (devices > 1)} and slow each other down; "
+            f"use --workers {devices}, or --untimed if only tokens and block efficiency matter"
         )
     return workers or devices
 
 
 class _Launch:
-    """The processes of a run, and what has become of its groups."""
+    """Processes and results of a run with a launcher."""
 
     fail_fast: bool
 
@@ -142,10 +146,10 @@ class _Launch:
         launcher: Launcher,
         command: Sequence[str],
         groups: Sequence[Sequence[CellConfig]],
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         self.outcome, self.directory, self.launcher, self.groups = outcome, directory, launcher, groups
-        self.command, self.tell = command, tell
+        self.command, self.log = command, log
         self.cells = [cell for group in groups for cell in group]
         self.about = about(outcome.recipe, directory.path, len(self.cells))
         self.results: dict[int, list[CellResult]] = {}
@@ -153,24 +157,24 @@ class _Launch:
         self.first_failure = False
         self.environments: list[dict[str, Any]] = []
 
-    def run(self, most: int) -> None:
+    def run(self, limit: int) -> None:
         waiting, running = deque(range(len(self.groups))), dict[int, Worker]()
         try:
             while waiting or running:
-                while waiting and len(running) < most:
+                while waiting and len(running) < limit:
                     k = waiting.popleft()
                     running[k] = self.launcher.start(self._work(k))
-                ended = {k: how for k, worker in running.items() if (how := worker.poll()) is not None}
-                for k, how in ended.items():
+                ended = {k: status for k, worker in running.items() if (status := worker.poll()) is not None}
+                for k, status in ended.items():
                     del running[k]
-                    self._gather(k, how)
+                    self._collect(k, status)
                 if self.first_failure:
-                    self.outcome.stopped = "a cell failed, and nothing was run after it (--fail-fast)"
+                    self.outcome.stopped = "a cell failed; the run was stopped (--fail-fast)"
                     break
                 if not ended and running:
-                    time.sleep(PATIENCE)
-        except KeyboardInterrupt:  # what is finished is kept and shown; the exit code tells
-            if not asked():
+                    time.sleep(POLL_INTERVAL)
+        except KeyboardInterrupt:  # finished results are kept and shown
+            if not user_interrupted():
                 raise
             self.outcome.interrupted = True
         finally:
@@ -185,92 +189,97 @@ class _Launch:
 
     def _work(self, k: int) -> Work:
         directory = self._shard(k).directory(self.directory.path)
-        RunDirectory(directory).write_json(FILE, {})  # of an earlier process: this one has not finished anything
+        RunDirectory(directory).write_json(FILE, {})  # replaces that of an earlier process
         log = directory.parent / f"{directory.name}.log"
         log.write_text("", encoding="utf-8")
         arguments = (*self.command, "--shard", str(self._shard(k)))
-        self.tell(f"{self._title(k)}: starting")
+        self.log(f"{self._title(k)}: starting")
         return Work(self._title(k), arguments, Path.cwd(), log.absolute())
 
-    def _gather(self, k: int, how: str) -> None:
-        """Take over what a process has finished, which has ended."""
+    def _collect(self, k: int, status: str) -> None:
+        """Collect the results of a process that has ended."""
         group, source = self.groups[k], RunDirectory(self._shard(k).directory(self.directory.path))
         head = source.read_json(FILE)
         finished = group[0].group in head.get("finished", ())
         if not finished and self.fail_fast and (failed := head.get("failed")):
-            self.results[k] = [CellResult(one, error=failed[one.hash]) for one in group if one.hash in failed]
+            self.results[k] = [
+                CellResult(result, error=failed[result.hash]) for result in group if result.hash in failed
+            ]
             self.first_failure = True
-            self.tell(f"{self._title(k)}: a cell failed")
+            self.log(f"{self._title(k)}: a cell failed")
             return
         if not finished:
-            self.lost[k] = self._reason(k, how)
-            self.tell(f"{self._title(k)}: not measured, {self.lost[k]}")
+            self.lost[k] = self._reason(k, status)
+            self.log(f"{self._title(k)}: not measured, {self.lost[k]}")
             return
         failed = head["failed"]
-        found = [source.load(config) for config in group]
+        loaded = [source.load(config) for config in group]
         results = [
-            one or CellResult(config, error=failed.get(config.hash)) for one, config in zip(found, group, strict=True)
+            result or CellResult(config, error=failed.get(config.hash))
+            for result, config in zip(loaded, group, strict=True)
         ]
-        if any(one.metrics is None and one.error is None for one in results):
-            self.lost[k] = f"its process {how}, but its records cannot be read"
+        if any(result.metrics is None and result.error is None for result in results):
+            self.lost[k] = f"its process {status}, but its records are not readable; rerun to measure it"
             return
-        known = self.directory.load(group[0])
-        new = known is None or (known.measured, known.prompts) != (results[0].measured, results[0].prompts)
-        if all(found):
+        stored = self.directory.load(group[0])
+        new = stored is None or (stored.measured, stored.prompts) != (results[0].measured, results[0].prompts)
+        if all(loaded):
             self.directory.adopt(source, group)
         self.environments.append(source.read_json("environment.json"))
         self.outcome.notes += [note for note in head["notes"] if note not in self.outcome.notes]
-        self.results[k] = [replace(one, reused=not new) for one in results]
-        if not any(one.planned for one in results):  # pieces to go on from
+        self.results[k] = [replace(result, reused=not new) for result in results]
+        if not any(result.planned for result in results):  # keep the pieces for resuming
             shutil.rmtree(source.path, ignore_errors=True)
-        self.tell(f"{self._title(k)}: {'measured' if new else 'reused'}")
+        self.log(f"{self._title(k)}: {'measured' if new else 'reused'}")
         for result in results:
             if result.error is not None:
-                self.tell(f"failed: {result.config.drafter.title} × {result.config.verifier.title}: {result.error}")
+                self.log(f"failed: {result.config.drafter.title} × {result.config.verifier.title}: {result.error}")
             elif new:
                 plugins.notify("crossdraft_cell_finished", run=self.about, cell=result.summary())
 
-    def _reason(self, k: int, how: str) -> str:
-        """Why a process has not finished: what it said last, if it said so."""
+    def _reason(self, k: int, status: str) -> str:
+        """Reason why a process has not finished its group: its last error message, if any."""
         log = self._shard(k).directory(self.directory.path).with_suffix(".log")
         try:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             lines = []
-        said = [line.partition("error: ")[2] for line in lines if line.startswith("crossdraft: error: ")]
-        return said[-1] if said else f"its process {how} before it had finished (see {log})"
+        errors = [line.partition("error: ")[2] for line in lines if line.startswith("crossdraft: error: ")]
+        return errors[-1] if errors else f"its process {status} before its group was finished (see {log})"
 
     def _end(self, running: dict[int, Worker]) -> None:
-        """End the processes that still run; they keep their finished pieces, and a group that was just finished."""
+        """Stop the running processes; finished pieces stay on disk, finished groups are collected."""
         try:
             for worker in running.values():
                 worker.stop()
             while running:
-                for k, how in {k: how for k, worker in running.items() if (how := worker.poll()) is not None}.items():
+                for k, status in {
+                    k: status for k, worker in running.items() if (status := worker.poll()) is not None
+                }.items():
                     del running[k]
                     if self._shard(k).directory(self.directory.path).is_dir():
-                        self._gather_quietly(k, how)
-                time.sleep(PATIENCE / 4)
+                        self._collect_silently(k, status)
+                time.sleep(POLL_INTERVAL / 4)
         except BaseException:
             for worker in running.values():
                 worker.stop(force=True)
             raise
 
-    def _gather_quietly(self, k: int, how: str) -> None:
-        tell, self.tell = self.tell, _silent
+    def _collect_silently(self, k: int, status: str) -> None:
+        log, self.log = self.log, _silent
         try:
-            self._gather(k, how)
+            self._collect(k, status)
         finally:
-            self.tell = tell
+            self.log = log
 
     def _write(self, cut_short: bool) -> None:
         self.outcome.results = [result for k in sorted(self.results) for result in self.results[k]]
         if self.lost and not cut_short:
-            each = "; ".join(f"{self._title(k)}: {why}" for k, why in list(self.lost.items())[:3])
+            reasons = "; ".join(f"{self._title(k)}: {reason}" for k, reason in list(self.lost.items())[:3])
             more = f"; and {len(self.lost) - 3} more" if len(self.lost) > 3 else ""
             number = f"{len(self.lost)} of {len(self.groups)} groups were not measured"
-            self.outcome.stopped = f"{number}, run again to measure them: {each}{more}"
+            self.outcome.stopped = f"{number}; rerun to measure them: {reasons}{more}"
         reused = any(result.reused for result in self.outcome.results)
-        before = [self.directory.read_json("environment.json")] if reused else []
-        if environment := joined([*self.environments, *before]):
+        environments = [self.directory.read_json("environment.json")] if reused else []
+        if environment := merge_environments([*self.environments, *environments]):
             self.directory.write_json("environment.json", environment)

@@ -1,6 +1,6 @@
-"""From a recipe to its cells: every combination of the matrix, the drafters and the verifiers, checked.
+"""Expansion of a recipe to its cells: all combinations of the matrix, the drafters and the verifiers.
 
-Names, configs and pairs are decided from registered classes and their traits; no model is loaded.
+Names, configs and pairs are checked with registered classes and their traits; no model is loaded.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ..util.limits import MOST_CELLS
 
 @dataclass
 class Plan:
-    """What a recipe comes to.
+    """Cells of a recipe.
 
     Attributes:
-        cells: in the order they are reported; the baseline of each group first.
-        skipped: why pairs of the cross product are left out, a sentence each.
+        cells: cells in the order of reports; the baseline of each group first.
+        skipped: reasons why pairs of the cross product are left out.
     """
 
     cells: list[CellConfig] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def groups(self) -> list[list[CellConfig]]:
-        """The cells that are measured together."""
+        """Cells by group, see `bench.group`."""
         groups: dict[str, list[CellConfig]] = {}
         for cell in self.cells:
             groups.setdefault(cell.group, []).append(cell)
@@ -50,19 +50,20 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """12 hexadecimal digits: the same for recipes with the same cells."""
+        """12 hexadecimal digits, equal for recipes with the same cells."""
         return digest(sorted(cell.hash for cell in self.cells))
 
 
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
-    """Read, complete and check the recipe in the file `name`, or the registered one of that name.
+    """Load and check a recipe.
 
     Args:
-        overrides: dotted keys and what they are set to, ``{"matrix.batch_size": [1, 4]}``, or as on the
-            command line: ``["matrix.batch_size=[1,4]", "limit=8", "drafters.0.gamma=6"]``.
+        name: path of a YAML file, or name of a registered recipe.
+        overrides: values by dotted keys, ``{"matrix.batch_size": [1, 4]}``, or as on the command line,
+            ``["matrix.batch_size=[1,4]", "limit=8", "drafters.0.gamma=6"]``.
 
     Raises:
-        UsageError: for everything that is wrong with it, with file and line.
+        UsageError: the recipe is invalid; the message contains file and line.
     """
     recipe = read_recipe(name, overrides)
     plan(recipe)
@@ -73,17 +74,17 @@ def plan(recipe: Recipe) -> Plan:
     """Check all names and configs of a recipe, and expand its matrix.
 
     Raises:
-        UsageError: with the place; an unknown name or key, a config that its drafter or verifier refuses, drafters and
-            verifiers of which none, or one in no cell, can be paired, the same pair twice, an exclude that matches
-            nothing, or more cells than anybody can measure.
-        ContractError: with the place; a plug-in whose config or traits cannot be used.
+        UsageError: an unknown name or key, an invalid config of a drafter or verifier, a drafter or verifier without a
+            compatible partner, a duplicate pair, an exclude entry without a match, or too many cells; with the place
+            in the recipe.
+        ContractError: invalid config or traits of a plug-in; with the place in the recipe.
     """
     return _Expansion(recipe, recipe.places).plan()
 
 
 @dataclass
 class _Side:
-    """A drafter or verifier of the recipe: its place, its class, and how its pairs fare."""
+    """A drafter or verifier of the recipe, with the results of pairing it."""
 
     kind: str  # "drafters" or "verifiers"
     path: KeyPath
@@ -91,8 +92,8 @@ class _Side:
     cls: Any
     paired: int = 0
     refused: list[str] = field(default_factory=list)
-    #: What was resolved before, by the places in the matrix of what it took.
-    known: dict[str, _Resolved] = field(default_factory=dict)
+    #: Resolved strategies by the indices of their matrix values.
+    resolved: dict[str, _Resolved] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -100,13 +101,13 @@ class _Side:
 
     @property
     def fields(self) -> set[str]:
-        """The config keys that the matrix may set; a sampling or run key of that name means the run's."""
+        """Config keys that the matrix may set; sampling and run keys take precedence."""
         return set(self.cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
 
 
 @dataclass
 class _Resolved:
-    """A strategy with its whole config, defaults included, and its traits by sampling."""
+    """A strategy with its complete config, and its traits by sampling."""
 
     strategy: Strategy
     config: Any
@@ -120,16 +121,16 @@ class _Expansion:
         self.verifiers = [self._side("verifiers", i, s) for i, s in enumerate(recipe.verifiers)]
         fields = set().union(*(side.fields for side in (*self.drafters, *self.verifiers)))
         self.matrix_keys = {*SAMPLING_KEYS, *RUN_KEYS, *fields}
-        self.at: dict[str, int] = {}  # which value of each matrix row the current point has
+        self.value_index: dict[str, int] = {}  # index of the current value of each matrix key
 
     def plan(self) -> Plan:
         self._check_prompts()
         self._check_matrix()
         self._check_exclude()
-        drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # it is always there
+        drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # part of every group
         self._check_count(drafters)
         plan = Plan()
-        found: dict[str, CellConfig] = {}
+        cells: dict[str, CellConfig] = {}
         excluded: set[int] = set()  # entries of exclude that matched
         for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
             base = self._baseline(run_point)
@@ -147,43 +148,43 @@ class _Expansion:
                             plan.skipped.append(reason)
                         continue
                     key = cell.hash
-                    self._check_twice(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
+                    self._check_duplicate(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
                     group.setdefault(key, cell)
             if len(group) > 1 or not drafters:
-                found |= group
+                cells |= group
         if drafters:
             self._check_pairs(drafters, plan.skipped)
-        if not found:
-            raise self.places.error(("exclude",), "exclude leaves no cell to run")
+        if not cells:
+            raise self.places.error(("exclude",), "exclude matches every cell; no cell is left to run")
         for i, entry in enumerate(self.recipe.exclude):
             if drafters and i not in excluded:
-                what = f"exclude[{i}], {quoted(entry)}, matches no cell; correct it or leave it out"
-                raise self.places.error(("exclude", i), what)
-        plan.cells = _labelled(list(found.values()))
+                message = f"exclude[{i}], {quoted(entry)}, matches no cell; correct or remove it"
+                raise self.places.error(("exclude", i), message)
+        plan.cells = _labelled(list(cells.values()))
         return plan
 
-    # -- pieces ----------------------------------------------------------------------------------------------
+    # -- expansion -------------------------------------------------------------------------------------------
 
     def _side(self, kind: str, index: int, strategy: Strategy) -> _Side:
-        known = plugins.entries(kind)
-        if strategy.name not in known:
-            raise self._unknown((kind, index), kind.removesuffix("s"), strategy.name, known)
+        names = plugins.entries(kind)
+        if strategy.name not in names:
+            raise self._unknown((kind, index), kind.removesuffix("s"), strategy.name, names)
         return _Side(kind, (kind, index), strategy, plugins.get(kind, strategy.name))
 
     def _points(self, keys: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Every combination of the matrix rows among `keys`, the first key slowest."""
         names = [key for key in keys if key in self.recipe.matrix]
         for values in itertools.product(*(enumerate(self.recipe.matrix[name]) for name in names)):
-            self.at |= {name: i for name, (i, _) in zip(names, values, strict=True)}
+            self.value_index |= {name: i for name, (i, _) in zip(names, values, strict=True)}
             yield {name: value for name, (_, value) in zip(names, values, strict=True)}
 
     def _in_matrix(self, keys: Iterable[str]) -> dict[KeyPath, KeyPath]:
-        """Where an error about a key of the current point belongs."""
-        return {(key,): ("matrix", key, self.at[key]) for key in keys}
+        """Places in the recipe of keys of the current point, for errors."""
+        return {(key,): ("matrix", key, self.value_index[key]) for key in keys}
 
     def _baseline(self, point: Mapping[str, Any]) -> CellConfig:
-        """The cell of plain decoding at a point of the run and sampling keys."""
-        recipe, where = self.recipe, self._in_matrix(point)
+        """Cell of plain decoding at a point of the run and sampling keys."""
+        recipe, places = self.recipe, self._in_matrix(point)
         keys = (*RUN_KEYS, "device", "attn_implementation")
         run = {key: point.get(key, getattr(recipe, key)) for key in keys}
         sampled = {key: point[key] for key in SAMPLING_KEYS if key in point}
@@ -197,46 +198,46 @@ class _Expansion:
                 verifier=Strategy(name="greedy" if sampling.temperature == 0 else "token"),
             )
         except ValidationError as error:
-            raise explain(error, self.places, where=where) from None
-        self._check_model(cell.target, where.get(("target",), ("target",)))
+            raise explain(error, self.places, where=places) from None
+        self._check_model(cell.target, places.get(("target",), ("target",)))
         if cell.dtype != "auto":
             try:
                 pick_dtype(cell.dtype, torch.device("cpu"))
             except UsageError as error:
-                raise self.places.error(where.get(("dtype",), ("dtype",)), str(error)) from None
+                raise self.places.error(places.get(("dtype",), ("dtype",)), str(error)) from None
         return cell
 
     def _resolved(self, side: _Side, point: Mapping[str, Any]) -> _Resolved:
-        """The strategy with its whole config, defaults included, checked by its own class."""
-        mine = {key: value for key, value in point.items() if key in side.fields}
-        at = json.dumps({key: self.at[key] for key in mine})
-        if at not in side.known:
-            side.known[at] = self._configured(side, mine)
-        return side.known[at]
+        """Return the strategy with its complete config, validated by its class."""
+        options = {key: value for key, value in point.items() if key in side.fields}
+        at = json.dumps({key: self.value_index[key] for key in options})
+        if at not in side.resolved:
+            side.resolved[at] = self._configured(side, options)
+        return side.resolved[at]
 
-    def _configured(self, side: _Side, mine: Mapping[str, Any]) -> _Resolved:
-        where = {(): side.path} | self._in_matrix(mine)
+    def _configured(self, side: _Side, options: Mapping[str, Any]) -> _Resolved:
+        places = {(): side.path} | self._in_matrix(options)
         name, Config = side.strategy.name, side.cls.Config
         try:
             with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
-                config = Config(**{**side.strategy.config, **mine})
+                config = Config(**{**side.strategy.config, **options})
         except ValidationError as error:
-            raise explain(error, self.places, where=where, models={(): Config}, owner=side.title) from None
+            raise explain(error, self.places, where=places, models={(): Config}, owner=side.title) from None
         except ContractError as error:
             raise self.places.error(side.path, str(error), ContractError) from error.__cause__
-        # A field that is set, not whatever else the class calls a model.
+        # Only a config field, not another attribute named model.
         if "model" in Config.model_fields and isinstance(model := config.model, str):
-            self._check_model(model, where.get(("model",), (*side.path, "model")))
+            self._check_model(model, places.get(("model",), (*side.path, "model")))
         return _Resolved(side.strategy.model_copy(update={"config": self._plain(side, config)}), config)
 
     def _plain(self, side: _Side, config: Any) -> dict[str, Any]:
-        """A config as JSON, which records hold and cells are built from."""
+        """Return a config as JSON, checked to survive a round trip."""
         try:
             with plugins.guarded(side.kind, side.strategy.name, "its Config, written as JSON and read again,", ()):
                 plain = config.model_dump(mode="json")
-                again = type(config)(**json.loads(json.dumps(plain, allow_nan=False)))
-                if again != config:
-                    raise ValueError(f"{config} becomes {again}")
+                parsed = type(config)(**json.loads(json.dumps(plain, allow_nan=False)))
+                if parsed != config:
+                    raise ValueError(f"{config} becomes {parsed}")
         except ContractError as error:
             raise self.places.error(side.path, str(error), ContractError) from error.__cause__
         return plain
@@ -245,9 +246,9 @@ class _Expansion:
         self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], sampling: Sampling
     ) -> str | None:
         names = drafter.strategy.name, verifier.strategy.name
-        traits = self._traits(drafter, pair[0], sampling)
-        rule = self._traits(verifier, pair[1])
-        reason = incompatible(names[0], traits, names[1], rule, sampling)
+        drafter_traits = self._traits(drafter, pair[0], sampling)
+        verifier_traits = self._traits(verifier, pair[1])
+        reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, sampling)
         for side in (drafter, verifier):
             if reason is None:
                 side.paired += 1
@@ -257,22 +258,22 @@ class _Expansion:
 
     def _traits(self, side: _Side, resolved: _Resolved, sampling: Sampling | None = None) -> Any:
         if sampling not in resolved.traits:
-            given = () if sampling is None else (sampling,)
+            args = () if sampling is None else (sampling,)
             try:
-                resolved.traits[sampling] = plugins.traits_of(side.kind, side.cls, resolved.config, *given)
+                resolved.traits[sampling] = plugins.traits_of(side.kind, side.cls, resolved.config, *args)
             except ContractError as error:
                 raise self.places.error(side.path, str(error), ContractError) from error.__cause__
         return resolved.traits[sampling]
 
     def _excluding(self, cell: CellConfig) -> set[int]:
-        """The entries of exclude that leave the cell out."""
+        """Indices of the exclude entries that match the cell."""
         entries = enumerate(self.recipe.exclude)
         return {i for i, entry in entries if all(_matches(cell, key, value) for key, value in entry.items())}
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _unknown(self, path: KeyPath, what: str, name: str, known: Iterable[str], hint: str = "") -> CrossdraftError:
-        error = UnknownNameError.among(what, name, known, hint)
+    def _unknown(self, path: KeyPath, kind: str, name: str, names: Iterable[str], hint: str = "") -> CrossdraftError:
+        error = UnknownNameError.among(kind, name, names, hint)
         return self.places.error(path, str(error), UnknownNameError)
 
     def _check_prompts(self) -> None:
@@ -282,10 +283,10 @@ class _Expansion:
             raise self.places.error(("prompts",), str(error), type(error)) from None
 
     def _check_model(self, name: str, path: KeyPath) -> None:
-        """That `name` can be a model; whether it can be had is known only when it is loaded."""
-        known = plugins.entries("models")
+        """Check that `name` is a possible model name, path or Hub id; it is not loaded."""
+        names = plugins.entries("models")
         try:
-            if name in known or (name and kind_of(name)):
+            if name in names or (name and kind_of(name)):
                 return
             name, quantization = split(name)
             if quantization:
@@ -295,22 +296,23 @@ class _Expansion:
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
             raise self.places.error(path, f"there is no model directory {printable(name)}")
         if "/" not in name:
-            raise self._unknown(path, "model", name, known, "Or give a directory, or a Hub id (org/name).")
+            raise self._unknown(path, "model", name, names, "Or give a directory, or a Hub id (org/name).")
 
     def _check_matrix(self) -> None:
         for key, values in self.recipe.matrix.items():
             path = ("matrix", key)
             if key not in self.matrix_keys:
-                what = f"unknown key {key!r} in matrix: no drafter or verifier of this recipe has it"
-                raise self.places.error(path, what + suggest(key, self.matrix_keys))
+                message = f"unknown key {key!r} in matrix: no drafter or verifier of this recipe has this option"
+                raise self.places.error(path, message + suggest(key, self.matrix_keys))
             if not values:
-                raise self.places.error(path, f"{dotted(path)} is an empty list, which leaves no cell")
+                raise self.places.error(path, f"{dotted(path)} is an empty list; add a value or remove the key")
 
     def _check_exclude(self) -> None:
         keys = {"drafter", "verifier", *self.matrix_keys}
         for i, entry in enumerate(self.recipe.exclude):
             if not entry:
-                raise self.places.error(("exclude", i), "an empty entry of exclude would leave out every cell")
+                message = f"exclude[{i}] is empty and would match every cell; add a key or remove it"
+                raise self.places.error(("exclude", i), message)
             for key, value in entry.items():
                 path = ("exclude", i, key)
                 if key not in keys:
@@ -318,42 +320,43 @@ class _Expansion:
                 if key not in ("drafter", "verifier"):
                     continue
                 sides = self.drafters if key == "drafter" else self.verifiers
-                known = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
+                names = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
                 for name in value if isinstance(value, list) else [value]:
                     if not isinstance(name, str):
-                        raise self.places.error(path, f"{dotted(path)}: should be a name or a list, not {quoted(name)}")
-                    if name not in known:
-                        raise self._unknown(path, key, name, known)
+                        message = f"{dotted(path)} must be a name or a list of names, not {quoted(name)}"
+                        raise self.places.error(path, message)
+                    if name not in names:
+                        raise self._unknown(path, key, name, names)
 
     def _check_count(self, drafters: list[_Side]) -> None:
-        """Count the cells before any is made."""
+        """Check the number of cells before creating them."""
         rows = {key: len(values) for key, values in self.recipe.matrix.items()}
         outer = prod(rows.get(key, 1) for key in (*RUN_KEYS, *SAMPLING_KEYS))
         pairs = itertools.product(drafters, self.verifiers)
         inner = sum(prod(rows.get(key, 1) for key in drafter.fields | verifier.fields) for drafter, verifier in pairs)
         if reason := MOST_CELLS.refusal(outer * (inner + 1)):
-            raise self.places.error(("matrix",), f"the recipe comes to {outer * (inner + 1)} cells; {reason}")
+            raise self.places.error(("matrix",), f"the recipe has {outer * (inner + 1)} cells; {reason}")
 
-    def _check_twice(self, first: tuple[_Side, _Side], now: tuple[_Side, _Side]) -> None:
-        """Refuse a drafter or verifier that an earlier one of the recipe is already, under whatever label."""
-        for old, new in zip(first, now, strict=True):
+    def _check_duplicate(self, first: tuple[_Side, _Side], second: tuple[_Side, _Side]) -> None:
+        """Raise UsageError for a drafter or verifier that equals an earlier one except for its label."""
+        for old, new in zip(first, second, strict=True):
             if old is not new:
-                which = f"{dotted(new.path)}: {new.title} is the same as {dotted(old.path)}, with the same options"
-                raise self.places.error(new.path, f"{which} (of the matrix, too); leave one of them out")
+                message = f"{dotted(new.path)}: {new.title} is the same as {dotted(old.path)}, with the same options"
+                raise self.places.error(new.path, f"{message} (those of the matrix included); remove one of them")
 
     def _check_pairs(self, drafters: list[_Side], skipped: list[str]) -> None:
         for side in (*drafters, *self.verifiers):
             if side.refused and not side.paired:
-                hint = f"; crossdraft list drafters {side.strategy.name}: which verifiers fit"
+                hint = f"; see crossdraft list drafters {side.strategy.name} for compatible verifiers"
                 hint = hint if side.kind == "drafters" else ""
-                raise self.places.error(side.path, f"{side.title} runs in no cell: {side.refused[0]}{hint}")
-        if len(self.verifiers) == 1 and skipped:  # a choice, not what a cross product leaves over
+                raise self.places.error(side.path, f"{side.title} has no compatible partner: {side.refused[0]}{hint}")
+        if len(self.verifiers) == 1 and skipped:  # with a single verifier every pair is explicit
             raise self.places.error(self.verifiers[0].path, f"{skipped[0]}, or exclude these cells")
 
 
-def _matches(cell: CellConfig, key: str, wanted: Any) -> bool:
-    """Whether a cell has `wanted`, or one of the values in it, under `key`."""
-    options = wanted if isinstance(wanted, list) else [wanted]
+def _matches(cell: CellConfig, key: str, value: Any) -> bool:
+    """Return True if the cell has `value`, or an item of that list, under `key`."""
+    options = value if isinstance(value, list) else [value]
     if key in ("drafter", "verifier"):
         strategy: Strategy = getattr(cell, key)
         return strategy.name in options or (strategy.label != "" and strategy.label in options)
@@ -365,30 +368,30 @@ def _matches(cell: CellConfig, key: str, wanted: Any) -> bool:
 
 
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
-    """Give each strategy a label; the keys that differ, where they are set, tell apart those that would share one."""
+    """Set the labels of strategies; options that differ are appended if strategies would share a label."""
     for kind in ("drafter", "verifier"):
         strategies: list[Strategy] = [getattr(cell, kind) for cell in cells]
-        variants: dict[str, dict[str, dict[str, Any]]] = {}  # of the same title: configs by their JSON
+        variants: dict[str, dict[str, dict[str, Any]]] = {}  # by title: configs by their JSON
         for cell, strategy in zip(cells, strategies, strict=True):
             if not cell.is_baseline:
                 variants.setdefault(strategy.title, {})[json.dumps(strategy.config)] = strategy.config
-        values: dict[str, dict[str, set[str]]] = {}  # what their options are, null for one that a variant lacks
+        values: dict[str, dict[str, set[str]]] = {}  # by title and key: JSON values, null if missing
         for title, configs in variants.items():
             keys = {key for config in configs.values() for key in config}
             values[title] = {key: {json.dumps(config.get(key)) for config in configs.values()} for key in keys}
         for i, strategy in enumerate(strategies):
             label, config = strategy.title, strategy.config
-            known = values.get(label, {})
+            option_values = values.get(label, {})
             set_keys = {key: value for key, value in config.items() if value is not None}
-            differ = [key for key, value in set_keys.items() if known.get(key, set()) - {json.dumps(value)}]
+            differ = [key for key, value in set_keys.items() if option_values.get(key, set()) - {json.dumps(value)}]
             label += "".join(f" {key}={_shown(config[key])}" for key in differ)
             cells[i] = cells[i].model_copy(update={kind: strategy.model_copy(update={"label": label})})
     return cells
 
 
 def _shown(value: Any) -> str:
-    """An option in a label: of one that has options of its own, its name and what was set."""
+    """Format an option for a label; nested strategies as name(option=value, ...)."""
     if not isinstance(value, dict) or "name" not in value:
         return str(value)
-    own = [f"{key}={v}" for key, v in value.items() if key != "name" and v is not None]
-    return f"{value['name']}({', '.join(own)})" if own else str(value["name"])
+    options = [f"{key}={v}" for key, v in value.items() if key != "name" and v is not None]
+    return f"{value['name']}({', '.join(options)})" if options else str(value["name"])

@@ -1,4 +1,4 @@
-"""Measuring what a pass of a model costs on this machine, as the decode loop makes it."""
+"""Timing of model passes on this machine, as the decode loop runs them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..models.environment import describe
 
 
 def device_identity(device: Any) -> dict[str, Any]:
-    """What the times of a model on the torch ``device`` depend on beside its weights and dtype."""
-    found = describe()
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else found["cpu"]["model"]
-    identity = {"device": f"{device.type} ({hardware})", "torch": found["versions"]["torch"]}
-    return identity | ({"threads": found["cpu"]["torch_threads"]} if device.type == "cpu" else {})
+    """Conditions of the times of a model on the torch ``device``, besides its weights and dtype."""
+    environment = describe()
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else environment["cpu"]["model"]
+    identity = {"device": f"{device.type} ({hardware})", "torch": environment["versions"]["torch"]}
+    return identity | ({"threads": environment["cpu"]["torch_threads"]} if device.type == "cpu" else {})
 
 
 def measure_passes(
@@ -37,18 +37,18 @@ def measure_passes(
     repeats: int = REPEATS,
     advance: Callable[[int], Any] = lambda n: None,
 ) -> list[Point]:
-    """Time a loaded transformers model as the decode loop uses it: `TransformersLM.forward` and the softmax.
+    """Time `TransformersLM.forward` and the softmax of a loaded transformers model, as in the decode loop.
 
-    W tokens are grown in each of B slots; the longest row holds C tokens and every other one a few less, as in the
-    loop, where no two rows are equally long. What is in the cache does not change the time: it is not filled.
-    Repetitions go round all points, so that a slow minute of the machine hits each of them once; the slots of all
-    batch sizes are held at once for that.
+    W tokens are scored in each of B slots; the longest row has C tokens and the others slightly fewer, since rows of
+    the loop differ in length. The cache is not filled, because its content does not affect the time. Each repetition
+    visits all points, so that a slow phase of the machine affects each of them once; the slots of all batch sizes are
+    allocated at once for that.
 
     Args:
-        advance: told the number of passes made since it was last told.
+        advance: called after each pass with the number of new passes, 1.
 
     Raises:
-        UsageError: a context and a width together exceed the model's context.
+        UsageError: a context plus a width exceeds the model's context length.
     """
     longest = max(contexts) + max(widths)
     lms = {b: TransformersLM(model, b, longest) for b in batch_sizes}
@@ -56,39 +56,39 @@ def measure_passes(
     if limit is not None and longest > limit:
         raise UsageError(
             f"a context of {max(contexts)} and {max(widths)} new tokens exceed the model's {limit} positions; "
-            "give a smaller --context or --width"
+            "use a smaller --context or --width"
         )
     sampling, clock = Sampling(), Stopwatch(device)
     points = list(product(batch_sizes, widths, contexts))
     seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
 
     @torch.inference_mode()
-    def once(b: int, width: int, context: int) -> float:
+    def measure_once(b: int, width: int, context: int) -> float:
         lm = lms[b]
         lm.lengths = [max(context - row, 0) for row in range(b)]
         tokens = torch.randint(lm.vocab_size, (b, width), device=device)
-        before = clock.seconds["target"]
+        start = clock.seconds["target"]
         clock.start()
         sampling.checked_probs(lm.forward(tokens)[0])
         clock.mark("target")
         lm.commit([0] * b)
-        return clock.seconds["target"] - before
+        return clock.seconds["target"] - start
 
     order = deque(points)
     for repeat in range(repeats + 1):
         for point in order:
             with recording(None if repeat else Ahead(depth=0, nodes=0)):
-                taken = once(*point)
-            if repeat:  # the first time step, buffers are made and graphs recorded
-                seconds[point].append(taken)
+                duration = measure_once(*point)
+            if repeat:  # the first repetition allocates buffers and captures graphs
+                seconds[point].append(duration)
             advance(1)
         order.rotate(len(points) // 3)
-    quartiles = {point: np.percentile(taken, [50, 25, 75]) for point, taken in seconds.items()}
+    quartiles = {point: np.percentile(duration, [50, 25, 75]) for point, duration in seconds.items()}
     return [Point(*point, *map(float, quartiles[point])) for point in points]
 
 
 def measure_curve(loaded: Any, **options: Any) -> CostCurve:
-    """The curve of a `LoadedModel`; ``options`` are those of `measure_passes`."""
+    """Measure the cost curve of a `LoadedModel`; ``options`` are those of `measure_passes`."""
     points = measure_passes(loaded.model, **options)
     return CostCurve(
         model=loaded.name,

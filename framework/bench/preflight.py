@@ -1,7 +1,6 @@
-"""What can be known before a run is refused before it: models, tokenizers, vocabularies, contexts, heads.
+"""Checks before a run: models, tokenizers, vocabularies, context lengths, draft heads.
 
-Every drafter of the recipe is built once for every target it is to draft for, with one slot, and thrown away; the
-models that it loaded are kept for the run.
+Every drafter of the recipe is built once per target, with one slot, and discarded; models it loads are kept.
 """
 
 from __future__ import annotations
@@ -16,36 +15,37 @@ from ..recipe.prompts import Prompt
 from ..recipe.random_tokens import MOST, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
-from ..runs.interrupts import asked
+from ..runs.interrupts import user_interrupted
 from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
-    """Build what the cells need, once. Returns what readers of the numbers should know of the prompts.
+    """Load the models of the cells and build each drafter once. Returns notes about the prompts.
 
-    Anything else than a refusal is left to the cell: a plug-in's mistake costs its own cells.
+    Other errors than the following are raised again by the cells themselves: an error of a plug-in fails its cells
+    only.
 
     Raises:
-        UsageError, ModelError: a model that cannot be had, or a drafter that does not fit its target; with the place in
-            the recipe.
+        UsageError, ModelError: a model cannot be loaded, or a drafter does not fit its target; with the place in the
+            recipe.
     """
-    tried: set[tuple[str, ...]] = set()
+    built: set[tuple[str, ...]] = set()
     notes: list[str] = []
     prepared: dict[tuple[str, int], list[Conversation]] = {}
     for cell in cells:
         try:
             target = models.target(cell)
-            wanted = (cell.target, cell.max_new_tokens)
-            if wanted not in prepared:
-                prepared[wanted] = prepare(prompts, target, cell.max_new_tokens)
+            prompts_key = (cell.target, cell.max_new_tokens)
+            if prompts_key not in prepared:
+                prepared[prompts_key] = prepare(prompts, target, cell.max_new_tokens)
                 notes += [note for note in _notes(prompts, target.tokenizer) if note not in notes]
         except (UsageError, ModelError) as error:
             raise recipe.places.error(("target",), str(error), type(error)) from error
         key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
-        if key in tried or cell.is_baseline:
+        if key in built or cell.is_baseline:
             continue
-        tried.add(key)
-        sequence, slot = lengths(prepared[wanted], [cell], target.context_length)
+        built.add(key)
+        sequence, slot = lengths(prepared[prompts_key], [cell], target.context_length)
         try:
             lm = make_slots(target, 1, slot)
             context = TargetContext.of(target, lm, cell.sampling, slot=slot, sequence=sequence, load=models.drafter)
@@ -53,21 +53,21 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
             drafter(config, context)
         except (UsageError, ModelError) as error:
             raise recipe.places.error(_place(recipe, cell), str(error), type(error)) from error
-        except BaseException as error:  # told with the cell, when it is its turn
-            if isinstance(error, KeyboardInterrupt) and asked():
+        except BaseException as error:  # reported when the cell runs
+            if isinstance(error, KeyboardInterrupt) and user_interrupted():
                 raise
     return notes
 
 
 def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
-    if not hasattr(tokenizer, "__len__"):  # of another backend: how many tokens there are is not known
+    if not hasattr(tokenizer, "__len__"):  # tokenizer of another backend: unknown vocabulary size
         return []
     first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MOST]]
-    found = warning(first, len(tokenizer))
-    return [found] if found else []
+    note = warning(first, len(tokenizer))
+    return [note] if note else []
 
 
 def _place(recipe: Recipe, cell: CellConfig) -> KeyPath:
-    """Where the recipe names the drafter of a cell, and its model."""
+    """Place in the recipe of a cell's drafter, or of its model."""
     index = next((i for i, s in enumerate(recipe.drafters) if s.name == cell.drafter.name), 0)
     return ("drafters", index, "model") if "model" in recipe.drafters[index].config else ("drafters", index)

@@ -1,6 +1,6 @@
-"""What a run tells while it measures: a bar on a terminal, a line a minute elsewhere, and how long it will take.
+"""Progress of a run: a bar on a terminal, otherwise a line a minute, and estimates of the remaining time.
 
-It is printed between pieces of work, without a thread; the first estimate of a slow run is printed between two steps.
+Printed after each piece of prompts, without a thread; the first estimate of a slow run is printed between two steps.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from tqdm import tqdm
 from ..recipe.recipe import CellConfig
 from ..runs.labels import verifier_title
 
-#: Seconds between two lines where there is no bar.
+#: Seconds between two lines without a bar.
 LINE = 60.0
-#: Seconds after which the first estimate is due, if no piece of prompts was finished before.
+#: Seconds after which the first estimate is printed even if no piece of prompts is finished.
 FIRST = 30.0
-#: A new estimate is printed where the pace differs from the last one's by this factor.
+#: Factor by which the pace must change for a new estimate.
 CHANGED = 1.5
-#: What a turn counts for the pace when another one is finished: the last few dozen decide.
+#: Factor of the exponential moving average of the pace, applied whenever a cell finishes prompts.
 DECAY = 0.97
 _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} prompts{postfix}"
 
 
 class Meter:
-    """How far the cells are that have to be measured, in prompts answered by a cell.
+    """Progress of the cells under measurement, counted in prompts finished by a cell.
 
     Args:
-        total: prompts of all these cells.
-        say: where lines go.
-        bar: show a bar on standard error, if it is a terminal.
-        beat: told the share that is done, from 0 to 1, whenever it grows.
-        clock: seconds, for tests.
-        turns: turns of all these prompts; by default one each.
-        most: seconds that the run may still take, given the seconds of a turn, if it has a time budget.
-        judge: a sentence about the time budget, given the seconds of a turn; empty if everything fits.
+        total: number of prompts over all cells.
+        log: receives the lines.
+        bar: show a bar on stderr if it is a terminal.
+        on_progress: called with the finished share, from 0 to 1, whenever it grows.
+        clock: returns seconds; for tests.
+        turns: number of turns of all prompts; by default one each.
+        max_remaining: for a time budget: maximum remaining seconds of the run, given the seconds per turn.
+        budget_warning: for a time budget: warning if the run does not fit, given the seconds per turn, or empty.
     """
 
     def __init__(
         self,
         total: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         bar: bool = False,
-        beat: Callable[[float], None] = lambda share: None,
+        on_progress: Callable[[float], None] = lambda share: None,
         clock: Callable[[], float] = time.monotonic,
         turns: int | None = None,
-        most: Callable[[float], float] = lambda pace: math.inf,
-        judge: Callable[[float], str] = lambda pace: "",
+        max_remaining: Callable[[float], float] = lambda pace: math.inf,
+        budget_warning: Callable[[float], str] = lambda pace: "",
     ):
-        self._total, self._say, self._beat, self._clock = total, say, beat, clock
-        self._each = (turns if turns is not None else total) / max(total, 1)  # turns of a prompt
-        self._most, self._judge = most, judge
+        self._total, self._log, self._on_progress, self._clock = total, log, on_progress, clock
+        self._turns_per_prompt = (turns if turns is not None else total) / max(total, 1)
+        self._max_remaining, self._budget_warning = max_remaining, budget_warning
         self._done = 0
-        self._timed = self._seconds = 0.0  # turns that were measured, and what they took
-        self._since: float | None = None  # when the cell at work began
-        self._under_way = 0.0  # turns of it, so far
-        self._warming = False
-        self._warmed, self._warm_seconds = 0.0, 0.0
-        self._first, self._said = clock(), clock()
-        self._announced: float | None = None  # the pace of the last estimate
-        self._estimated = 0.0  # when that was printed
-        self._at = ""
-        # None: no bar unless standard error is a terminal.
+        self._turns = self._seconds = 0.0  # moving averages of turns and their seconds
+        self._started: float | None = None  # start of the current cell
+        self._partial_turns = 0.0  # turns of the current cell so far
+        self._in_warm_up = False
+        self._warm_turns, self._warm_seconds = 0.0, 0.0
+        self._first, self._last_line = clock(), clock()
+        self._last_pace: float | None = None  # pace of the last estimate
+        self._last_estimate = 0.0  # time of the last estimate
+        self._current = ""
+        # None: tqdm disables the bar unless stderr is a terminal.
         off = None if bar else True
         columns, rows = _screen()
         self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
@@ -79,138 +79,133 @@ class Meter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._bar.close()
 
-    def say(self, line: str) -> None:
-        """A line, above the bar."""
-        with self.aside():
-            self._say(line)
+    def log(self, line: str) -> None:
+        """Print a line above the bar."""
+        with self.hidden_bar():
+            self._log(line)
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """While it is entered, the bar leaves room for what others print."""
+    def hidden_bar(self) -> AbstractContextManager[Any]:
+        """Hide the bar while other output is printed."""
         return tqdm.external_write_mode()
 
-    def warming(self) -> None:
-        """A cell is warmed up now."""
-        self._since, self._under_way, self._warming = self._clock(), 0.0, True
+    def warm_up_started(self) -> None:
+        self._started, self._partial_turns, self._in_warm_up = self._clock(), 0.0, True
 
-    def at(self, config: CellConfig) -> None:
-        """The cell that works now."""
-        self._since, self._under_way, self._warming = self._clock(), 0.0, False
+    def cell_started(self, config: CellConfig) -> None:
+        self._started, self._partial_turns, self._in_warm_up = self._clock(), 0.0, False
         pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
-        self._at = f"{pair}, batch size {config.batch_size}"
+        self._current = f"{pair}, batch size {config.batch_size}"
         self._show()
 
-    def step(self, turns: float) -> None:
-        """A step is over, which made so many turns, if every row emits one token."""
-        self._under_way += turns
+    def step_finished(self, turns: float) -> None:
+        self._partial_turns += turns
         now = self._clock()
-        if self._warming and self._since is not None:
-            self._warm_seconds += now - self._since
-            self._warmed += turns
-            self._since = now
-        if self._announced is None and now - self._first >= FIRST:
-            self._estimate("judging by the first steps")
+        if self._in_warm_up and self._started is not None:
+            self._warm_seconds += now - self._started
+            self._warm_turns += turns
+            self._started = now
+        if self._last_pace is None and now - self._first >= FIRST:
+            self._estimate("estimated from the first steps")
 
-    def skip(self, prompts: int) -> None:
-        """So many are done already: their time is not known."""
+    def prompts_skipped(self, prompts: int) -> None:
         self._done += prompts
         self._show()
 
-    def advance(self, prompts: int, turns: int | None = None) -> None:
-        """A cell has answered so many, of so many turns."""
+    def prompts_finished(self, prompts: int, turns: int | None = None) -> None:
         now = self._clock()
         self._done += prompts
-        self._timed = DECAY * self._timed + (prompts if turns is None else turns)
-        self._seconds = DECAY * self._seconds + now - (now if self._since is None else self._since)
-        self._since, self._under_way = None, 0.0
+        self._turns = DECAY * self._turns + (prompts if turns is None else turns)
+        self._seconds = DECAY * self._seconds + now - (now if self._started is None else self._started)
+        self._started, self._partial_turns = None, 0.0
         self._show()
-        if self._bar.disable and self._clock() - self._said >= LINE:
-            self._line(f"{100 * self.share:.0f} %: {self._at}; {self._left()}")
-        self._beat(self.share)
+        if self._bar.disable and self._clock() - self._last_line >= LINE:
+            self._line(f"{100 * self.share:.0f} %: {self._current}; {self._left()}")
+        self._on_progress(self.share)
 
-    def piece(self, number: int, pieces: int) -> None:
-        """A piece is finished by all cells of its group. After the first one it is known how long the run takes."""
+    def piece_finished(self, number: int, pieces: int) -> None:
+        """Print the first estimate, or a new one if the pace has changed."""
         pace = self.pace
-        if pace is None or not self._timed:
+        if pace is None or not self._turns:
             return
-        if self._announced is None:
-            self._estimate("judging by the first piece of prompts")
-        elif self._clock() - self._estimated >= LINE and not 1 / CHANGED <= pace / self._announced <= CHANGED:
-            faster = pace < self._announced
-            factor = self._announced / pace if faster else pace / self._announced
+        if self._last_pace is None:
+            self._estimate("estimated from the first piece of prompts")
+        elif self._clock() - self._last_estimate >= LINE and not 1 / CHANGED <= pace / self._last_pace <= CHANGED:
+            faster = pace < self._last_pace
+            factor = self._last_pace / pace if faster else pace / self._last_pace
             self._estimate(f"steps are {factor:.1f} times as {'fast' if faster else 'slow'} as at the last estimate")
 
-    def _estimate(self, why: str) -> None:
-        """Print how long the rest takes, and what of it fits the time budget."""
+    def _estimate(self, reason: str) -> None:
+        """Print the remaining time, or the warning about the time budget."""
         pace = self.pace
         if not pace or not self._left():
             return
-        self._announced, self._estimated = pace, self._clock()
-        text = self._judge(pace)
-        self._line(f"{text} ({why})" if text else f"{self._left()}, {why}")
+        self._last_pace, self._last_estimate = pace, self._clock()
+        text = self._budget_warning(pace)
+        self._line(f"{text} ({reason})" if text else f"{self._left()}, {reason}")
 
-    def settle(self, done: int) -> None:
-        """A group is over: so many prompts are done since the beginning, cells that failed included."""
+    def group_finished(self, done: int) -> None:
+        """Set the number of prompts done since the start of the run; those of failed cells count as done."""
         self._done = done
         self._show()
-        self._beat(self.share)
+        self._on_progress(self.share)
 
     @property
     def pace(self) -> float | None:
-        """Seconds of a turn in a cell, of the last ones; while there is none, of the steps so far."""
-        turns, seconds = self._timed, self._seconds
-        if not turns and self._since is not None and not self._warming and self._under_way:
-            turns, seconds = self._under_way, self._clock() - self._since
+        """Seconds per turn of a cell: recent average, or from the steps so far; None before the first step."""
+        turns, seconds = self._turns, self._seconds
+        if not turns and self._started is not None and not self._in_warm_up and self._partial_turns:
+            turns, seconds = self._partial_turns, self._clock() - self._started
         elif not turns:
-            turns, seconds = self._warmed, self._warm_seconds
+            turns, seconds = self._warm_turns, self._warm_seconds
         return seconds / turns if turns else None
 
     @property
     def left(self) -> float | None:
-        """Seconds that the rest will take at this pace, or that the time budget has left; None before any step."""
+        """Estimated remaining seconds, bounded by the time budget; None before the first step."""
         pace = self.pace
         if pace is None:
             return None
-        rest = max(self._total - self._done, 0) * self._each * pace
-        most = self._most(pace)
-        return min(rest, most) if most > 0 else rest
+        estimate = max(self._total - self._done, 0) * self._turns_per_prompt * pace
+        limit = self._max_remaining(pace)
+        return min(estimate, limit) if limit > 0 else estimate
 
     @property
     def share(self) -> float:
-        """What is done, from 0 to 1."""
+        """Finished share, from 0 to 1."""
         return min(self._done / self._total, 1.0) if self._total else 1.0
 
     def _left(self) -> str:
-        left = self.left
-        return "" if not left else f"about {duration(left)} left"
+        seconds = self.left
+        return "" if not seconds else f"about {duration(seconds)} left"
 
     def _line(self, line: str) -> None:
-        self._said = self._clock()
-        self.say(line)
+        self._last_line = self._clock()
+        self.log(line)
 
     def _show(self) -> None:
         if self._bar.disable:
             return
         self._bar.n = min(self._done, self._total)
-        self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._at) if text), refresh=False)
+        self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._current) if text), refresh=False)
         self._bar.refresh()
 
 
 def _screen() -> tuple[int, int]:
-    """Columns and rows of the terminal that standard error is; some do not know, and say 0."""
+    """Columns and rows of the terminal on stderr; defaults if it does not report them."""
     try:
-        found = os.get_terminal_size(sys.stderr.fileno())
+        size = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):
         return 100, 24
-    return (found.columns or 101) - 1, found.lines or 24
+    return (size.columns or 101) - 1, size.lines or 24
 
 
-def counted(n: int, what: str) -> str:
-    """A number with its noun, in the plural unless it is one."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them, to two places."""
+    """Format seconds with two significant units or digits."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""What the numbers of a cell depend on beside its config, and what of it has changed since they were measured."""
+"""Conditions of a measurement besides the cell's config, and their changes since results were stored."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..recipe.recipe import CellConfig, Strategy
 from ..runs.code_digest import code_sha256, source_of
 from ..runs.marks import mark_of
 
-#: Libraries whose versions decide what models say or how fast.
+#: Libraries whose versions affect outputs or speed.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str, timed: bool = True) -> dict[str, Any]:
-    """Versions, code, device and prompts that a cell is measured with; its models come from `models_used`.
+    """Versions, code, device and prompts of a measurement; `models_used` adds the models.
 
     Args:
         environment: see `describe`.
         prompts: digest of the prompts.
-        timed: False for cells that share their device with others.
+        timed: False if times are discarded.
     """
     device = first_device(config.device)
     cuda = device.type == "cuda"
@@ -51,20 +51,25 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
 
 
 def _threads() -> dict[str, Any]:
-    """The settings of the user; what was chosen for a group is ``decoding_threads``, which finished cells keep."""
-    found = settings()
-    automatic = found["free_processors"] is not None
-    return {"threads": found["most"], "wait_policy": "measured" if automatic else found["wait_policy"]}
+    """Thread settings of the user. The number chosen for a group is stored as ``decoding_threads``."""
+    configured_threads = settings()
+    automatic = configured_threads["free_processors"] is not None
+    return {
+        "threads": configured_threads["most"],
+        "wait_policy": "measured" if automatic else configured_threads["wait_policy"],
+    }
 
 
 def distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The distinct conditions of cells: device, dtype, versions, digest of the prompts; usually one entry."""
-    found: list[dict[str, Any]] = []
-    for one in provenances:
-        conditions = {key: value for key, value in one.items() if key not in ("models", "drafter", "verifier", "mark")}
-        if conditions and conditions not in found:
-            found.append(conditions)
-    return found
+    """Distinct conditions of cells (device, dtype, versions, digest of the prompts); usually one entry."""
+    entries: list[dict[str, Any]] = []
+    for entry in provenances:
+        conditions = {
+            key: value for key, value in entry.items() if key not in ("models", "drafter", "verifier", "mark")
+        }
+        if conditions and conditions not in entries:
+            entries.append(conditions)
+    return entries
 
 
 def _source(kind: str, strategy: Strategy) -> dict[str, str]:
@@ -73,46 +78,46 @@ def _source(kind: str, strategy: Strategy) -> dict[str, str]:
         return source_of(cls, *cls.wrapped(options))
 
 
-def models_used(used: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Digests of the weights and of the settings of every model that a cell uses, by name."""
-    return {name: {**model, "settings": _settings(name, model)} for name, model in used.items()}
+def models_used(digests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Digests of the weights and settings of every model of a cell, by name."""
+    return {name: {**model, "settings": _settings(name, model)} for name, model in digests.items()}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of a cell's provenance is not as it was, in words; its models as they are found now."""
-    found = []
-    if before.get("timed", True) < now.get("timed", True):
-        found.append("the clock (they were not timed)")
-    for key, value in now.items():
-        old = before.get(key)
-        if key in ("timed", "mark"):  # timed ones serve both; a certificate changes no number
+def changes(old_provenance: Mapping[str, Any], new_provenance: Mapping[str, Any]) -> list[str]:
+    """Describe the changes of a cell's provenance; digests of its models are computed again."""
+    changed = []
+    if old_provenance.get("timed", True) < new_provenance.get("timed", True):
+        changed.append("times (the results on disk are untimed)")
+    for key, value in new_provenance.items():
+        old = old_provenance.get(key)
+        if key in ("timed", "mark"):  # timed results serve both; a certificate does not change results
             continue
         if key in ("drafter", "verifier"):
             if old != value or not value["sha256"]:
-                found.append(_strategy(key, old, value))
+                changed.append(_strategy(key, old, value))
         elif key == "code":
             if old != value:
-                found.append("crossdraft's own code")
+                changed.append("crossdraft's own code")
         elif key == "prompts":
             if old != value:
-                found.append("the prompts")
+                changed.append("the prompts")
         elif key != "models" and old != value:
-            found.append(f"{key} ({old} → {value})")
-    for name, model in before.get("models", {}).items():
+            changed.append(f"{key} ({old} → {value})")
+    for name, model in old_provenance.get("models", {}).items():
         try:
-            same = _weights(name, model) == model.get("sha256"), _settings(name, model) == model.get("settings")
+            unchanged = _weights(name, model) == model.get("sha256"), _settings(name, model) == model.get("settings")
         except (CrossdraftError, OSError):
-            found.append(f"the model {name}, which is not there any more")  # measuring will say why
+            changed.append(f"the model {name}, which is missing")  # the measurement raises the reason
             continue
-        if not same[0]:
-            found.append(f"the weights of {name}")
-        if not same[1]:
-            found.append(f"the config, tokenizer or templates of {name}")
-    return found
+        if not unchanged[0]:
+            changed.append(f"the weights of {name}")
+        if not unchanged[1]:
+            changed.append(f"the config, tokenizer or templates of {name}")
+    return changed
 
 
 def _weights(name: str, model: Mapping[str, Any]) -> str:
-    if "file" in model:  # of `DraftContext.load_settings`: it has nothing else
+    if "file" in model:  # from `DraftContext.load_settings`: a single file
         return file_sha256(Path(model["file"]))
     return model_sha256(resolve(name, heads=model.get("heads", False)))
 
@@ -123,7 +128,7 @@ def _settings(name: str, model: Mapping[str, Any]) -> str:
 
 def _strategy(kind: str, old: Any, new: Mapping[str, str]) -> str:
     if not new["sha256"]:
-        return f"perhaps the {kind}, whose code is in no file"
+        return f"possibly the {kind}, whose code is not in a file"
     if isinstance(old, Mapping) and old.get("version") != new["version"]:
         return f"the {kind} ({new['distribution']} {old.get('version')} → {new['version']})"
     return f"the code of the {kind}"

@@ -1,4 +1,4 @@
-"""Ending a step that takes too long."""
+"""Time limit of a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..errors import CrossdraftError, UsageError
 
 
 class StepTimeout(CrossdraftError):
-    """A step took longer than it may."""
+    """A step exceeded its time limit."""
 
 
 class StepLimit:
-    """Ends a step that takes longer than ``seconds``; None = no limit.
+    """Raises `StepTimeout` in a step that takes longer than ``seconds``; None = no limit.
 
     Raises:
-        UsageError: this system, or this thread, has no timer that could.
+        UsageError: an invalid limit, or a system or thread without timers.
     """
 
     def __init__(self, seconds: float | None):
@@ -25,21 +25,23 @@ class StepLimit:
         if seconds is None:
             return
         if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-            raise UsageError("a limit for a step needs a timer of the main thread, which there is none of here")
+            raise UsageError(
+                "--step-limit needs a timer of the main thread, which is not available here; remove the option"
+            )
         if not 0 < seconds < 1e6:
-            raise UsageError(f"the limit for a step must be a number of seconds above 0, not {seconds:g}")
-        signal.signal(signal.SIGALRM, self._over)
+            raise UsageError(f"--step-limit {seconds:g}: must be a number of seconds above 0")
+        signal.signal(signal.SIGALRM, self._raise)
 
     def restart(self) -> None:
-        """A step begins."""
+        """Restart the limit at the start of a step."""
         if self.seconds is not None:
-            # Again and again: code that swallows the first one is told once more.
+            # Repeated, in case code of a plug-in swallows the first exception.
             signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)
 
     def stop(self) -> None:
-        """No step is running."""
+        """Stop the limit."""
         if self.seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _over(self, number: int, frame: FrameType | None) -> None:
-        raise StepTimeout(f"a step took longer than {self.seconds:g} s, the limit (--step-limit)")
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        raise StepTimeout(f"a step exceeded the limit of {self.seconds:g} s (--step-limit)")

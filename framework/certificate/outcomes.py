@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..runs.certified_registry import Certificate
+from ..runs.certified_registry import CertificateRecord
 from .drafts import DRAFTS, NamedDrafter, refusal
 from .rows import CannotRun, Row, certify_row
 from .toys import built_in_toys
@@ -23,15 +23,15 @@ def worst_row(rows: Sequence[Row]) -> Row | None:
     return max(wrong, key=lambda row: row.tv or 0.0, default=None)
 
 
-def outcome(rows: Sequence[Row]) -> Certificate | None:
+def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
     """The certificate that the rows of a verifier amount to.
 
     None if they show nothing: its claim is to be lossy, a row could not be enumerated, or nothing was drafted.
     """
     if (worst := worst_row(rows)) is not None:
-        return Certificate(worst.tv or 0.0, False, place(worst))
+        return CertificateRecord(worst.tv or 0.0, False, place(worst))
     if rows and all(row.proves for row in rows) and any(row.drafted for row in rows):
-        return Certificate(max(row.tv or 0.0 for row in rows))
+        return CertificateRecord(max(row.tv or 0.0 for row in rows))
     return None
 
 

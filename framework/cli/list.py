@@ -43,7 +43,7 @@ def list_names(args: argparse.Namespace) -> int:
 def _marks() -> dict[str, str]:
     """The mark of each verifier with its default options."""
     from ..errors import CrossdraftError
-    from ..runs.marks import mark_of_rule
+    from ..runs.marks import mark_of_verifier
 
     marks = {}
     for name in plugins.entries("verifiers"):

@@ -1,7 +1,7 @@
-"""What the records of a cell come to: block efficiency, costs and speed, with 95 % intervals.
+"""Metrics of a cell: block efficiency, costs and speed, with 95 % intervals.
 
-Works on plain numbers, so that metrics can be computed again from ``steps.parquet`` and the pieces. All
-times are seconds, all rates tokens per second.
+Computed from the records on disk (``steps.parquet`` and the pieces) and nothing else. Times are in seconds, rates in
+tokens per second.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
 from .intervals import Estimate, estimate
 from .pieces import PREFILL, Piece, wall_ratio
 
-#: The metrics that come from the clock, see `Metrics.timed`.
+#: Metrics measured by the clock, see `Metrics.timed`.
 TIMES = ("shares", "decode_seconds", "prefill_seconds", "tail_seconds", "tokens_per_second", "tokens_per_second_wall")
 TIMES += ("tokens_per_second_with_prefill", "undisturbed", "speed_up", "speed_up_wall", "withheld")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one row, a line of ``steps.parquet``.
+    """One step of one sequence: a row of ``steps.parquet``.
 
     Attributes:
         prompt: position of the prompt in its source; `question_id` is its name.
@@ -31,9 +31,9 @@ class StepRecord:
         tau: accepted draft tokens.
         emitted: committed tokens, correction or bonus included.
         nodes: drafted tokens of this row.
-        width: nodes of the batch's widest row: the target evaluated ``width + 1`` positions for this row.
-        limit: how deep the draft was allowed to be: the tokens left to generate, less one.
-        survival: sum over i of Pr(tau >= i | the first i drafted tokens), where the verifier knows it.
+        width: nodes of the batch's widest row; the target evaluated ``width + 1`` positions for this row.
+        limit: maximum draft depth: the tokens left to generate, minus one.
+        survival: sum over i of Pr(tau >= i | the first i drafted tokens); None if the verifier does not compute it.
     """
 
     prompt: int
@@ -51,11 +51,11 @@ class StepRecord:
 
 @dataclass
 class CategoryMetrics:
-    """What a cell did on the prompts of one category.
+    """Metrics of a cell on the prompts of one category.
 
     Attributes:
-        prompts: how many.
-        block_efficiency, speed_up: as in `Metrics`; the latter is None where pieces mix categories.
+        prompts: number of prompts.
+        block_efficiency, speed_up: as in `Metrics`; `speed_up` is None if pieces mix categories.
     """
 
     prompts: int
@@ -65,34 +65,34 @@ class CategoryMetrics:
 
 @dataclass
 class Metrics:
-    """The numbers of one cell.
+    """Metrics of one cell.
 
     Attributes:
-        tokens, steps, sequences: what was measured: tokens emitted, target calls of a row, turns answered.
-        depth: of the deepest draft there can be.
-        block_efficiency: tokens emitted per target call (bonus or correction included), over prompts, of the steps
-            in which a sequence had room for a draft of that depth: the others were cut by the end of the sequence,
-            whose length is the recipe's. None if there was no such step.
-        steps_cut: how many steps that leaves out; block_efficiency_all_steps: the plain ratio with them.
-        block_efficiency_expected: 1 + the mean of the verifier's own expectation of tau, which is less noisy;
-            None where it has none. An end of sequence inside a draft is not taken into account.
-        mean_tau: accepted draft tokens per step, of the same steps as block_efficiency; so is acceptance.
-        acceptance: Pr(tau >= i) for i = 1, 2, ...
+        tokens, steps, sequences: tokens emitted, target calls of a sequence, turns answered.
+        depth: maximum depth of the drafter's drafts.
+        block_efficiency: tokens emitted per target call, correction or bonus included (vLLM: mean acceptance length),
+            over the uncut steps, see `uncut_steps`; None without any.
+        steps_cut: number of steps that block_efficiency leaves out.
+        block_efficiency_all_steps: tokens emitted per target call over all steps.
+        block_efficiency_expected: 1 + the mean of `StepRecord.survival`, which is less noisy than the observed tau;
+            None if the verifier does not compute it. End-of-sequence tokens inside a draft are ignored.
+        mean_tau: accepted draft tokens per uncut step.
+        acceptance: Pr(tau >= i) for i = 1, 2, ..., over the uncut steps.
         nodes_per_step: drafted tokens of a row in a step.
-        target_rows_per_token: positions the target evaluated per token emitted.
+        target_rows_per_token: positions evaluated by the target per token emitted.
         drafter_passes: forward passes of the draft model, prefill not counted.
-        shares: of the decoding time: draft (the drafter's prefill included), target, verify, rest.
-        decode_seconds, prefill_seconds: the time it took, without the tail (see `Piece`).
-        tail_seconds: the tail's, which no share and no rate but the next-named counts.
-        tokens_per_second: while decoding on an undisturbed machine (see `component_times`), by the clock if that is
-            unknown; ``..._wall``: by the clock; ``..._with_prefill``: by the clock all in all, with tail and prefill.
-        undisturbed: share of the batch's steps.
-        speed_up: of tokens_per_second over the baseline of the same group, None without one, or if it is withheld;
+        shares: shares of the decoding time: draft (the drafter's prefill included), target, verify, rest.
+        decode_seconds, prefill_seconds: measured time without the tail (see `Piece`).
+        tail_seconds: time of the tail; only tokens_per_second_with_prefill includes it.
+        tokens_per_second: decoding rate on an undisturbed machine (see `component_times`), or by the clock if that is
+            unknown; ``..._wall``: by the clock; ``..._with_prefill``: by the clock, tail and prefill included.
+        undisturbed: share of undisturbed steps.
+        speed_up: tokens_per_second over that of the group's baseline; None without a baseline or if withheld;
             ``_wall``: by the clock.
-        withheld: why there is no speed-up beside a baseline (of the baseline: no tokens_per_second), or empty.
-        by_category: the same by category, in the order of the prompts.
-        same_as_baseline: at temperature 0, the share of responses with exactly the baseline's tokens.
-        peak_memory: bytes, see `memory.peak`; None where the system does not say.
+        withheld: reason why the speed-up (of the baseline: tokens_per_second) is missing, or empty.
+        by_category: metrics by category, in the order of the prompts.
+        same_as_baseline: at temperature 0, the share of responses equal to the baseline's, token by token.
+        peak_memory: bytes, see `memory.peak`; None if the system does not report it.
     """
 
     tokens: int
@@ -125,28 +125,28 @@ class Metrics:
 
     @property
     def timed(self) -> bool:
-        """Did a clock run? Where none did (``--untimed``), every time, rate and share is 0 and there is no speed-up."""
+        """True if times were measured. With ``--untimed`` every time, rate and share is 0 and speed-ups are None."""
         return self.decode_seconds > 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def free(records: Iterable[StepRecord], depth: int) -> list[StepRecord]:
-    """The steps in which a draft of ``depth`` tokens had room: decided before anything was drafted."""
+def uncut_steps(records: Iterable[StepRecord], depth: int) -> list[StepRecord]:
+    """Return the steps that could draft ``depth`` tokens; the others are cut short by the end of the sequence."""
     return [record for record in records if record.limit >= depth]
 
 
 def measure(
     records: Sequence[StepRecord], pieces: Sequence[Piece], passes: int = 0, gamma: int = 0, depth: int = 0
 ) -> Metrics:
-    """The metrics of a cell by itself: rates are by the clock, and it has no speed-up yet (see `compare`).
+    """Compute the metrics of a single cell: rates by the clock, no speed-up (see `compare`).
 
     Args:
-        gamma: least depth that `acceptance` goes to.
-        depth: of the deepest draft there can be, see `DraftTraits.depth`.
+        gamma: `acceptance` has at least this many entries.
+        depth: maximum depth of the drafts, see `DraftTraits.depth`.
     """
-    emitted, steps, counted = sum(r.emitted for r in records), len(records), free(records, depth)
+    emitted, steps, counted = sum(r.emitted for r in records), len(records), uncut_steps(records, depth)
     tau = np.array([r.tau for r in counted or records])
     seconds = {phase: sum(piece.seconds[phase] for piece in pieces) for phase in pieces[0].seconds}
     prefill = seconds.pop(PREFILL, 0.0)
@@ -183,14 +183,14 @@ def measure(
         speed_up_wall=None,
         withheld="",
         by_category={
-            category: CategoryMetrics(len({r.prompt for r in mine}), block_efficiency(free(mine, depth)))
-            for category, mine in by_category.items()
+            category: CategoryMetrics(len({r.prompt for r in members}), block_efficiency(uncut_steps(members, depth)))
+            for category, members in by_category.items()
         },
     )
 
 
 def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
-    """Tokens emitted per step, over prompts; None without steps."""
+    """Tokens emitted per step, with an interval over prompts; None without steps."""
     if not records:
         return None
     sums = _by_prompt(records)
@@ -198,21 +198,21 @@ def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
 
 
 def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> list[Estimate]:
-    """Pr(tau >= i) for i = 1 to ``positions`` over the steps that `block_efficiency` counts, over prompts.
+    """Pr(tau >= i) for i = 1 to ``positions`` over the uncut steps, with intervals over prompts.
 
     Args:
-        depth: of the deepest draft there can be; where no step had room for it, all steps count.
+        depth: maximum depth of the drafts; if every step is cut, all steps count.
     """
-    counted = free(records, depth) or list(records)
+    counted = uncut_steps(records, depth) or list(records)
     rows: dict[int, np.ndarray] = {}
     for record in counted:
         row = rows.setdefault(record.prompt, np.zeros(positions + 1))
         row[0] += 1
         row[1 : record.tau + 1] += 1
-    sums, found = np.array([rows[prompt] for prompt in sorted(rows)]), []
+    sums, estimates = np.array([rows[prompt] for prompt in sorted(rows)]), []
     for i in range(1, positions + 1):
-        found.append(estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, least=0.0, most=1.0))
-    return found
+        estimates.append(estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, least=0.0, most=1.0))
+    return estimates
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
@@ -220,7 +220,7 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def _by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
-    """Tokens emitted and steps of each prompt."""
+    """Return tokens emitted and number of steps of each prompt."""
     sums: dict[int, tuple[float, float]] = {}
     for record in records:
         emitted, steps = sums.get(record.prompt, (0.0, 0.0))
@@ -228,53 +228,57 @@ def _by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
     return sums
 
 
-def paired_difference(records: Sequence[StepRecord], other: Sequence[StepRecord]) -> Estimate | None:
-    """Block efficiency of `records` minus that of `other` on the same prompts; None without steps of both."""
-    mine, theirs = _by_prompt(records), _by_prompt(other)
-    both = sorted(mine.keys() & theirs.keys())
-    if not both:
+def paired_difference(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> Estimate | None:
+    """Block efficiency of `records` minus that of `baseline` on the same prompts; None without common prompts."""
+    sums_a, sums_b = _by_prompt(records), _by_prompt(baseline)
+    prompts = sorted(sums_a.keys() & sums_b.keys())
+    if not prompts:
         return None
-    sums = np.array([(*mine[prompt], *theirs[prompt]) for prompt in both])
+    sums = np.array([(*sums_a[prompt], *sums_b[prompt]) for prompt in prompts])
     return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
 
 
 def prompts_of_pieces(records: Iterable[StepRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:
-    """The prompts of each piece of a cell, from its records in the order they were made."""
-    found, rest = [], iter(records)
+    """Return the prompts of each piece of a cell.
+
+    Args:
+        records: all records of the cell, in the order in which they were measured.
+    """
+    prompts, remaining = [], iter(records)
     for piece in pieces:
-        left, mine = piece.emitted + piece.tail_emitted, set()
-        while left > 0 and (record := next(rest, None)) is not None:
-            left -= record.emitted
-            mine.add(record.prompt)
-        found.append(frozenset(mine))
-    return found
+        tokens, piece_prompts = piece.emitted + piece.tail_emitted, set()
+        while tokens > 0 and (record := next(remaining, None)) is not None:
+            tokens -= record.emitted
+            piece_prompts.add(record.prompt)
+        prompts.append(frozenset(piece_prompts))
+    return prompts
 
 
 def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
-    """Set what the cells of a group tell together: rates and speed-ups over the baseline, if that was measured.
+    """Set the metrics that need the whole group: rates, and speed-ups over the baseline.
 
-    By category if the pieces are of one each.
+    Speed-ups by category need pieces of one category each.
 
     Args:
-        metrics, cells: of every finished cell, in the same order; piece i of all held the same prompts.
-        baseline: which of them is plain decoding.
+        metrics, cells: of every finished cell, in the same order; piece i of each cell has the same prompts.
+        baseline: index of plain decoding; None if it was not measured.
     """
-    if not all(one.timed for one in metrics):
+    if not all(cell_metrics.timed for cell_metrics in metrics):
         return
     times = ComponentTimes(cells)
-    for i, (one, cell) in enumerate(zip(metrics, cells, strict=True)):
-        one.undisturbed, seconds = times.undisturbed(i), times.seconds(i)
+    for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
+        own.undisturbed, seconds = times.undisturbed(i), times.seconds(i)
         if seconds:
-            one.tokens_per_second = sum(piece.emitted for piece in cell.pieces) / seconds
+            own.tokens_per_second = sum(piece.emitted for piece in cell.pieces) / seconds
         if baseline is None:
             continue
-        one.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
+        own.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
         if i == baseline:
-            one.speed_up, one.withheld = Estimate(1.0), "" if seconds else TOO_FEW
+            own.speed_up, own.withheld = Estimate(1.0), "" if seconds else TOO_FEW
             continue
-        found = times.speed_up(i, baseline)
-        one.speed_up, one.withheld = (None, found.reason) if isinstance(found, Withheld) else (found, "")
-        for category, of in one.by_category.items():
+        speed_up = times.speed_up(i, baseline)
+        own.speed_up, own.withheld = (None, speed_up.reason) if isinstance(speed_up, Withheld) else (speed_up, "")
+        for category, numbers in own.by_category.items():
             pieces = [j for j, piece in enumerate(cell.pieces) if category and piece.category == category]
-            part = times.speed_up(i, baseline, pieces) if pieces and not one.withheld else None
-            of.speed_up = part if isinstance(part, Estimate) else None
+            part = times.speed_up(i, baseline, pieces) if pieces and not own.withheld else None
+            numbers.speed_up = part if isinstance(part, Estimate) else None

@@ -1,6 +1,6 @@
-"""What every column of ``summary.csv`` means: the one place that says so.
+"""Descriptions of the columns of a run's files.
 
-The README of a run, the page's hovers, charts and pivot tables take their words from here.
+Used by the README of a run, the hovers of the HTML report, charts and pivot tables.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: What follows an estimate in columns of its own: the ends of its interval.
+#: Suffixes of the columns with the ends of an estimate's interval.
 ENDS = ("_low", "_high")
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column, or a family of columns.
+    """A column of ``summary.csv``, or a family of columns.
 
     Attributes:
-        name: the column; what stands in ``<>`` is a number or a name in the file.
-        meaning: a sentence.
-        label: what tables and axes call it, if not by its name.
-        estimate: its 95 % interval stands in ``<name>_low`` and ``<name>_high``, where there is one.
-        setting: part of the question, not of the answer.
+        name: column name; ``<...>`` is a placeholder for a number or a name.
+        meaning: description, a sentence.
+        label: label in tables and on axes; by default the name.
+        estimate: True if the columns ``<name>_low`` and ``<name>_high`` hold its 95 % interval.
+        setting: True for inputs of the measurement, False for results.
     """
 
     name: str
@@ -35,65 +35,70 @@ class Quantity:
         return self.label or self.name.replace("_", " ")
 
 
-def _asked(name: str, meaning: str) -> Quantity:
+def _setting(name: str, meaning: str) -> Quantity:
     return Quantity(name, meaning, setting=True)
 
 
 QUANTITIES = (
-    _asked("cell", "The cell's hash: the last part of its directory's name under cells/."),
-    _asked("drafter", "What proposes tokens; none is plain decoding, the baseline."),
-    _asked(
-        "drafter_label", "What tables call the drafter: its label, and the options in which it differs from others."
+    _setting("cell", "Hash of the cell: the last part of its directory's name under cells/."),
+    _setting("drafter", "Name of the drafter; none is plain decoding, the baseline."),
+    _setting("drafter_label", "Label of the drafter in tables, with the options in which it differs from the others."),
+    _setting("drafter_config", "Options of the drafter as JSON, defaults included."),
+    _setting(
+        "verifier", "Name of the verifier, which accepts or rejects drafted tokens; lossy ones change the output."
     ),
-    _asked("drafter_config", "Its options, as JSON, defaults included."),
-    _asked("verifier", "The rule that accepts or rejects them; lossy ones change what is said."),
-    _asked("verifier_label", "What tables call the rule."),
-    _asked("verifier_config", "Its options, as JSON."),
-    _asked("temperature", "Of sampling; 0 is greedy decoding."),
-    _asked("top_k", "Sampling is among the so many likeliest tokens; 0 is all."),
-    _asked("top_p", "Sampling is among the likeliest tokens that have so much mass; 1 is all."),
-    _asked("min_p", "Tokens below this share of the likeliest one's probability are left out; 0 is none."),
-    _asked("prompts", "Which prompts were asked for, as JSON."),
-    _asked("target", "The model whose distribution is kept."),
-    _asked("dtype", "Of target and draft models, as asked for."),
-    _asked("device", "As asked for; environment.json tells which it was."),
-    _asked("attn_implementation", "Of the target, as asked for; empty is transformers' own choice."),
-    _asked("max_new_tokens", "Most tokens of an answer."),
-    _asked("batch_size", "B: sequences that are decoded together."),
-    _asked("seed", "Of all random numbers; cells of one seed share them."),
-    _asked("compile_verifier", "Was the rule handed to PyTorch's compiler?"),
-    _asked("prefill_tokens", "Most tokens of a prefill pass that prompts share; 0 = each prompt by itself."),
-    _asked("lossless", "Does the rule promise to keep the target's distribution?"),
-    _asked("certificate", "The rule's mark: lossless, certified; not certified; FAILED, with its TV; or lossy."),
-    Quantity("error", "Why the cell failed; empty if it did not, and then the numbers below are there."),
-    Quantity("tokens", "Tokens emitted in all."),
+    _setting("verifier_label", "Label of the verifier in tables."),
+    _setting("verifier_config", "Options of the verifier as JSON."),
+    _setting("temperature", "Sampling temperature; 0 is greedy decoding."),
+    _setting("top_k", "Sample from the k most likely tokens only; 0 is off."),
+    _setting("top_p", "Sample from the most likely tokens with this total probability only; 1 is off."),
+    _setting("min_p", "Exclude tokens below this fraction of the most likely token's probability; 0 is off."),
+    _setting("prompts", "Prompt source and selection as JSON."),
+    _setting("target", "Target model, whose distribution lossless verifiers preserve."),
+    _setting("dtype", "Requested dtype of target and draft models."),
+    _setting("device", "Requested device; environment.json holds the actual one."),
+    _setting(
+        "attn_implementation", "Requested attention implementation of the target; empty is transformers' default."
+    ),
+    _setting("max_new_tokens", "Maximum number of tokens of a response."),
+    _setting("batch_size", "B: sequences decoded in one batch."),
+    _setting("seed", "Seed of all random numbers; cells with the same seed share them."),
+    _setting("compile_verifier", "True if the verifier was compiled with torch.compile."),
+    _setting(
+        "prefill_tokens", "Maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass."
+    ),
+    _setting("lossless", "True if the verifier claims to preserve the target's distribution."),
+    _setting("certificate", "Mark of the verifier: lossless, certified; not certified; FAILED, with its TV; or lossy."),
+    Quantity("error", "Reason why the cell failed; empty if it finished. The columns below are empty if it failed."),
+    Quantity("tokens", "Number of tokens emitted."),
     Quantity("steps", "Target calls of a sequence after prefill: each drafts, scores and verifies once."),
-    Quantity("sequences", "Turns answered."),
-    Quantity("depth", "Length of the longest path that a draft of this drafter can have."),
+    Quantity("sequences", "Number of turns answered."),
+    Quantity("depth", "Length of the longest path in a draft of this drafter."),
     Quantity(
         "block_efficiency",
-        "Block efficiency: tokens emitted per target call, bonus or correction included, over the steps that had room "
-        "for a whole draft; with its 95 % interval.",
+        "Block efficiency (vLLM: mean acceptance length): tokens emitted per target call, correction or bonus "
+        "included, over the steps that were not cut short by the end of the sequence; with its 95 % interval.",
         "block efficiency",
         estimate=True,
     ),
     Quantity(
-        "steps_cut", "Rounds that this leaves out, because the end of the sequence was nearer than a whole draft."
+        "steps_cut", "Steps that block_efficiency leaves out: fewer tokens were left to generate than a draft can have."
     ),
-    Quantity("block_efficiency_all_steps", "Tokens emitted per target call with those steps."),
+    Quantity("block_efficiency_all_steps", "Tokens emitted per target call over all steps."),
     Quantity(
         "block_efficiency_expected",
-        "1 + the mean of the rule's own expectation of tau, which is less noisy; empty for rules that have none.",
+        "1 + the mean of the verifier's own expectation of tau, which is less noisy; empty if the verifier does not "
+        "compute it.",
     ),
     Quantity("mean_tau", "Accepted draft tokens per step, over the same steps as block_efficiency."),
     Quantity(
         "acceptance_<i>",
-        "Pr(τ ≥ i): the share of the steps that block_efficiency counts in which the first i drafted tokens were all "
-        "accepted.",
+        "Pr(τ ≥ i): share of the steps in which the first i drafted tokens were all accepted, over the same steps as "
+        "block_efficiency.",
         "Pr(τ ≥ i)",
     ),
     Quantity("nodes_per_step", "Drafted tokens of a sequence in a step."),
-    Quantity("target_rows_per_token", "Positions that the target evaluates per token emitted.", "rows/tok"),
+    Quantity("target_rows_per_token", "Positions evaluated by the target per token emitted.", "rows/tok"),
     Quantity("drafter_passes", "Forward passes of the draft model, prefill not counted."),
     Quantity("draft_share", "Share of the decoding time spent in drafting, the drafter's prefill included.", "draft"),
     Quantity("target_share", "Share of the decoding time spent in the target's passes.", "target"),
@@ -106,27 +111,33 @@ QUANTITIES = (
     ),
     Quantity(
         "tokens_per_second",
-        "Tokens per second of all sequences together, by the undisturbed steps of the group; without tail and prefill. "
-        "By the clock if there are too few of these.",
+        "Tokens per second of all sequences, estimated from the undisturbed steps of the group; without tail and "
+        "prefill. By the clock if too few steps were undisturbed.",
         "tok/s",
     ),
-    Quantity("tokens_per_second_wall", "The same by the clock.", "tok/s by the clock"),
-    Quantity("tokens_per_second_with_prefill", "The same by the clock, with tail and prefill.", "tok/s with prefill"),
+    Quantity(
+        "tokens_per_second_wall", "Tokens per second by the clock, without tail and prefill.", "tok/s by the clock"
+    ),
+    Quantity(
+        "tokens_per_second_with_prefill",
+        "Tokens per second by the clock, with tail and prefill.",
+        "tok/s with prefill",
+    ),
     Quantity("undisturbed", "Share of the steps that no other program disturbed."),
     Quantity(
         "speed_up",
-        "Of tok/s over plain decoding of the same group, measured side by side; with its 95 % interval, of prompts and "
-        "component times.",
+        "tok/s over that of plain decoding in the same group, measured in turns; with its 95 % interval over prompts "
+        "and component times.",
         "speed-up",
         estimate=True,
     ),
-    Quantity("speed_up_wall", "The same by the clock.", "speed-up by the clock"),
-    Quantity("withheld", "Why there is no speed-up; empty if there is, or if there is no baseline."),
-    Quantity("prompts_<category>", "How many prompts of a category were answered."),
+    Quantity("speed_up_wall", "Speed-up by the clock.", "speed-up by the clock"),
+    Quantity("withheld", "Reason why the speed-up is missing; empty if it is given or if there is no baseline."),
+    Quantity("prompts_<category>", "Number of prompts of a category that were answered."),
     Quantity("block_efficiency_<category>", "Block efficiency on the prompts of a category.", estimate=True),
     Quantity(
         "speed_up_<category>",
-        "Speed-up on the prompts of a category; empty where pieces of prompts mix categories.",
+        "Speed-up on the prompts of a category; empty if pieces of prompts mix categories.",
         estimate=True,
     ),
     Quantity(
@@ -134,36 +145,38 @@ QUANTITIES = (
     ),
     Quantity(
         "peak_memory",
-        "Most bytes held at once: on CUDA by tensors while the cell ran, elsewhere by the process since it began; what "
-        "the other cells of the group hold is in it.",
+        "Peak memory in bytes: on CUDA of tensors while the cell ran, elsewhere of the process since it began; memory "
+        "held by other cells of the group is included.",
     ),
-    Quantity("predicted_tokens_per_second", "Tokens per second that measured cost curves predict.", "predicted tok/s"),
-    Quantity("predicted_speed_up", "Speed-up that measured cost curves predict.", "predicted speed-up"),
+    Quantity(
+        "predicted_tokens_per_second", "Tokens per second predicted from measured cost curves.", "predicted tok/s"
+    ),
+    Quantity("predicted_speed_up", "Speed-up predicted from measured cost curves.", "predicted speed-up"),
 )
-#: The columns of a cell's ``steps.parquet``, a line for each step of each sequence.
+#: Columns of a cell's ``steps.parquet``: one row per step of each sequence.
 STEP_COLUMNS = {
-    "cell": "The cell's hash.",
-    "prompt": "Position of the prompt in its source, whatever was selected from it.",
-    "question_id": "What the source calls the prompt.",
-    "category": "The prompt's category.",
-    "turn": "Which turn of the conversation, from 0.",
-    "step": "Which step of the turn, from 0.",
+    "cell": "Hash of the cell.",
+    "prompt": "Position of the prompt in its source, before any selection.",
+    "question_id": "Name of the prompt in its source.",
+    "category": "Category of the prompt.",
+    "turn": "Turn of the conversation, from 0.",
+    "step": "Step of the turn, from 0.",
     "tau": "Accepted draft tokens.",
-    "emitted": "Tokens that the step added to the text, correction or bonus included.",
+    "emitted": "Tokens emitted by the step, correction or bonus included.",
     "nodes": "Drafted tokens of this sequence.",
-    "width": "Drafted tokens of the batch's widest sequence: the target evaluated width + 1 positions for this one.",
-    "limit": "How deep the draft was allowed to be: the tokens left to generate, less one.",
-    "survival": "Sum over i of Pr(tau ≥ i | the first i drafted tokens), where the rule knows it.",
+    "width": "Drafted tokens of the batch's widest sequence; the target evaluated width + 1 positions for this one.",
+    "limit": "Maximum depth of the draft: the tokens left to generate, minus one.",
+    "survival": "Sum over i of Pr(τ ≥ i | the first i drafted tokens); empty if the verifier does not compute it.",
 }
-#: What a line of a cell's ``responses.jsonl`` holds.
+#: Keys of a line of a cell's ``responses.jsonl``.
 RESPONSE_KEYS = {
     "question_id, turn, category": "As in steps.parquet.",
-    "prompt_tokens": "Length of the prompt, earlier turns included, in tokens.",
-    "text": "The answer.",
-    "tokens": "Its tokens, by their numbers in the target's vocabulary.",
-    "logprobs": "Natural logarithms of the target's probabilities of these tokens under the sampling; null is "
-    "probability 0. Not there at temperature 0.",
-    "finish_reason": "Why it ended: stop (an end-of-sequence token) or length (max_new_tokens, or a full context).",
+    "prompt_tokens": "Length of the prompt in tokens, earlier turns included.",
+    "text": "Text of the response.",
+    "tokens": "Token ids of the response, in the target's vocabulary.",
+    "logprobs": "Natural logarithms of the target's probabilities of these tokens, after temperature, top-k, top-p and "
+    "min-p; null is probability 0. Absent at temperature 0.",
+    "finish_reason": "stop (an end-of-sequence token) or length (max_new_tokens, or a full context).",
 }
 _BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 _FAMILIES = [
@@ -171,17 +184,17 @@ _FAMILIES = [
 ]
 
 
-def explained(column: str) -> Quantity | None:
-    """What a column of ``summary.csv`` holds; None for one that no run of this version writes."""
+def quantity_of(column: str) -> Quantity | None:
+    """Look up a column of ``summary.csv``; None if this version does not write it."""
     if column in _BY_NAME:
         return _BY_NAME[column]
     for end in ENDS:
-        of = column.removesuffix(end)
-        if of != column and (found := explained(of)) is not None and found.estimate:
-            return found
+        base = column.removesuffix(end)
+        if base != column and (quantity := quantity_of(base)) is not None and quantity.estimate:
+            return quantity
     return next((quantity for pattern, quantity in _FAMILIES if pattern.fullmatch(column)), None)
 
 
 def meaning(name: str) -> str:
-    """The sentence on one quantity, by its name in `QUANTITIES`."""
+    """Description of a quantity, by its name in `QUANTITIES`."""
     return _BY_NAME[name].meaning

@@ -1,24 +1,24 @@
-"""Seconds of each component of a step on an undisturbed machine, estimated from all cells of a group together.
+"""Seconds of each component of a step on an undisturbed machine, estimated from all cells of a group.
 
-The cells of a group run on one target, piece by piece of the prompts in turn. A step is the sum of its components:
+The cells of a group share one target and take turns piece by piece. A step is the sum of its components:
 
-    target           by nodes of the widest row and length of the longest (all cells share it)
+    target           by nodes of the widest row and length of the longest row (shared by all cells)
     draft            by drafter, nodes and length
-    draft prefill    by drafter, for a token of the prompts
+    draft prefill    by drafter, per prompt token
     verify           by verifier and nodes
     rest             by nodes: the host's bookkeeping
 
-A component's time is the mean over the undisturbed steps of all cells. A cell's seconds are its counts times these, so
-cells with equal counts differ by their own drafter and verifier only. Undisturbed are steps that
+The time of a component is the mean over the undisturbed steps of all cells. The seconds of a cell are its counts times
+these means, so cells with equal counts differ by their own drafter and verifier only. A step is undisturbed if
 
-1. waited for a processor for at most `DISTURBED` of their time (the kernel's counters, where there are any), and
-2. whose target pass lies in the lowest cluster of the passes of its shape. Another program can only slow a pass down,
-   so the lowest cluster is the undisturbed one, provided that it is there: it needs `ENOUGH` passes, of three
-   pieces or more, a share of `CLUSTER`, and next to nothing below it; and if nearly all passes of a shape are in it
-   while few of the other shapes are in theirs, then all passes of that shape were disturbed.
+1. its threads waited for a processor for at most `DISTURBED` of its time (kernel counters, where available), and
+2. its target pass lies in the lowest cluster of the passes of its shape. Other programs can only slow a pass down, so
+   the lowest cluster is the undisturbed one. It needs `ENOUGH` passes of three pieces or more, a share of `CLUSTER`,
+   and next to nothing below it. If nearly all passes of a shape are in its cluster, but few passes of the other shapes
+   are in theirs, then all passes of that shape were disturbed.
 
-A shape with fewer undisturbed steps borrows from its neighbours, which costs precision; with too much borrowed there is
-no estimate (`Withheld`).
+A shape with too few undisturbed steps borrows from its neighbours, which costs precision; with too much borrowed time
+the estimate is withheld (`Withheld`).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ import numpy as np
 from .intervals import FREEDOM, LEAST_PIECES, Estimate, Noise, estimate
 from .pieces import Piece
 
-#: Share of a step that its threads may wait for a processor.
+#: Maximum share of a step that its threads may wait for a processor.
 DISTURBED = 0.05
-#: A cluster reaches this factor up and down from its median.
+#: A cluster extends this factor above and below its median.
 WITHIN = 1.25
-#: Steps that make a cluster: so many, and this share of those of a shape.
+#: Minimum size of a cluster: steps, and share of the steps of its shape.
 ENOUGH, CLUSTER = 5, 0.05
-#: Share of the passes of a shape that may lie below its cluster: a clock's whim.
+#: Maximum share of the passes of a shape below its cluster: clock noise.
 BELOW = 0.02
-#: Difference between the undisturbed shares of a shape and of all others from which on the former is not believed.
+#: Maximum difference between the undisturbed share of a shape and that of all other shapes.
 CONTRADICTION = 0.5
-#: A draft, verification or bookkeeping longer than this many medians is a disturbance of its own.
+#: A draft, verification or rest longer than this many medians is an outlier.
 SPIKE = 3.0
-#: Prefill costs differ more: by the length of the prompt.
+#: `WITHIN` for prefill, whose time per token depends on the length of the prompt.
 PREFILL_WITHIN = 1.6
-#: A prefill of which too few were undisturbed may be off by half: it counts as borrowed so many times.
-PREFILL_LENT = 5.0
-#: Relative error of a borrowed time, and the share of a cell's seconds that may be borrowed.
+#: Weight as borrowed time of a prefill with too few undisturbed steps: it may be off by half.
+PREFILL_BORROWED = 5.0
+#: Relative error of a borrowed time, and maximum borrowed share of a cell's seconds.
 BORROWED_ERROR, MOST_BORROWED = 0.1, 0.25
-#: A wider pass may be measured as faster than a plain one by this factor: noise.
+#: Noise factor by which a wider pass may be measured as faster than a plain one.
 TOLERANCE = 1.02
-#: A component that takes this share of a cell's seconds decides the degrees of freedom.
+#: Minimum share of a cell's seconds of the components that limit the degrees of freedom.
 MATERIAL = 0.1
 
 TOO_FEW = "too few undisturbed"
@@ -61,7 +61,7 @@ _PHASES = ("draft", "target", "verify", "rest")
 
 
 class CellPieces(NamedTuple):
-    """A cell of the group: what tells its drafter and its verifier apart from others, and its pieces in order."""
+    """Pieces of a cell in order, with keys that identify its drafter and its verifier."""
 
     drafter: str
     verifier: str
@@ -70,13 +70,13 @@ class CellPieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Withheld:
-    """Why there is no estimate: `TOO_FEW` or `FAULT`."""
+    """A missing estimate; the reason is `TOO_FEW` or `FAULT`."""
 
     reason: str
 
 
 class _Key(NamedTuple):
-    """A component and its shape; keys that differ in nodes and length only are a series."""
+    """Component and shape. Keys that differ only in nodes and length form a series."""
 
     phase: str
     owner: str
@@ -85,7 +85,7 @@ class _Key(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Of a cell, by piece: tokens and steps ``[pieces]``, and how often each component ran ``[pieces, keys]``."""
+    """Counts of a cell by piece: tokens and steps ``[pieces]``, runs of each component ``[pieces, keys]``."""
 
     emitted: np.ndarray
     steps: np.ndarray
@@ -93,84 +93,94 @@ class _Counts(NamedTuple):
 
 
 class ComponentTimes:
-    """Component times of a group, and what its cells' rates and speed-ups come to with them.
+    """Component times of a group, and the rates and speed-ups of its cells computed from them.
 
     Args:
-        cells: piece i of every one held the same prompts.
+        cells: piece i of each cell has the same prompts.
     """
 
     def __init__(self, cells: Sequence[CellPieces]):
         self._pieces = max((len(cell.pieces) for cell in cells), default=0)
         self._keys: dict[_Key, int] = {}
         rows = [self._rows(i, cell) for i, cell in enumerate(cells)]
-        self._steps = np.array([row for of in rows for row in of], dtype=float).reshape(-1, _COLUMNS)
-        seconds, waited = self._steps[:, _SECONDS], self._steps[:, _WAITED]
-        still = waited <= DISTURBED * (seconds.sum(1) + self._steps[:, _PREFILL_SECONDS])
-        self._still, self._quiet = still, self._quiet_targets(still)
+        self._steps = np.array([row for cell_rows in rows for row in cell_rows], dtype=float).reshape(-1, _COLUMNS)
+        seconds, waits = self._steps[:, _SECONDS], self._steps[:, _WAITED]
+        unblocked = waits <= DISTURBED * (seconds.sum(1) + self._steps[:, _PREFILL_SECONDS])
+        self._unblocked, self._undisturbed = unblocked, self._undisturbed_targets(unblocked)
         self._estimate_components()
         self._cells = [self._counts(i, cell) for i, cell in enumerate(cells)]
 
-    # -- answers ---------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------
 
     def undisturbed(self, cell: int) -> float:
-        """Share of the cell's steps that were undisturbed; 1.0 without any."""
-        mine = self._quiet[self._steps[:, _CELL] == cell]
-        return float(mine.mean()) if len(mine) else 1.0
+        """Share of undisturbed steps of a cell; 1.0 without steps."""
+        rows = self._undisturbed[self._steps[:, _CELL] == cell]
+        return float(rows.mean()) if len(rows) else 1.0
 
     def seconds(self, cell: int) -> float | None:
-        """Seconds of all steps of a cell; None if too much of that is unknown."""
+        """Seconds of all steps of a cell; None if too much of them is borrowed."""
         counts = self._cells[cell].counts.sum(0)
-        known = counts.any() and self._borrowed(counts) <= MOST_BORROWED
-        return float(_seconds(self._times, counts)) if known else None
+        reliable = counts.any() and self._borrowed(counts) <= MOST_BORROWED
+        return float(_seconds(self._times, counts)) if reliable else None
 
     def speed_up(self, cell: int, baseline: int, pieces: Sequence[int] | None = None) -> Estimate | Withheld:
-        """Ratio of tokens per second, of some pieces or of all, with an interval for prompts and component times."""
-        found = self._ratio(cell, baseline, pieces)
-        if isinstance(found, Withheld):
-            return found
-        return estimate(_quotient, found.sums, value=found.value, noise=found.noise)
+        """Ratio of tokens per second, with an interval over prompts and component times.
+
+        Args:
+            pieces: indices of the pieces to use; all by default.
+        """
+        ratio = self._ratio(cell, baseline, pieces)
+        if isinstance(ratio, Withheld):
+            return ratio
+        return estimate(_quotient, ratio.sums, value=ratio.value, noise=ratio.noise)
 
     def _ratio(self, cell: int, baseline: int, pieces: Sequence[int] | None = None) -> _Ratio | Withheld:
-        mine, plain = self._cells[cell], self._cells[baseline]
-        of = list(range(self._pieces) if pieces is None else pieces)
-        totals = [one.counts[of].sum(0) for one in (mine, plain)]
+        own_counts, base_counts = self._cells[cell], self._cells[baseline]
+        selected = list(range(self._pieces) if pieces is None else pieces)
+        totals = [cell_counts.counts[selected].sum(0) for cell_counts in (own_counts, base_counts)]
         borrowed = [self._borrowed(counts) for counts in totals]
         if not all(counts.any() for counts in totals) or max(borrowed) > MOST_BORROWED:
             return Withheld(TOO_FEW)
-        both = [(one.emitted[of], _seconds(self._times, one.counts[of])) for one in (mine, plain)]
-        sums = np.column_stack([*both[0], *both[1]])
+        columns = [
+            (cell_counts.emitted[selected], _seconds(self._times, cell_counts.counts[selected]))
+            for cell_counts in (own_counts, base_counts)
+        ]
+        sums = np.column_stack([*columns[0], *columns[1]])
         value = float(_quotient(sums.sum(0)))
-        per_step = [one.emitted[of].sum() / one.steps[of].sum() for one in (mine, plain)]
-        most = float(per_step[0] / per_step[1])
-        if value > TOLERANCE * most:
+        per_step = [
+            cell_counts.emitted[selected].sum() / cell_counts.steps[selected].sum()
+            for cell_counts in (own_counts, base_counts)
+        ]
+        limit = float(per_step[0] / per_step[1])
+        if value > TOLERANCE * limit:
             return Withheld(FAULT)
-        # Deleting a piece from what component times are estimated from, with the counts as they are.
+        # Jackknife of the component times only: the counts keep all pieces.
         seconds, without = ([_seconds(times, counts) for counts in totals] for times in (self._times, self._without))
         centre, without, n = np.log(seconds[1] / seconds[0]), np.log(without[1] / without[0]), self._pieces
         variance = float((n - 1) / n * ((without - centre) ** 2).sum()) if n > 1 else 0.0
-        if not np.isfinite(variance):  # a component that one piece alone stands for
+        if not np.isfinite(variance):  # a component measured in one piece only
             return Withheld(TOO_FEW)
         borrowing = sum((BORROWED_ERROR * share) ** 2 for share in borrowed)
         noise = [Noise(variance, FREEDOM * self._independent(totals)), Noise(borrowing, np.inf)]
-        return _Ratio(min(value, most), sums, tuple(noise))
+        return _Ratio(min(value, limit), sums, tuple(noise))
 
     def _borrowed(self, counts: np.ndarray) -> float:
-        """Share of the seconds of these counts that no undisturbed step of the same shape stands for."""
+        """Share of the seconds of these counts that is borrowed from other shapes."""
         seconds = counts * self._times
         if not np.isfinite(seconds[counts > 0]).all():
             return 1.0
         total = float(seconds[counts > 0].sum())
-        return float((seconds * self._lent)[counts > 0].sum()) / total if total else 1.0
+        return float((seconds * self._borrowed_share)[counts > 0].sum()) / total if total else 1.0
 
     def _independent(self, totals: Sequence[np.ndarray]) -> float:
-        """Number of pieces of equal weight that the least known of the material components was measured in."""
-        found = [float(self._pieces)]
+        """Effective number of pieces in which the least measured of the `MATERIAL` components was measured."""
+        effective = [float(self._pieces)]
         for counts in totals:
             shares = np.where(counts > 0, counts * self._times, 0.0) / _seconds(self._times, counts)
             for k in np.flatnonzero(shares >= MATERIAL):
                 weight = self._weights[:, k]
-                found.append(float(weight.sum() ** 2 / (weight**2).sum()) if weight.any() else 1.0)
-        return min(found)
+                effective.append(float(weight.sum() ** 2 / (weight**2).sum()) if weight.any() else 1.0)
+        return min(effective)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -190,135 +200,137 @@ class ComponentTimes:
                     self._key("rest", "", w),
                     self._key("prefill", cell.drafter),
                 )
-                for draft, target, verify, rest, waited, *prefill in steps:
-                    seconds = (max(x, 1) / 1e6 for x in (draft, target, verify, rest))
+                for draft, target, verify, other, wait, *prefill in steps:
+                    seconds = (max(x, 1) / 1e6 for x in (draft, target, verify, other))
                     tokens, more = prefill or (0, 0)
-                    rows.append((number, j, *keys, *seconds, waited / 1e6, tokens, more / 1e6))
+                    rows.append((number, j, *keys, *seconds, wait / 1e6, tokens, more / 1e6))
         return rows
 
     def _counts(self, number: int, cell: CellPieces) -> _Counts:
-        mine = self._steps[self._steps[:, _CELL] == number]
-        counts, j = np.zeros((self._pieces, len(self._keys))), mine[:, _PIECE].astype(int)
+        rows = self._steps[self._steps[:, _CELL] == number]
+        counts, j = np.zeros((self._pieces, len(self._keys))), rows[:, _PIECE].astype(int)
         for column in (*_KEYS, _PREFILL_KEY):
-            at = j * len(self._keys) + mine[:, column].astype(int)
-            ran = mine[:, _TOKENS] if column == _PREFILL_KEY else None
-            counts += np.bincount(at, ran, counts.size).reshape(counts.shape)
+            at = j * len(self._keys) + rows[:, column].astype(int)
+            amounts = rows[:, _TOKENS] if column == _PREFILL_KEY else None
+            counts += np.bincount(at, amounts, counts.size).reshape(counts.shape)
         emitted = np.zeros(self._pieces)
         emitted[: len(cell.pieces)] = [piece.emitted for piece in cell.pieces]
         return _Counts(emitted, np.bincount(j, minlength=self._pieces), counts)
 
-    # -- which steps are undisturbed ---------------------------------------------------------------------------
+    # -- undisturbed steps -------------------------------------------------------------------------------------
 
-    def _quiet_targets(self, still: np.ndarray) -> np.ndarray:
-        """Steps whose target pass is undisturbed."""
+    def _undisturbed_targets(self, unblocked: np.ndarray) -> np.ndarray:
+        """Return a mask of the steps whose target pass is undisturbed."""
         passes, keys, pieces = (self._steps[:, column] for column in (_TARGET, _TARGET_KEY, _PIECE))
         quiet, rare = np.zeros(len(passes), dtype=bool), []
-        found: dict[_Key, float] = {}
+        medians: dict[_Key, float] = {}
         shares: dict[_Key, tuple[int, int]] = {}
         for key, k in self._keys.items():
             if key.phase != "target":
                 continue
-            mine = np.flatnonzero(still & (keys == k))
-            cluster = lowest_cluster(passes[mine])
-            if cluster is None or len(set(pieces[mine[cluster[1]]])) < min(LEAST_PIECES, self._pieces):
-                rare.append((key, mine))
+            rows = np.flatnonzero(unblocked & (keys == k))
+            cluster = lowest_cluster(passes[rows])
+            if cluster is None or len(set(pieces[rows[cluster[1]]])) < min(LEAST_PIECES, self._pieces):
+                rare.append((key, rows))
                 continue
-            found[key], inside = cluster
-            quiet[mine[inside]] = True
-            shares[key] = int(inside.sum()), len(mine)
-        for key, (undisturbed, every) in shares.items():
-            others = [sum(x) for x in zip(*(of for k, of in shares.items() if k is not key), strict=True)]
-            if others and undisturbed / every - others[0] / others[1] > CONTRADICTION:
-                mine = np.flatnonzero(still & (keys == self._keys[key]))
-                quiet[mine] = False
-                del found[key]
-                rare.append((key, mine))
-        for key, mine in rare:
-            low, high = _bounds(key, found)
-            quiet[mine] = (low <= passes[mine]) & (passes[mine] <= high)
+            medians[key], members = cluster
+            quiet[rows[members]] = True
+            shares[key] = int(members.sum()), len(rows)
+        for key, (undisturbed, passes_of_shape) in shares.items():
+            other_shares = [sum(x) for x in zip(*(share for k, share in shares.items() if k is not key), strict=True)]
+            if other_shares and undisturbed / passes_of_shape - other_shares[0] / other_shares[1] > CONTRADICTION:
+                rows = np.flatnonzero(unblocked & (keys == self._keys[key]))
+                quiet[rows] = False
+                del medians[key]
+                rare.append((key, rows))
+        for key, rows in rare:
+            low, high = _bounds(key, medians)
+            quiet[rows] = (low <= passes[rows]) & (passes[rows] <= high)
         return quiet
 
     # -- times -------------------------------------------------------------------------------------------------
 
     def _estimate_components(self) -> None:
-        """Set the time of each key, those without each piece, the share that is borrowed, and its steps by piece."""
+        """Set the time of each key, its leave-one-piece-out times, its borrowed share, and its steps by piece."""
         n = len(self._keys)
-        self._times, self._lent = np.full(n, np.nan), np.zeros(n)
+        self._times, self._borrowed_share = np.full(n, np.nan), np.zeros(n)
         self._without, self._weights = np.full((self._pieces, n), np.nan), np.zeros((self._pieces, n))
-        taken, steps = np.zeros((self._pieces, n)), self._steps
+        seconds_by_piece, steps = np.zeros((self._pieces, n)), self._steps
         for key, k in self._keys.items():
             if key.phase == "prefill":
-                mine = self._quiet_prefills(k)
-                seconds, weights = mine[:, _PREFILL_SECONDS], mine[:, _TOKENS]
+                rows = self._undisturbed_prefills(k)
+                seconds, weights = rows[:, _PREFILL_SECONDS], rows[:, _TOKENS]
             else:
                 phase = _PHASES.index(key.phase)
-                mine = steps[self._quiet & (steps[:, _KEYS[phase]] == k)]
-                if key.phase != "target" and len(mine):
-                    mine = mine[mine[:, _SECONDS[phase]] <= SPIKE * np.median(mine[:, _SECONDS[phase]])]
-                seconds, weights = mine[:, _SECONDS[phase]], np.ones(len(mine))
-            j = mine[:, _PIECE].astype(int)
-            taken[:, k] = np.bincount(j, seconds, self._pieces)
+                rows = steps[self._undisturbed & (steps[:, _KEYS[phase]] == k)]
+                if key.phase != "target" and len(rows):
+                    rows = rows[rows[:, _SECONDS[phase]] <= SPIKE * np.median(rows[:, _SECONDS[phase]])]
+                seconds, weights = rows[:, _SECONDS[phase]], np.ones(len(rows))
+            j = rows[:, _PIECE].astype(int)
+            seconds_by_piece[:, k] = np.bincount(j, seconds, self._pieces)
             self._weights[:, k] = np.bincount(j, weights, self._pieces)
         for series in {key[:2] for key in self._keys}:
             members = [key for key in self._keys if key[:2] == series]
-            self._estimate_series(members, taken)
+            self._estimate_series(members, seconds_by_piece)
 
-    def _estimate_series(self, members: Sequence[_Key], taken: np.ndarray) -> None:
-        """The times of the keys of a series: means of their own steps, one step's worth borrowed from neighbours."""
+    def _estimate_series(self, members: Sequence[_Key], seconds_by_piece: np.ndarray) -> None:
+        """Estimate the times of a series: means of each key's steps, plus one step borrowed from its neighbours."""
         columns = [self._keys[key] for key in members]
-        seconds, weights = taken[:, columns], self._weights[:, columns]
-        least = min(LEAST_PIECES, self._pieces)
-        known = (weights.sum(0) >= ENOUGH) & ((weights > 0).sum(0) >= least)
-        if members[0].phase == "prefill" and not known.all():
+        seconds, weights = seconds_by_piece[:, columns], self._weights[:, columns]
+        min_pieces = min(LEAST_PIECES, self._pieces)
+        enough = (weights.sum(0) >= ENOUGH) & ((weights > 0).sum(0) >= min_pieces)
+        if members[0].phase == "prefill" and not enough.all():
             self._estimate_prefill(columns[0])
             return
-        # All of the series stand for each of its shapes where none is known, if they are enough.
-        if not known.any() and (weights.sum() < ENOUGH or (weights.sum(1) > 0).sum() < least):
+        # If no shape has enough steps, the mean over the whole series is used.
+        if not enough.any() and (weights.sum() < ENOUGH or (weights.sum(1) > 0).sum() < min_pieces):
             return
-        lent = _interpolation(members, known) if known.any() else np.zeros(0)
+        interpolation = _interpolation(members, enough) if enough.any() else np.zeros(0)
 
         def times(seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore", divide="ignore"):
-                own = np.where(known, seconds / weights, 0.0)
-                every = seconds.sum() / weights.sum()
-            other = lent @ own if known.any() else np.full(len(members), every)
-            return np.where(known, own, (seconds + other) / (weights + 1))
+                means = np.where(enough, seconds / weights, 0.0)
+                overall = seconds.sum() / weights.sum()
+            borrowed = interpolation @ means if enough.any() else np.full(len(members), overall)
+            return np.where(enough, means, (seconds + borrowed) / (weights + 1))
 
         self._times[columns] = times(seconds.sum(0), weights.sum(0))
-        self._lent[columns] = np.where(known, 0.0, 1 / (weights.sum(0) + 1))
+        self._borrowed_share[columns] = np.where(enough, 0.0, 1 / (weights.sum(0) + 1))
         for j in range(self._pieces):
             self._without[j, columns] = times(seconds.sum(0) - seconds[j], weights.sum(0) - weights[j])
 
-    def _quiet_prefills(self, k: int) -> np.ndarray:
-        """Steps before which a drafter prefilled undisturbed: the lowest cluster of seconds for a token."""
-        mine = self._steps[self._still & (self._steps[:, _PREFILL_KEY] == k) & (self._steps[:, _TOKENS] > 0)]
-        cluster = lowest_cluster(mine[:, _PREFILL_SECONDS] / mine[:, _TOKENS], PREFILL_WITHIN, below=0)
-        if cluster is None or cluster[1].mean() - self._quiet[self._still].mean() > CONTRADICTION:
-            return mine[:0]
-        return mine[cluster[1]]
+    def _undisturbed_prefills(self, k: int) -> np.ndarray:
+        """Return the steps with an undisturbed drafter prefill: the lowest cluster of seconds per token."""
+        rows = self._steps[self._unblocked & (self._steps[:, _PREFILL_KEY] == k) & (self._steps[:, _TOKENS] > 0)]
+        cluster = lowest_cluster(rows[:, _PREFILL_SECONDS] / rows[:, _TOKENS], PREFILL_WITHIN, below=0)
+        if cluster is None or cluster[1].mean() - self._undisturbed[self._unblocked].mean() > CONTRADICTION:
+            return rows[:0]
+        return rows[cluster[1]]
 
     def _estimate_prefill(self, k: int) -> None:
-        """The drafter's prefill where few were undisturbed: near the least that a token took, all of it borrowed."""
-        mine = self._steps[(self._steps[:, _PREFILL_KEY] == k) & (self._steps[:, _TOKENS] > 0)]
-        each = mine[:, _PREFILL_SECONDS] / mine[:, _TOKENS] if len(mine) else np.zeros(1)
-        self._times[k] = self._without[:, k] = np.quantile(each, 0.1)
-        self._lent[k] = PREFILL_LENT
+        """Estimate a prefill with too few undisturbed steps by a low quantile; all of it counts as borrowed."""
+        rows = self._steps[(self._steps[:, _PREFILL_KEY] == k) & (self._steps[:, _TOKENS] > 0)]
+        per_token = rows[:, _PREFILL_SECONDS] / rows[:, _TOKENS] if len(rows) else np.zeros(1)
+        self._times[k] = self._without[:, k] = np.quantile(per_token, 0.1)
+        self._borrowed_share[k] = PREFILL_BORROWED
 
 
 class _Ratio(NamedTuple):
-    """A speed-up: its value, tokens and seconds of the cell and of plain decoding by piece, and the times' noise."""
+    """A speed-up: value, tokens and seconds of cell and baseline ``[pieces, 4]``, and noise of the times."""
 
     value: float
     sums: np.ndarray
     noise: tuple[Noise, ...]
 
 
-def speed_up_ratio(one: tuple[ComponentTimes, int, int], other: tuple[ComponentTimes, int, int]) -> Estimate | Withheld:
-    """The first speed-up over the second; each is given by the times of its group, its cell and its baseline.
+def speed_up_ratio(
+    first: tuple[ComponentTimes, int, int], second: tuple[ComponentTimes, int, int]
+) -> Estimate | Withheld:
+    """Ratio of two speed-ups, each given by the times of a group, a cell and a baseline.
 
-    Piece i of both groups held the same prompts.
+    Piece i of both groups has the same prompts.
     """
-    a, b = (times._ratio(cell, baseline) for times, cell, baseline in (one, other))
+    a, b = (times._ratio(cell, baseline) for times, cell, baseline in (first, second))
     if isinstance(a, Withheld) or isinstance(b, Withheld):
         return a if isinstance(a, Withheld) else b  # type: ignore[return-value]
     sums = np.column_stack([a.sums, b.sums])
@@ -332,62 +344,66 @@ def speed_up_ratio(one: tuple[ComponentTimes, int, int], other: tuple[ComponentT
 def lowest_cluster(
     seconds: np.ndarray, within: float = WITHIN, below: float = BELOW
 ) -> tuple[float, np.ndarray] | None:
-    """The median of the lowest cluster of some times and which of them belong to it; None if there is not any.
+    """Find the lowest cluster of times.
 
     Args:
-        within: the cluster reaches this factor up and down from its median.
-        below: share of the times that may lie below it; 0: not one.
+        within: the cluster extends this factor above and below its median.
+        below: maximum share of the times below the cluster; 0: none.
+
+    Returns:
+        the median of the cluster and a mask of its members; None without a cluster.
     """
     if not len(seconds):
         return None
-    x, reach = np.log(np.maximum(seconds, 1e-9)), float(np.log(within))
+    x, radius = np.log(np.maximum(seconds, 1e-9)), float(np.log(within))
     ordered = np.sort(x)
-    counts = np.searchsorted(ordered, ordered + 2 * reach, "right") - np.arange(len(x))
+    counts = np.searchsorted(ordered, ordered + 2 * radius, "right") - np.arange(len(x))
     starts = np.flatnonzero(counts >= max(ENOUGH, CLUSTER * len(x)))
     if not len(starts):
         return None
     centre = float(np.median(ordered[starts[0] : starts[0] + counts[starts[0]]]))
     for _ in range(20):
-        inside = np.abs(x - centre) <= reach
-        centre = float(np.median(x[inside]))
-    inside = np.abs(x - centre) <= reach
-    if inside.sum() < ENOUGH or (x < centre - reach).sum() > (max(1, below * len(x)) if below else 0):
+        members = np.abs(x - centre) <= radius
+        centre = float(np.median(x[members]))
+    members = np.abs(x - centre) <= radius
+    if members.sum() < ENOUGH or (x < centre - radius).sum() > (max(1, below * len(x)) if below else 0):
         return None
-    return float(np.exp(centre)), inside
+    return float(np.exp(centre)), members
 
 
-def _bounds(key: _Key, found: dict[_Key, float]) -> tuple[float, float]:
-    """Least and greatest seconds of an undisturbed pass of a shape: it takes no longer than a wider one.
+def _bounds(key: _Key, medians: dict[_Key, float]) -> tuple[float, float]:
+    """Bounds on the seconds of an undisturbed pass of a shape, from the medians of wider and narrower shapes.
 
-    Nor less than a narrower one, or less than its rows' share of a wider one. Nothing is known beyond the widest.
+    A pass takes at most as long as a wider one, and at least as long as a narrower one or as its rows' share of a wider
+    one. Shapes wider than all measured ones have no bounds: the interval is empty.
     """
-    wider = [k for k in found if k.owner == key.owner and k.nodes >= key.nodes]
+    wider = [k for k in medians if k.owner == key.owner and k.nodes >= key.nodes]
     if not wider:
         return np.inf, 0.0
-    narrower = [found[k] for k in found if k.owner == key.owner and k.nodes <= key.nodes]
+    narrower = [medians[k] for k in medians if k.owner == key.owner and k.nodes <= key.nodes]
     next_one = min(wider, key=lambda k: (abs(k.length - key.length), k.nodes))
-    low = min(narrower, default=found[next_one] * (key.nodes + 1) / (next_one.nodes + 1))
-    return low / WITHIN, found[next_one] * WITHIN
+    low = min(narrower, default=medians[next_one] * (key.nodes + 1) / (next_one.nodes + 1))
+    return low / WITHIN, medians[next_one] * WITHIN
 
 
-def _interpolation(members: Sequence[_Key], known: np.ndarray) -> np.ndarray:
-    """``[members, members]``: the weights of the known members' times in that of each, linear between their nodes.
+def _interpolation(members: Sequence[_Key], enough: np.ndarray) -> np.ndarray:
+    """Interpolation weights ``[members, members]`` from the measured members of a series, linear in their nodes.
 
-    Of the known ones those of the nearest length count; beyond the narrowest and the widest the nearest does.
+    Only measured members of the nearest length are used; outside their range the nearest one is used.
     """
     weights = np.zeros((len(members), len(members)))
     for i, key in enumerate(members):
-        near = min(abs(k.length - key.length) for k, of in zip(members, known, strict=True) if of)
-        some = [m for m, k in enumerate(members) if known[m] and abs(k.length - key.length) == near]
-        some.sort(key=lambda m: members[m].nodes)
-        nodes = [members[m].nodes for m in some]
-        for m, share in zip(some, np.eye(len(some)), strict=True):
+        distance = min(abs(k.length - key.length) for k, usable in zip(members, enough, strict=True) if usable)
+        nearest = [m for m, k in enumerate(members) if enough[m] and abs(k.length - key.length) == distance]
+        nearest.sort(key=lambda m: members[m].nodes)
+        nodes = [members[m].nodes for m in nearest]
+        for m, share in zip(nearest, np.eye(len(nearest)), strict=True):
             weights[i, m] = np.interp(key.nodes, nodes, share)
     return weights
 
 
 def _seconds(times: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Of counts by component; times of components that did not run may be unknown."""
+    """Sum counts times seconds; times of components that did not run may be NaN."""
     return np.where(counts > 0, counts * times, 0.0).sum(-1)
 
 
@@ -395,6 +411,6 @@ def _quotient(s: np.ndarray) -> np.ndarray:
     return s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3])
 
 
-# Columns of a step; those of keys and of seconds are in the order of _PHASES.
+# Columns of a step; keys and seconds are in the order of _PHASES.
 _CELL, _PIECE, _KEYS, _TARGET_KEY, _PREFILL_KEY = 0, 1, [2, 3, 4, 5], 3, 6
 _SECONDS, _TARGET, _WAITED, _TOKENS, _PREFILL_SECONDS, _COLUMNS = [7, 8, 9, 10], 8, 11, 12, 13, 14

@@ -1,12 +1,12 @@
-"""95 % intervals of ratios over independent pieces, right where there are few of them.
+"""95 % intervals of ratios over independent pieces, valid for few pieces.
 
-A percentile bootstrap of 3, 4 or 6 pieces covers 75, 80, 86 %. Here a ratio of sums is estimated as it is, its standard
-error by the jackknife over pieces on the logarithm (B. Efron and C. Stein, "The jackknife estimate of variance",
+A percentile bootstrap of 3, 4 or 6 pieces covers 75, 80, 86 %. Here the standard error of a ratio of sums is estimated
+by the jackknife over pieces on the logarithm (B. Efron and C. Stein, "The jackknife estimate of variance",
 Annals of Statistics 9, 1981), and the interval is Student's t with as many degrees of freedom as there are pieces of
 equal weight, (sum w)^2 / sum w^2 (A. Carter, K. Schnepel, D. Steigerwald, "Asymptotic behavior of a t-test robust to
-cluster heterogeneity", Review of Economics and Statistics 99, 2017), times 0.6: that share was found by simulation,
-which tests/metrics/test_intervals.py repeats (docs/reliability.md has the figures); with n - 1 eight prompts of unlike
-lengths cover 92 %.
+cluster heterogeneity", Review of Economics and Statistics 99, 2017), times 0.6. That factor comes from a
+simulation, which tests/metrics/test_intervals.py repeats (figures in docs/reliability.md); with n - 1 degrees of
+freedom, eight prompts of different lengths cover 92 %.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-#: An interval over fewer independent pieces than this says nothing.
+#: Minimum number of independent pieces for an interval.
 LEAST_PIECES = 3
 CONFIDENCE = 0.95
 #: Degrees of freedom for each piece of equal weight.
@@ -27,7 +27,7 @@ FREEDOM = 0.6
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; no interval where nothing can be said."""
+    """A value and its 95 % interval; `low` and `high` are None without an interval."""
 
     value: float
     low: float | None = None
@@ -35,7 +35,7 @@ class Estimate:
 
 
 class Noise(NamedTuple):
-    """An error of a statistic that its pieces do not show: variance (of the logarithm, if that is used) and freedom."""
+    """An error of a statistic that is not visible in its pieces: variance (of the logarithm if `log`) and freedom."""
 
     variance: float
     freedom: float
@@ -51,46 +51,53 @@ def estimate(
     most: float = np.inf,
     noise: Sequence[Noise] = (),
 ) -> Estimate:
-    """A statistic of the totals of independent pieces, and its interval.
+    """Estimate a statistic of the totals of independent pieces, with its interval.
 
     Args:
-        statistic: of totals ``[..., k]``; positive, if ``log``.
-        sums: ``[n, k]``, the sums of each piece; the first column is the weight of a piece.
-        log: the interval is symmetric in the logarithm.
-        value: the value to be shown, if it is not that of ``sums`` (their spread is that of a like estimator).
-        least, most: what the statistic cannot go beyond; nor does its interval.
-        noise: other errors, independent of those of the pieces; degrees of freedom are Satterthwaite's.
+        statistic: function of totals ``[..., k]``; positive if ``log``.
+        sums: sums of each piece, ``[n, k]``; the first column is the weight of a piece.
+        log: make the interval symmetric in the logarithm.
+        value: value to report instead of the statistic of ``sums``, of an estimator with the same spread.
+        least, most: range of the statistic; the interval is clipped to it.
+        noise: errors independent of those of the pieces; degrees of freedom follow Satterthwaite.
 
     Returns:
-        no interval over fewer than `LEAST_PIECES` pieces, nor where the pieces do not differ at all.
+        the estimate, without an interval for fewer than `LEAST_PIECES` pieces or if all pieces agree.
     """
     sums = sums[sums[:, 0] > 0]
     total, n = sums.sum(0), len(sums)
-    found = float(statistic(total)) if value is None else value
+    point = float(statistic(total)) if value is None else value
     if n < LEAST_PIECES:
-        return Estimate(found)
+        return Estimate(point)
 
-    def of(totals: np.ndarray) -> np.ndarray:
+    def transformed(totals: np.ndarray) -> np.ndarray:
         return np.log(statistic(totals)) if log else statistic(totals)
 
-    centre, without = float(of(total)), of(total - sums)
+    centre, without = float(transformed(total)), transformed(total - sums)
     weight = sums[:, 0]
-    own = Noise(float((n - 1) / n * ((without - centre) ** 2).sum()), FREEDOM * weight.sum() ** 2 / (weight**2).sum())
-    every = [own, *noise]
-    error = float(np.sqrt(sum(one.variance for one in every)))
+    jackknife = Noise(
+        float((n - 1) / n * ((without - centre) ** 2).sum()), FREEDOM * weight.sum() ** 2 / (weight**2).sum()
+    )
+    errors = [jackknife, *noise]
+    error = float(np.sqrt(sum(error_part.variance for error_part in errors)))
     if not np.isfinite(error) or error < 1e-12:
-        return Estimate(found)
-    freedom = error**4 / max(sum(one.variance**2 / max(one.freedom, 1.0) for one in every), 1e-300)
+        return Estimate(point)
+    freedom = error**4 / max(
+        sum(error_part.variance**2 / max(error_part.freedom, 1.0) for error_part in errors), 1e-300
+    )
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    low, high = (found * float(np.exp(s * half)) if log else found + s * half for s in (-1, 1))
-    return Estimate(found, max(low, least), min(high, most))
+    low, high = (point * float(np.exp(s * half)) if log else point + s * half for s in (-1, 1))
+    return Estimate(point, max(low, least), min(high, most))
 
 
-def pieces_needed(half: float, wanted: float, pieces: int) -> float:
-    """About how many pieces give an interval of half width ``wanted``, where so many of like weight gave ``half``.
+def pieces_needed(half: float, target: float, pieces: int) -> float:
+    """Estimate the number of pieces for an interval of half width ``target``.
 
-    A standard error falls with the square root of their number; Student's quantile falls to that of the normal law.
+    The standard error falls with the square root of the number of pieces; Student's quantile falls to the normal one.
+
+    Args:
+        half: half width over ``pieces`` pieces of similar weight.
     """
     upper = (1 + CONFIDENCE) / 2
     quantile = float(stats.t.ppf(upper, max(FREEDOM * pieces, 1.0)) / stats.norm.ppf(upper))
-    return pieces * (half / quantile / wanted) ** 2
+    return pieces * (half / quantile / target) ** 2

@@ -81,7 +81,7 @@ class Reader(Reading):
     def _chosen(self, run: Path) -> Path:
         """The cell whose responses stand for a run: plain decoding, at the sampling asked for."""
         cells = {}
-        for path in RunDirectory(run).found_cells():
+        for path in RunDirectory(run).cell_paths():
             config, _ = read_config(path)
             if config.is_baseline and (path / "responses.jsonl").exists():
                 cells[path] = config

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..metrics.cell_metrics import free, paired_difference
+from ..metrics.cell_metrics import paired_difference, uncut_steps
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import group_title, is_lossless, verifier_title
 from ..runs.marks import Mark, mark_of

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, printable
-from ..metrics.cell_metrics import free, paired_difference, prompts_of_pieces
+from ..metrics.cell_metrics import paired_difference, prompts_of_pieces, uncut_steps
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import RUN_KEYS

@@ -19,7 +19,7 @@ from ..recipe.recipe import PromptSpec, read_recipe
 from ..runs.record_schema import CurvesFile, Environment, ShardFile, read_checked
 from ..runs.records import CellResult
 from ..runs.run_directory import RunDirectory, read_cell, read_config
-from ..runs.shards import FILE, FOLDER, joined
+from ..runs.shards import FILE, FOLDER, merge_environments
 from ..runs.state import FILE as STATE
 from ..runs.state import state_of
 from ..util.input_files import read_text

@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..errors import UnknownNameError, UsageError
-from ..metrics.columns import ENDS, explained
+from ..metrics.columns import ENDS, quantity_of
 from .csv_rows import row_of
 from .selection import SETTINGS, SelectedCell, check_keys
 from .table_utils import tabulated
@@ -141,7 +141,7 @@ def _header(table: Pivot, column: tuple[str, ...], value: str) -> str:
         if text
     ]
     if len(table.values) > 1 or not table.columns:
-        quantity = explained(value)
+        quantity = quantity_of(value)
         names.append(quantity.title if quantity is not None and "<" not in quantity.name else value.replace("_", " "))
     return ", ".join(names) or "none"
 

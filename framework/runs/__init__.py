@@ -1,1 +1,1 @@
-"""What a run is, before and after it is measured: recipe, prompts, cells, metrics, records on disk."""
+"""Runs on disk: records, state, shards, and marks of verifiers."""

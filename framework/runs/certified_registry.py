@@ -1,8 +1,7 @@
-"""Certificates by the code that they are about, kept in the cache directory: those that hold and those that failed.
+"""Registry of certification results, passed and failed, in the cache directory.
 
-A strategy is known by its name, the distribution that provides it, its options and a digest of its code: one that was
-changed since has to be certified again, and so has every one when crossdraft changes. Certificates of older code stay,
-for the runs that were measured with it.
+The key is the strategy's name, distribution, version, options and code digest, and the version of crossdraft. After any
+of them changes, the strategy must be certified again. Results of older code are kept for the runs measured with it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from .code_digest import source_of
 
 #: In the cache directory.
 FILE = "certified.json"
-#: Larger files are not ours.
-_LARGEST = Limit(2**20, "it is read whole")
-#: The newest certificates are kept, as many as fit a file of that size.
-_MOST = 1000
+#: Maximum size of the file.
+_MAX_BYTES = Limit(2**20, "it is read whole")
+#: Maximum number of entries; the newest are kept. They fit into `_MAX_BYTES`.
+_MAX_ENTRIES = 1000
 _KEYS = ("name", "distribution", "version", "sha256", "crossdraft", "options")
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """Outcome of an enumeration.
+class CertificateRecord:
+    """Result of certifying a strategy.
 
     Attributes:
-        tv: the largest total variation that was found.
-        lossless: False if the strategy claims to be lossless and is not.
-        where: the toy and the drafts with that total variation.
+        tv: maximum total variation from the target's distribution.
+        lossless: False if the strategy claims to be lossless but is not.
+        where: toy model and drafts with the maximum total variation.
     """
 
     tv: float
@@ -48,48 +47,48 @@ class Certificate:
 
 def certificate(
     strategy: type[Any], options: Any, source: Mapping[str, Any] | None = None, crossdraft: str = ""
-) -> Certificate | None:
-    """The certificate of a verifier or a drafter; None if it was never certified with this code.
+) -> CertificateRecord | None:
+    """Look up the result of a verifier or drafter; None if it was not certified with this code.
 
     Args:
-        strategy: its class.
-        options: its validated config.
-        source: the code (`sources.source_of`) that is meant if it is not what is installed now.
-        crossdraft: likewise the version of crossdraft.
+        strategy: class of the verifier or drafter.
+        options: validated config.
+        source: code, see `code_digest.source_of`; by default the installed one.
+        crossdraft: version of crossdraft; by default the installed one.
     """
-    wanted = _key(strategy, options, source, crossdraft)
-    if not wanted["sha256"]:
+    key = _key(strategy, options, source, crossdraft)
+    if not key["sha256"]:
         return None
-    found = [entry for entry in _read() if all(entry[key] == wanted[key] for key in _KEYS)]
-    return Certificate(found[-1]["tv"], found[-1]["lossless"], found[-1]["where"]) if found else None
+    matches = [entry for entry in _read() if all(entry[name] == key[name] for name in _KEYS)]
+    return CertificateRecord(matches[-1]["tv"], matches[-1]["lossless"], matches[-1]["where"]) if matches else None
 
 
-def remember(outcomes: Iterable[tuple[type[Any], Any, Certificate]]) -> None:
-    """Keep certificates of strategies with options. Raises OSError if nothing can be written.
+def remember(outcomes: Iterable[tuple[type[Any], Any, CertificateRecord]]) -> None:
+    """Store results of strategies with options. Raises OSError if the file cannot be written.
 
-    Code without a file is left out: nothing shows whether it changed.
+    Strategies whose code is not in a file are skipped, because changes could not be detected.
     """
     new = [
-        {**_key(strategy, options), "tv": found.tv, "lossless": found.lossless, "where": found.where}
-        for strategy, options, found in outcomes
+        {**_key(strategy, options), "tv": record.tv, "lossless": record.lossless, "where": record.where}
+        for strategy, options, record in outcomes
     ]
     if new := [entry for entry in new if entry["sha256"]]:
         keys = [[entry[key] for key in _KEYS] for entry in new]
-        kept = [entry for entry in _read() if [entry[key] for key in _KEYS] not in keys]
-        replace_text(cache_dir() / FILE, json.dumps({"certificates": (kept + new)[-_MOST:]}, indent=1))
+        entries = [entry for entry in _read() if [entry[key] for key in _KEYS] not in keys]
+        replace_text(cache_dir() / FILE, json.dumps({"certificates": (entries + new)[-_MAX_ENTRIES:]}, indent=1))
 
 
 def _key(
     strategy: type[Any], options: Any, source: Mapping[str, Any] | None = None, crossdraft: str = ""
 ) -> dict[str, Any]:
     source = source_of(strategy, *strategy.wrapped(options)) if source is None else source
-    told = json.dumps(options.model_dump(mode="json"), sort_keys=True, default=str)
+    options_json = json.dumps(options.model_dump(mode="json"), sort_keys=True, default=str)
     code = {key: str(source.get(key) or "") for key in ("distribution", "version", "sha256")}
-    return {"name": strategy.name, **code, "crossdraft": crossdraft or version("crossdraft"), "options": told}
+    return {"name": strategy.name, **code, "crossdraft": crossdraft or version("crossdraft"), "options": options_json}
 
 
 def _read() -> tuple[dict[str, Any], ...]:
-    """All entries; none if the file is missing, damaged or not ours."""
+    """All entries; none if the file is missing, damaged or of another program."""
     path = cache_dir() / FILE
     try:
         status = path.stat()
@@ -101,14 +100,14 @@ def _read() -> tuple[dict[str, Any], ...]:
 @lru_cache(maxsize=2)
 def _parsed(path: Path, *_: int) -> tuple[dict[str, Any], ...]:
     try:
-        found = read_json(path, _LARGEST)
+        content = read_json(path, _MAX_BYTES)
     except UsageError:
         return ()
-    entries = found.get("certificates") if isinstance(found, dict) else None
-    return tuple(entry for entry in (entries if isinstance(entries, list) else []) if _is_whole(entry))
+    entries = content.get("certificates") if isinstance(content, dict) else None
+    return tuple(entry for entry in (entries if isinstance(entries, list) else []) if _is_valid(entry))
 
 
-def _is_whole(entry: Any) -> bool:
+def _is_valid(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
         and entry.keys() == {*_KEYS, "tv", "lossless", "where"}

@@ -1,8 +1,8 @@
-"""Which code a result was made with: the distribution, its version, and a digest of the files behind a class.
+"""Identity of the code behind a class: distribution, version, and a digest of its source files.
 
-A class is followed through the imports of its module to every Python file that is its project's own: of its own
-top-level package, and of any package that does not lie among the installed libraries (an editable install, a file
-beside the recipe). Installed libraries are known by their versions. Files are read, never run.
+The digest covers the module of the class and its transitive imports within the same top-level package and in packages
+outside of the installed libraries (an editable install, a file next to the recipe). Installed libraries are identified
+by their versions. Files are read, not executed.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 from typing import Any
 
-#: Packages whose files belong to a Python installation; what lies in them is known by its version.
+#: Directories of a Python installation; libraries in them are identified by version.
 _INSTALLED = tuple(Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def source_of(cls: type[Any], *wrapped: type[Any]) -> dict[str, str]:
-    """What provides a class, and the SHA-256 of its code, and that of the ``wrapped`` ones which it runs.
+    """Return distribution, version and code digest of a class and of the ``wrapped`` classes that it runs.
 
     Returns:
-        ``distribution`` and ``version`` (empty for code that is not installed), and ``sha256``: of all files that its
-        module, and those of its bases, lead to. Empty for a class that has no file (made in an interactive session):
-        nothing can tell whether it changed.
+        ``distribution`` and ``version`` (empty for code that is not installed), and ``sha256`` over all files of the
+        class and its bases. ``sha256`` is empty for a class without a file (defined in an interactive session), whose
+        changes cannot be detected.
     """
     package = cls.__module__.partition(".")[0]
     distribution = next(iter(_distributions().get(package, ())), "")
     try:
-        number = version(distribution) if distribution else ""
+        release = version(distribution) if distribution else ""
     except PackageNotFoundError:
-        number = ""
+        release = ""
     digests = [
-        code_sha256([base.__module__ for base in one.__mro__ if base.__module__ != "builtins"])
-        for one in (cls, *wrapped)
+        code_sha256([base.__module__ for base in strategy.__mro__ if base.__module__ != "builtins"])
+        for strategy in (cls, *wrapped)
     ]
     if len(digests) > 1:
         digests = [hashlib.sha256("".join(digests).encode()).hexdigest() if all(digests) else ""]
-    return {"distribution": distribution, "version": number, "sha256": digests[0]}
+    return {"distribution": distribution, "version": release, "sha256": digests[0]}
 
 
 @cache
 def _distributions() -> Mapping[str, Sequence[str]]:
-    """The distributions of every top-level package, which takes a while to find out."""
+    """Distributions of every top-level package; cached, because the lookup is slow."""
     return packages_distributions()
 
 
 def code_sha256(modules: Sequence[str]) -> str:
-    """The SHA-256 of every file that these modules lead to, empty if the first has none."""
+    """SHA-256 over the files of these modules and their imports; empty if the first module has no file."""
     if _file(modules[0]) is None:
         return ""
     return _digest(tuple(dict.fromkeys(modules)))
@@ -66,31 +66,31 @@ def _digest(modules: tuple[str, ...]) -> str:
 
 
 def _closure(modules: Sequence[str]) -> dict[str, Path]:
-    """The files of modules and of all they import, as far as they are ours to follow, by module name.
+    """Files by module name, of modules and their transitive imports outside of installed libraries.
 
-    The packages around a module are read, not followed: what they import is for others.
+    The ``__init__`` files of parent packages are included, but their imports are not followed.
     """
     home = modules[0].partition(".")[0]
-    found: dict[str, Path] = {}
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
+    files: dict[str, Path] = {}
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
         top = name.partition(".")[0]
-        # Asked of the top-level package first, because looking for a module imports the packages around it.
-        if name in found or (top != home and _installed(top)) or (file := _file(name)) is None:
+        # Check the top-level package first, because find_spec imports the parent packages of a module.
+        if name in files or (top != home and _installed(top)) or (file := _file(name)) is None:
             continue
-        found[name] = file
-        waiting += _imports(name, file)
-    for name in list(found):
+        files[name] = file
+        pending += _imports(name, file)
+    for name in list(files):
         for package in _parents(name):
-            if package not in found and (file := _file(package)) is not None:
-                found[package] = file
-    return found
+            if package not in files and (file := _file(package)) is not None:
+                files[package] = file
+    return files
 
 
 @cache
 def _installed(package: str) -> bool:
-    """Whether a top-level package is a library of this environment or of one below it, or has no file."""
+    """Return True if a top-level package is an installed library or has no file."""
     file = _file(package)
     if file is None:
         return True
@@ -99,7 +99,7 @@ def _installed(package: str) -> bool:
 
 @cache
 def _file(module: str) -> Path | None:
-    """The Python file of a module, None for one that has none."""
+    """Return the Python file of a module, or None."""
     loaded = sys.modules.get(module)
     origin = getattr(loaded, "__file__", None) if loaded is not None else None
     if origin is None:
@@ -114,21 +114,21 @@ def _file(module: str) -> Path | None:
 
 @cache
 def _imports(module: str, file: Path) -> tuple[str, ...]:
-    """Every module that a file imports, inside functions too, and the packages around it."""
+    """Return the names of all modules that a file may import, imports inside functions included."""
     try:
         tree = ast.parse(file.read_bytes())
     except SyntaxError:
         return ()
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= dict.fromkeys(alias.name for alias in node.names)
+            names |= dict.fromkeys(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            # ``from package import name``: the name is a module, or something in the package.
-            found |= dict.fromkeys([base, *(f"{base}.{alias.name}" for alias in node.names)])
-    return tuple(found)
+            # ``from package import name``: the name may be a module or an attribute.
+            names |= dict.fromkeys([base, *(f"{base}.{alias.name}" for alias in node.names)])
+    return tuple(names)
 
 
 def _parents(module: str) -> Iterator[str]:

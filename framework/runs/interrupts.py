@@ -1,4 +1,4 @@
-"""Being told to stop: Ctrl-C, SIGTERM, and a terminal that hangs up."""
+"""Signals that interrupt a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := get
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """All of them raise KeyboardInterrupt, as Ctrl-C does."""
+    """Raise KeyboardInterrupt on each of the signals."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -23,24 +23,24 @@ def interrupting() -> Iterator[None]:
 
 
 @contextmanager
-def until_told() -> Iterator[threading.Event]:
-    """The first one sets an event, so that a step can be finished; the second one raises KeyboardInterrupt."""
-    told = threading.Event()
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Set the event on the first signal, so that the current step can finish; raise KeyboardInterrupt on the second."""
+    stop = threading.Event()
 
-    def tell(*_: object) -> None:
-        if told.is_set():
+    def interrupt(*_: object) -> None:
+        if stop.is_set():
             raise KeyboardInterrupt
-        told.set()
+        stop.set()
 
-    with _handled(tell):
-        yield told
+    with _handled(interrupt):
+        yield stop
 
 
 class Interrupts:
-    """While it is entered, the first one raises KeyboardInterrupt, the second is told to wait (a summary is being
-    written), the third raises again.
+    """Context manager for a run: the first signal raises KeyboardInterrupt, so that partial results are saved.
 
-    A KeyboardInterrupt that a plug-in raises by itself is no signal: `asked` tells them apart.
+    The second signal prints a message only, the third raises KeyboardInterrupt again. `user_interrupted` tells signals
+    from a KeyboardInterrupt raised by a plug-in.
     """
 
     def __init__(self) -> None:
@@ -63,27 +63,27 @@ class Interrupts:
         self.count += 1
         if self.count != 2:
             raise KeyboardInterrupt
-        print("crossdraft: writing what there is; once more ends at once", file=sys.stderr, flush=True)
+        print("crossdraft: saving partial results; press Ctrl-C again to quit now", file=sys.stderr, flush=True)
 
 
 _active: Interrupts | None = None
 
 
-def asked() -> bool:
-    """Does a KeyboardInterrupt come from the user? Without an `Interrupts` around, it does."""
+def user_interrupted() -> bool:
+    """Return True if a KeyboardInterrupt comes from a signal. Always True outside of `Interrupts`."""
     return _active is None or _active.count > 0
 
 
 @contextmanager
 def _handled(handler: Callable[..., None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield
         return
-    # What nohup or a shell in the background told us to ignore stays ignored; None is no handler of Python's.
+    # Signals ignored by the parent (nohup, a background job) stay ignored; None is a handler not set by Python.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = [signal.signal(number, handler) for number in numbers]
+    old_handlers = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        for number, old in zip(numbers, before, strict=True):
+        for number, old in zip(numbers, old_handlers, strict=True):
             signal.signal(number, old)

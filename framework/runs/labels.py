@@ -1,4 +1,4 @@
-"""What tables, charts and messages call groups of cells and verifiers."""
+"""Titles of groups and verifiers in tables, charts and messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p
 
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:
-    """What the cells of a group share: temperature, batch size and whatever else the run varies, but for ``but``."""
+    """Title of a cell's group: temperature, batch size and other settings that the run varies, except for ``but``."""
     varied = [key for key in _OTHERS if len({_shared(c, key) for c in cells}) > 1]
-    shown = []
+    parts = []
     for key in (*_ALWAYS, *varied):
         if key == but:
             continue
         value = _shared(cell, key)
-        shown.append(f"{key.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
-    return ", ".join(shown)
+        parts.append(f"{key.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
+    return ", ".join(parts)
 
 
 def _shared(cell: CellConfig, key: str) -> Any:
@@ -33,12 +33,12 @@ def _shared(cell: CellConfig, key: str) -> Any:
 
 
 def verifier_title(cell: CellConfig | CellResult) -> str:
-    """Name of a cell's verifier in tables, with its mark unless it is certified lossless."""
+    """Title of a cell's verifier in tables, with its mark unless it is certified."""
     config = cell if isinstance(cell, CellConfig) else cell.config
     return config.verifier.title + mark_of(cell).suffix
 
 
 def is_lossless(config: CellConfig) -> bool:
-    """What the verifier of a cell promises."""
-    rule = plugins.get("verifiers", config.verifier.name)
-    return rule.traits(rule.Config(**config.verifier.config)).lossless
+    """Return True if the verifier of a cell claims to be lossless."""
+    verifier = plugins.get("verifiers", config.verifier.name)
+    return verifier.traits(verifier.Config(**config.verifier.config)).lossless

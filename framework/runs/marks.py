@@ -1,4 +1,4 @@
-"""The mark of a verifier wherever its name stands: lossless and certified, not certified, FAILED, or lossy."""
+"""Certification marks of verifiers: lossless, certified; not certified; FAILED; or lossy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Mark:
     """Certification status of a verifier.
 
     Attributes:
-        tv: of a certificate that failed, the largest total variation from the target's distribution.
-        where: the toy and the drafts with that total variation.
+        tv: for kind "failed", the maximum total variation from the target's distribution.
+        where: toy model and drafts with the maximum total variation.
     """
 
     kind: Kind
@@ -37,25 +37,25 @@ class Mark:
 
     @property
     def suffix(self) -> str:
-        """Text behind the verifier's name in a table; empty if it is certified."""
+        """Suffix of the verifier's name in a table; empty if it is certified."""
         if self.kind == "certified":
             return ""
         return f" (FAILED, TV {self.tv:.2g})" if self.kind == "failed" else f" ({self})"
 
     @property
     def headline(self) -> bool:
-        """True if the verifier's pairs may be called the best: only certified ones may."""
+        """True if pairs with this verifier may be reported as the best."""
         return self.kind == "certified"
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "tv": self.tv, "where": self.where}
 
     @classmethod
-    def from_json(cls, found: Any) -> Mark | None:
-        """The mark that a record holds; None if it holds none."""
-        if not isinstance(found, Mapping):
+    def from_json(cls, data: Any) -> Mark | None:
+        """Parse the mark of a record; None if it is missing or invalid."""
+        if not isinstance(data, Mapping):
             return None
-        kind, tv, where = found.get("kind"), found.get("tv"), found.get("where")
+        kind, tv, where = data.get("kind"), data.get("tv"), data.get("where")
         where = where if isinstance(where, str) else ""
         if kind in ("certified", "uncertified", "lossy"):
             return cls(kind)
@@ -65,35 +65,43 @@ class Mark:
 
 
 def mark_of(cell: CellConfig | CellResult) -> Mark:
-    """The mark of a cell's verifier: of a result as it was measured, unless a later certificate knows better."""
+    """Mark of a cell's verifier; for a result that of its measurement, unless the same code was certified later."""
     config = cell if isinstance(cell, CellConfig) else cell.config
     recorded = {} if isinstance(cell, CellConfig) else cell.provenance
-    rule = plugins.get("verifiers", config.verifier.name)
-    options = rule.Config(**config.verifier.config)
-    then, source = Mark.from_json(recorded.get("mark")), recorded.get("verifier")
-    if then is not None and then.kind == "lossy":
-        return then
+    verifier = plugins.get("verifiers", config.verifier.name)
+    options = verifier.Config(**config.verifier.config)
+    recorded_mark, source = Mark.from_json(recorded.get("mark")), recorded.get("verifier")
+    if recorded_mark is not None and recorded_mark.kind == "lossy":
+        return recorded_mark
     if not isinstance(source, Mapping) or not source.get("sha256"):
-        return then or mark_of_rule(rule, options)
-    if then is None and not plugins.traits_of("verifiers", rule, options).lossless:
+        return recorded_mark or mark_of_verifier(verifier, options)
+    if recorded_mark is None and not plugins.traits_of("verifiers", verifier, options).lossless:
         return Mark("lossy")
-    now = _of(certified_registry.certificate(rule, options, source, str(recorded.get("crossdraft") or "")))
-    return now or then or Mark("certified" if source.get("distribution") == "crossdraft" else "uncertified")
+    current_mark = _from_record(
+        certified_registry.certificate(verifier, options, source, str(recorded.get("crossdraft") or ""))
+    )
+    return (
+        current_mark
+        or recorded_mark
+        or Mark("certified" if source.get("distribution") == "crossdraft" else "uncertified")
+    )
 
 
-def mark_of_rule(rule: type[Any], options: Any) -> Mark:
-    """The mark of a verifier's class with a validated config, as it is installed.
+def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:
+    """Mark of an installed verifier class with a validated config.
 
-    crossdraft's own rules count as certified, because its tests certify them, unless a certificate of the code that is
-    installed failed.
+    Built-in verifiers count as certified, because the tests of crossdraft certify them, unless the registry contains a
+    failure of the installed code.
     """
-    if not plugins.traits_of("verifiers", rule, options).lossless:
+    if not plugins.traits_of("verifiers", verifier, options).lossless:
         return Mark("lossy")
-    own = rule.__module__.partition(".")[0] == "crossdraft"
-    return _of(certified_registry.certificate(rule, options)) or Mark("certified" if own else "uncertified")
+    is_builtin = verifier.__module__.partition(".")[0] == "crossdraft"
+    return _from_record(certified_registry.certificate(verifier, options)) or Mark(
+        "certified" if is_builtin else "uncertified"
+    )
 
 
-def _of(found: certified_registry.Certificate | None) -> Mark | None:
-    if found is None:
+def _from_record(record: certified_registry.CertificateRecord | None) -> Mark | None:
+    if record is None:
         return None
-    return Mark("certified") if found.lossless else Mark("failed", found.tv, found.where)
+    return Mark("certified") if record.lossless else Mark("failed", record.tv, record.where)

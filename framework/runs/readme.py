@@ -1,4 +1,4 @@
-"""The README of a run: what every file in its directory is, and what every column means."""
+"""README of a run: descriptions of the files in its directory and of their columns."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from ..recipe.recipe import Recipe
 FILE = "README.md"
 _FILES = {
     "README.md": "This file.",
-    "recipe.json": "What was asked for, with every default: `crossdraft run recipe.json` asks for the same.",
-    "state.json": "How far the run is: running, interrupted, stopped or finished; cells finished and failed; process "
-    "and host. `crossdraft runs` reads it, and knows by the lock whether the process was killed.",
-    "environment.json": "Versions, machine, device, and the SHA-256 of every model, of what was measured here.",
-    "summary.md": "The tables of the run, with what was skipped, failed or should be known.",
-    "summary.csv": "Every number of every cell, a line each; its columns are below.",
-    "cost_curves.json": "The measured cost curves that predictions were made from; none where there were none.",
-    "*.png": "Charts; `crossdraft plot` draws them as PDF and SVG, too.",
-    "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named after its pair, temperature and batch size; HASH is what "
-    "summary.csv calls it.",
-    "  config.json": "The cell with all its options, when it was measured, and what its numbers depend on.",
+    "recipe.json": "The recipe with all defaults; `crossdraft run recipe.json` repeats the run.",
+    "state.json": "State of the run (running, interrupted, stopped or finished), finished and failed cells, process, "
+    "host. `crossdraft runs` reads it, and detects a killed process by the lock.",
+    "environment.json": "Versions, machine, device, and the SHA-256 of every model, for the cells measured here.",
+    "summary.md": "Tables of the run, with notes and with skipped and failed cells.",
+    "summary.csv": "All metrics, one row per cell; its columns are below.",
+    "cost_curves.json": "Measured cost curves behind the predictions; absent without predictions.",
+    "*.png": "Charts; `crossdraft plot` also draws them as PDF and SVG.",
+    "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named by drafter, verifier, temperature, batch size and the hash in "
+    "summary.csv.",
+    "  config.json": "Config of the cell, time of the measurement, and its conditions.",
     "  steps.parquet": "Every step of every sequence; its columns are below.",
-    "  responses.jsonl": "What was said, a line for each turn; its keys are below.",
-    "  metrics.json": "The cell's numbers, and the pieces of prompts that they come from.",
-    "  error.txt": "Of a cell that failed, instead of the three: why, and where.",
-    "groups/": "Finished pieces of the cells that are being measured; gone when their cells are whole.",
-    ".lock, .owner.json": "Held while a process writes here, and which one that is.",
+    "  responses.jsonl": "The responses, one line per turn; its keys are below.",
+    "  metrics.json": "Metrics of the cell, and the pieces of prompts that they are computed from.",
+    "  error.txt": "For a failed cell, instead of the previous three: the error and its traceback.",
+    "groups/": "Finished pieces of cells under measurement; removed when the cells are complete.",
+    ".lock, .owner.json": "Lock of the process that writes to this directory, and its identity.",
 }
 
 
 def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
-    """The text for the run in the directory ``name``, of so many cells on so many prompts."""
+    """Return the README of the run in the directory ``name``, with numbers of cells and prompts."""
     about = f"{cells} cells on {prompts} prompts of {_line(recipe.prompts.source)}, target {_line(recipe.target)}."
     files = [
-        [f"`{file.strip()}`" if file == file.strip() else f"… `{file.strip()}`", what] for file, what in _FILES.items()
+        [f"`{file.strip()}`" if file == file.strip() else f"… `{file.strip()}`", description]
+        for file, description in _FILES.items()
     ]
-    asked = [[f"`{q.name}`", q.meaning] for q in QUANTITIES if q.setting]
-    found = [[_columns(q.name, q.estimate), q.meaning] for q in QUANTITIES if not q.setting]
+    settings = [[f"`{q.name}`", q.meaning] for q in QUANTITIES if q.setting]
+    results = [[_columns(q.name, q.estimate), q.meaning] for q in QUANTITIES if not q.setting]
     parts = [
         f"# {name}",
         *([_line(recipe.question)] if recipe.question else []),
-        f"A run of `crossdraft run`: {about}",
-        "`crossdraft report`, `plot`, `table` and `compare` take this directory; `crossdraft run` with the same recipe "
-        "goes on where it stopped.",
+        f"Results of `crossdraft run`: {about}",
+        "`crossdraft report`, `plot`, `table` and `compare` accept this directory; `crossdraft run` with the same "
+        "recipe resumes it.",
         "## Files",
         _table("file", files),
         "## Columns of summary.csv",
-        "A line is a cell: a drafter and a verifier at one setting. What was asked for:",
-        _table("column", asked),
-        "What came out. An empty field is a number that there is none of. Intervals hold 95 %; there is none over "
-        "fewer than three prompts (block efficiency) or pieces of prompts (speed-up).",
-        _table("column", found),
+        "One row per cell: a drafter and a verifier at one setting. Settings:",
+        _table("column", settings),
+        "Results. An empty field is a missing value. Intervals cover 95 %; they need at least three prompts (block "
+        "efficiency) or pieces of prompts (speed-up).",
+        _table("column", results),
         "## Columns of steps.parquet",
-        _table("column", ([f"`{key}`", what] for key, what in STEP_COLUMNS.items())),
+        _table("column", ([f"`{key}`", description] for key, description in STEP_COLUMNS.items())),
         "## Keys of responses.jsonl",
-        _table("key", ([f"`{key}`", what] for key, what in RESPONSE_KEYS.items())),
+        _table("key", ([f"`{key}`", description] for key, description in RESPONSE_KEYS.items())),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -66,10 +67,10 @@ def _columns(name: str, estimate: bool) -> str:
     return f"`{name}`, `…_low`, `…_high`" if estimate else f"`{name}`"
 
 
-def _table(what: str, rows: Iterable[list[str]]) -> str:
-    return tabulate(list(rows), headers=[what, "meaning"], tablefmt="github")
+def _table(header: str, rows: Iterable[list[str]]) -> str:
+    return tabulate(list(rows), headers=[header, "meaning"], tablefmt="github")
 
 
 def _line(text: str) -> str:
-    """What somebody wrote, on one line."""
+    """Join the lines of a text."""
     return " ".join(text.split())

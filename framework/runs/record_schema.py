@@ -1,7 +1,7 @@
-"""The shape of the files of a run, checked as they are read: nothing behind `parse` and `check` meets a wrong type.
+"""Schemas of the files of a run, validated on reading, so that other code can rely on their types.
 
-The dataclasses of `metrics`, `pieces` and `intervals` are their own schema. Keys that a reader does not need are not
-checked: versions add some.
+The dataclasses of `metrics`, `pieces` and `intervals` are their own schemas. Unknown keys are accepted, because later
+versions add some.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..util.input_files import parse_json, read_json, read_lines, read_text
 from ..util.limits import CONFIG_BYTES, INDEX_BYTES, LINE_BYTES, RESPONSE_FILE_BYTES
 
 T = TypeVar("T")
-#: Greater than any number of a run: bytes, tokens, seconds.
-_MOST = 10**18
+#: Upper bound of all numbers of a run: bytes, tokens, seconds.
+_MAX_NUMBER = 10**18
 
 
 class ModelUsed(BaseModel):
@@ -116,14 +116,14 @@ class Numbers:
 
 
 def read_checked(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
-    """The object in a JSON file of a run. Raises UsageError, naming file and key, if it is not of that shape."""
-    found = read_json(file, CONFIG_BYTES, surrogates=True)
-    check(found, schema, file)
-    return found
+    """Read a JSON file of a run. Raises UsageError with file and key if it does not match the schema."""
+    content = read_json(file, CONFIG_BYTES, surrogates=True)
+    check(content, schema, file)
+    return content
 
 
 def check(value: Any, schema: type[BaseModel], file: Path, key: str = "", line: int = 0) -> None:
-    """Raise UsageError, naming file and key, if a value of a file is not of that shape."""
+    """Raise UsageError with file and key if a value does not match the schema."""
     try:
         schema.model_validate(value, strict=True)
     except ValidationError as error:
@@ -132,48 +132,48 @@ def check(value: Any, schema: type[BaseModel], file: Path, key: str = "", line: 
 
 
 def read_numbers(file: Path) -> Numbers:
-    """``metrics.json`` of a cell. Raises UsageError, naming file and key."""
+    """Read ``metrics.json`` of a cell. Raises UsageError with file and key."""
     text = read_text(file, INDEX_BYTES, surrogates=True)
     try:
-        found = TypeAdapter(Numbers).validate_json(text, strict=True)
+        numbers = TypeAdapter(Numbers).validate_json(text, strict=True)
     except ValidationError as error:
         raise _malformed(error, file) from None
     _check_numbers(parse_json(text, file), file)
-    metrics = found.metrics
+    metrics = numbers.metrics
     for key in ("tokens", "steps", "sequences"):
         if getattr(metrics, key) < 1:
             raise _wrong(file, f"metrics.{key}", "it must be at least 1")
-    if not found.pieces:
+    if not numbers.pieces:
         raise _wrong(file, "pieces", "it is empty")
     if not {"draft", "target", "verify", "rest"} <= metrics.shares.keys():
         raise _wrong(file, "metrics.shares", "a phase is missing")
-    for i, piece in enumerate(found.pieces):
+    for i, piece in enumerate(numbers.pieces):
         try:
             piece.check_steps()
         except ValueError as error:
             raise _wrong(file, f"pieces.{i}", str(error)) from None
-    return found
+    return numbers
 
 
 def read_responses(file: Path) -> list[dict[str, Any]]:
-    """``responses.jsonl`` of a cell. Raises UsageError, naming file, line and key."""
-    found = []
+    """Read ``responses.jsonl`` of a cell. Raises UsageError with file, line and key."""
+    responses = []
     for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES, surrogates=True):
         if line:
-            found.append(parse_json(line, file, line=number))
-            check(found[-1], Response, file, line=number)
-    return found
+            responses.append(parse_json(line, file, line=number))
+            check(responses[-1], Response, file, line=number)
+    return responses
 
 
 def _check_numbers(value: Any, file: Path, key: str = "") -> None:
-    """Raise UsageError for a number in ``value`` that no clock and no count gives."""
+    """Raise UsageError for a number in ``value`` that is not finite or exceeds `_MAX_NUMBER`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or abs(value) > _MOST:
-            raise _wrong(file, key, f"{quoted(value, 20)} is not a number that a run writes")
+        if not math.isfinite(value) or abs(value) > _MAX_NUMBER:
+            raise _wrong(file, key, f"{quoted(value, 20)} is not a finite number of plausible size")
     elif isinstance(value, Mapping | list):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, one in entries:
-            _check_numbers(one, file, f"{key}.{name}".lstrip("."))
+        for name, item in entries:
+            _check_numbers(item, file, f"{key}.{name}".lstrip("."))
 
 
 def _malformed(error: ValidationError, file: Path, key: str = "", line: int = 0) -> UsageError:
@@ -182,7 +182,9 @@ def _malformed(error: ValidationError, file: Path, key: str = "", line: int = 0)
     return _wrong(file, place, fault(first), line)
 
 
-def _wrong(file: Path, key: str, why: str, line: int = 0) -> UsageError:
-    where = f"{printable(str(file))}{f':{line}' if line else ''}"
-    what = f"{printable(key)[:120]}: " if key else ""
-    return UsageError(f"{where}: {what}{why}; it is damaged, or another version wrote it: run its recipe again")
+def _wrong(file: Path, key: str, reason: str, line: int = 0) -> UsageError:
+    place = f"{printable(str(file))}{f':{line}' if line else ''}"
+    key_text = f"{printable(key)[:120]}: " if key else ""
+    return UsageError(
+        f"{place}: {key_text}{reason}; the file is damaged or was written by another version; run its recipe again"
+    )

@@ -1,4 +1,4 @@
-"""The results of a run, cell by cell."""
+"""Results of the cells of a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..recipe.recipe import CellConfig, Recipe, Strategy
 
 @dataclass
 class CellResult:
-    """What became of a cell: `metrics`, or the sentence in `error`.
+    """Result of a cell: `metrics`, or the message in `error`.
 
     Attributes:
-        traceback: where the error was raised, for ``error.txt`` and ``--debug``.
-        provenance: what the numbers depend on beside the config: versions, code, device, prompts, model digests.
-        measured: which measurement of the whole group it belongs to.
-        reused: read from disk, not measured now.
-        planned: how many prompts the run has, where a time budget ended it before all of them were measured.
-        budget: that time budget, as it was written.
+        traceback: traceback of the error, for ``error.txt`` and ``--debug``.
+        provenance: conditions besides the config: versions, code, device, prompts, model digests.
+        measured: id of the measurement of the group; equal for cells measured together.
+        reused: True if read from disk instead of measured.
+        planned: number of prompts of the run, if a time budget ended it before all were measured.
+        budget: that time budget, as written in the recipe.
     """
 
     config: CellConfig
@@ -42,41 +42,41 @@ class CellResult:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts behind its numbers."""
+        """Number of prompts measured."""
         return len({record.prompt for record in self.records})
 
     @property
     def cut(self) -> str:
-        """Note on a time budget that ended the cell early; empty if all prompts were measured."""
+        """Note on a time budget that ended the cell early, or empty."""
         if self.planned is None:
             return ""
-        return f"{self.prompts} of {self.planned} prompts (time budget {self.budget}); run again to go on"
+        return f"{self.prompts} of {self.planned} prompts (time budget {self.budget}); rerun to resume"
 
     def summary(self) -> dict[str, Any]:
-        """What notifications tell about a cell."""
+        """Description of a cell in plug-in notifications."""
         metrics = self.metrics.to_json() if self.metrics else None
         return {"id": self.config.hash, "config": self.config.model_dump(mode="json"), "metrics": metrics}
 
 
 def cells_of(results: Iterable[CellResult]) -> list[CellPieces]:
-    """The pieces of cells, and what tells their drafters and verifiers apart: name and options, not the label."""
+    """Pieces of cells, with drafters and verifiers identified by name and options instead of their labels."""
 
-    def named(strategy: Strategy) -> str:
+    def identity(strategy: Strategy) -> str:
         return json.dumps([strategy.name, strategy.config], sort_keys=True, default=str)
 
-    return [CellPieces(named(r.config.drafter), named(r.config.verifier), r.pieces) for r in results]
+    return [CellPieces(identity(r.config.drafter), identity(r.config.verifier), r.pieces) for r in results]
 
 
 @dataclass
 class Outcome:
-    """A run that is over.
+    """Outcome of a run.
 
     Attributes:
-        results: a result for every cell, finished or failed, in the recipe's order; of a group that an interruption cut
-            short, what its finished pieces come to, if there are any.
-        skipped: why pairs of the cross product were left out.
-        notes: what readers of the numbers should know.
-        stopped: why the run could not go on, a sentence; empty if it could.
+        results: results of all cells, finished or failed, in the order of the recipe; partial results for a group that
+            was interrupted.
+        skipped: reasons why pairs of the cross product were left out.
+        notes: notes for readers of the results.
+        stopped: reason why the run could not continue, or empty.
     """
 
     recipe: Recipe
@@ -93,10 +93,10 @@ class Outcome:
 
     @property
     def state(self) -> Literal["interrupted", "stopped", "finished"]:
-        """How it ended."""
+        """State at the end of the run."""
         return "interrupted" if self.interrupted else "stopped" if self.stopped else "finished"
 
     @property
     def exit_code(self) -> int:
-        """130 if it was interrupted, 1 if a cell failed or it could not go on, else 0."""
+        """130 if the run was interrupted, 1 if a cell failed or the run was stopped, else 0."""
         return 130 if self.interrupted else int(bool(self.failed or self.stopped))

@@ -1,12 +1,12 @@
-"""What a run leaves on disk, and how it is found again.
+"""Directory of a run.
 
     runs/<recipe>-<hash>/README.md, recipe.json, state.json, environment.json, summary.csv, summary.md
     runs/<recipe>-<hash>/groups/<hash>/group.json, <piece>.json      while a group is being measured
     runs/<recipe>-<hash>/cells/<pair>_<hash>/config.json, steps.parquet, responses.jsonl, metrics.json, or error.txt
 
-README.md says what each of them is (`runs.readme`). A cell is found by its hash, which its directory's name ends with;
-older versions named it by the hash alone. Every file is written aside and renamed when it is whole, and so is a cell's
-directory: what is there is complete. The pieces of a group become its cells when all are there.
+README.md describes the files (`runs.readme`). A cell is located by its hash, the last part of its directory's name;
+older versions used only the hash. Files and cell directories are written under a temporary name and renamed, so they
+are always complete. The pieces of a group become cells when all are finished.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ from .records import CellResult
 
 logger = logging.getLogger(__name__)
 
-#: Of a cell's files. 2: pieces keep their tail apart. 3: they have a category, metrics tell more of each. 4: steps
-#: have a limit, pieces the time of each step, the provenance the code; cells that failed are kept. 5: pieces have what
-#: their steps waited. 6: pieces have the components of every step. 7: names of columns.
+#: Format of a cell's files. 2: tails of pieces. 3: categories of pieces. 4: limits of steps, times of each step, code
+#: in the provenance, failed cells. 5: waiting times of steps. 6: components of every step. 7: names of columns.
 FORMAT = 7
 
-#: Held by the process that writes to a run, and who that is.
+#: Lock held by the process that writes to a run, and the file with its identity.
 LOCK, OWNER = ".lock", ".owner.json"
-#: Seconds that a run waits for the lock: those who look whether it is held have it for a moment.
-_PATIENCE = 0.3
-#: Most characters of a drafter or verifier in a directory's name.
-_NAMED = 40
+#: Seconds that a run waits for the lock: `state._is_locked` holds it for a moment.
+_LOCK_TIMEOUT = 0.3
+#: Maximum length of the title of a drafter or verifier in a directory's name.
+_MAX_TITLE = 40
 
 _STEPS = pa.schema(
     [
@@ -70,13 +69,13 @@ _STEPS = pa.schema(
         ("survival", pa.float64()),
     ]
 )
-#: Raised for data of another shape.
+#: Errors raised for malformed data.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass
 class PieceResult:
-    """What one cell did with one piece of the prompts.
+    """Records of one piece of the prompts by one cell.
 
     Attributes:
         passes: forward passes of the draft model.
@@ -91,7 +90,7 @@ class PieceResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceResult:
-        """Raises KeyError, TypeError or ValueError for data of another shape."""
+        """Parse the records. Raises KeyError, TypeError or ValueError for malformed data."""
         records = [StepRecord(*row) for row in data["records"]]
         return cls(**{**data, "records": records, "piece": Piece.from_json(data["piece"])})
 
@@ -100,7 +99,7 @@ class PieceResult:
 
 
 class RunDirectory:
-    """The directory of one run."""
+    """Files of one run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -109,26 +108,30 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory, so that no other process writes there.
+        """Lock the directory against writes of other processes.
 
         Raises:
-            UsageError: another one holds it; says which.
+            UsageError: another process holds the lock; the message names it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         owner, lock = self.path / OWNER, FileLock(self.path / LOCK)
         try:
-            lock.acquire(timeout=_PATIENCE)
+            lock.acquire(timeout=_LOCK_TIMEOUT)
         except Timeout:
-            who = self.read_json(OWNER)
-            known = f" (process {who['pid']} on {who['host']}, since {who['since']})" if "pid" in who else ""
+            process = self.read_json(OWNER)
+            description = (
+                f" (process {process['pid']} on {process['host']}, since {process['since']})"
+                if "pid" in process
+                else ""
+            )
             raise UsageError(
-                f"another run writes to {self.path}{known}; wait until it is over, or choose another --out"
+                f"{self.path} is locked by another run{description}; wait for its end, or use another --out"
             ) from None
         except NotImplementedError:  # a file system without locks
-            logger.warning("crossdraft: %s cannot be locked; start no second run there", self.path)
+            logger.warning("crossdraft: %s cannot be locked; do not start another run there", self.path)
         try:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.write_json(OWNER, {"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+            timestamp = datetime.now(UTC).isoformat(timespec="seconds")
+            self.write_json(OWNER, {"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp})
             yield
         finally:
             owner.unlink(missing_ok=True)
@@ -138,49 +141,49 @@ class RunDirectory:
         self.write_text(name, _json(value))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of the run, replacing it in one step; it is on the disk when this returns."""
+        """Write a file of the run atomically and durably."""
         replace_text(self.path / name, text)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the run, empty if it is not there or damaged."""
+        """Read a file of the run; empty if it is missing or damaged."""
         with suppress(UsageError):
             return read_json(self.path / name, INDEX_BYTES, surrogates=True)
         return {}
 
-    # -- a group while it is measured ----------------------------------------------------------------------
+    # -- groups under measurement --------------------------------------------------------------------------
 
     def begin_group(self, group: str, head: dict[str, Any]) -> None:
-        """Start over with the pieces of a group; ``head`` says what they belong to."""
+        """Remove the pieces of a group and write its conditions, ``head``."""
         self.drop_group(group)
         self.write_json(f"groups/{group}/group.json", head)
 
     def group_head(self, group: str) -> dict[str, Any]:
-        """What was given to `begin_group`, empty if there is no such group."""
+        """Read the conditions of a group's pieces; empty if the group has no pieces."""
         return self.read_json(f"groups/{group}/group.json")
 
     def save_head(self, group: str, head: dict[str, Any]) -> None:
         self.write_json(f"groups/{group}/group.json", head)
 
     def save_piece(self, group: str, number: int, cells: Mapping[str, PieceResult]) -> None:
-        """Write what every cell of a group did with one piece."""
-        found = {name: piece.to_json() for name, piece in cells.items()}
-        self.write_text(f"groups/{group}/{number}.json", json.dumps(found))
+        """Write the results of one piece, by cell hash."""
+        content = {name: piece.to_json() for name, piece in cells.items()}
+        self.write_text(f"groups/{group}/{number}.json", json.dumps(content))
 
     def load_piece(self, group: str, number: int) -> dict[str, PieceResult] | None:
-        """What was saved for a piece, None if it is not there or damaged."""
-        found = self.read_json(f"groups/{group}/{number}.json")
+        """Read the results of one piece; None if missing or damaged."""
+        content = self.read_json(f"groups/{group}/{number}.json")
         try:
-            return {name: PieceResult.from_json(cell) for name, cell in found.items()} or None
+            return {name: PieceResult.from_json(cell) for name, cell in content.items()} or None
         except _UNREADABLE:
             return None
 
     def save_partial(self, results: Sequence[CellResult]) -> None:
-        """Keep what the finished pieces of a group that was cut short come to, until the group goes on to its end."""
+        """Save the partial results of an interrupted group, until it is resumed and completed."""
         for result in results:
             RunDirectory(self.path / "groups" / result.config.group).save(result)
 
-    def found_cells(self) -> list[Path]:
-        """The directories of all cells, those of groups that were cut short included."""
+    def cell_paths(self) -> list[Path]:
+        """Directories of all cells, those of interrupted groups last."""
         return sorted(file.parent for file in self.path.glob("cells/[!.]*/config.json")) + sorted(
             file.parent for file in self.path.glob("groups/*/cells/[!.]*/config.json")
         )
@@ -191,7 +194,7 @@ class RunDirectory:
     # -- finished cells --------------------------------------------------------------------------------------
 
     def cell_path(self, cell: str) -> Path | None:
-        """The directory of the cell of that hash, None if there is none."""
+        """Directory of the cell with that hash, or None."""
         return next(iter(self._paths(cell)), None)
 
     def _paths(self, cell: str) -> list[Path]:
@@ -201,79 +204,79 @@ class RunDirectory:
             return []
         return [self.path / "cells" / name for name in sorted(names) if name == cell or name.endswith(f"_{cell}")]
 
-    def _replace(self, cell: str, aside: Path, name: str) -> None:
-        """Put a directory that is whole in the place of what there is of a cell, whatever that is called."""
+    def _replace(self, cell: str, temporary: Path, name: str) -> None:
+        """Replace all directories of a cell by a complete one."""
         for path in self._paths(cell):
             shutil.rmtree(path, ignore_errors=True)
-        aside.rename(self.path / "cells" / name)
+        temporary.rename(self.path / "cells" / name)
 
     def save(self, result: CellResult) -> None:
-        """Write a cell that is finished or has failed, in place of an earlier one."""
+        """Write a finished or failed cell, replacing an earlier result."""
         name, cells = cell_name(result.config), self.path / "cells"
-        aside = _aside(cells)
-        inside = RunDirectory(aside)
+        temporary = _temporary_directory(cells)
+        directory = RunDirectory(temporary)
         try:
             head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
             if result.planned is not None:
                 head |= {"planned": result.planned, "budget": result.budget}
             head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
-            inside.write_json("config.json", head)
+            directory.write_json("config.json", head)
             if result.metrics is None:
-                inside.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
+                directory.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
             else:
-                self._save_numbers(aside, result)
-            self._replace(result.config.hash, aside, name)
+                self._save_numbers(temporary, result)
+            self._replace(result.config.hash, temporary, name)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _save_numbers(self, aside: Path, result: CellResult) -> None:
-        inside = RunDirectory(aside)
+    def _save_numbers(self, temporary: Path, result: CellResult) -> None:
+        directory = RunDirectory(temporary)
         assert result.metrics is not None
         rows = [asdict(record) | {"cell": result.config.hash} for record in result.records]
-        parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), aside / "steps.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), temporary / "steps.parquet")
         lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
-        inside.write_text("responses.jsonl", "".join(lines))
+        directory.write_text("responses.jsonl", "".join(lines))
         metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
         pieces = ",\n".join(json.dumps(asdict(piece), ensure_ascii=False) for piece in result.pieces)
-        inside.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
+        directory.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
 
     def load(self, config: CellConfig) -> CellResult | None:
-        """A cell that was measured before, or None if it is not there or cannot be read."""
+        """Read the result of a cell; None if it is missing or unreadable."""
         path = self.cell_path(config.hash)
         if path is None or not (path / "config.json").is_file():
             return None
         try:
             return read_cell(path, config)
-        except UsageError as error:  # another version's, or damaged
-            logger.warning("crossdraft: %s cannot be read and is measured again: %s", path, error)
+        except UsageError as error:  # of another version, or damaged
+            logger.warning("crossdraft: %s is not readable and is measured again: %s", path, error)
             return None
 
     def adopt(self, other: RunDirectory, configs: Sequence[CellConfig]) -> None:
         """Copy cells of another run."""
         for config in configs:
-            found = other.cell_path(config.hash)
-            assert found is not None  # it was loaded from there
-            refuse_special_files(found)
-            aside = _aside(self.path / "cells")
+            source = other.cell_path(config.hash)
+            assert source is not None  # the caller has loaded it
+            refuse_special_files(source)
+            temporary = _temporary_directory(self.path / "cells")
             try:
-                shutil.copytree(found, aside, dirs_exist_ok=True)
-                self._replace(config.hash, aside, cell_name(config))
+                shutil.copytree(source, temporary, dirs_exist_ok=True)
+                self._replace(config.hash, temporary, cell_name(config))
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
-    """The config of the cell in a directory, and its ``config.json``.
+    """Read the config of the cell in a directory, and the whole ``config.json``.
 
     Raises:
-        UsageError: it is not there, is damaged (names the key), or another version wrote it.
+        UsageError: the file is missing, damaged (with the key), or was written by another version.
     """
     file = path / "config.json"
     head = read_json(file, CONFIG_BYTES, surrogates=True)
     if head.get("format") != FORMAT:
-        found = quoted(head.get("format", 1), 20)
+        version = quoted(head.get("format", 1), 20)
         raise UsageError(
-            f"{printable(str(file))}: it was written by another version: it has format {found}, this version reads "
+            f"{printable(str(file))}: written by another version: it has format {version}, this version reads format "
             f"{FORMAT}; run its recipe again"
         )
     check(head, Head, file)
@@ -281,21 +284,21 @@ def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
         return CellConfig.model_validate(head["config"]), head
     except ValidationError as error:
         key = ".".join(map(str, ("config", *error.errors()[0]["loc"])))
-        what = "it is damaged, or another version wrote it: run its recipe again"
+        what = "the file is damaged or was written by another version; run its recipe again"
         raise UsageError(f"{printable(str(file))}: {printable(key)}: {what}") from None
 
 
 def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
-    """The cell in a directory.
+    """Read the result of the cell in a directory.
 
     Args:
-        config: of the cell, if it is known.
+        config: config of the cell; by default that in the directory.
 
     Raises:
-        UsageError: a file is missing or damaged (names it, and the key), or another version wrote it.
+        UsageError: a file is missing, damaged (with the key), or was written by another version.
     """
-    own, head = read_config(path)
-    result = CellResult(config or own, provenance=head["provenance"], measured=head["measured"], reused=True)
+    stored_config, head = read_config(path)
+    result = CellResult(config or stored_config, provenance=head["provenance"], measured=head["measured"], reused=True)
     if "planned" in head:
         result.planned, result.budget = head["planned"], head.get("budget", "")
     if head["error"] is not None:
@@ -314,7 +317,7 @@ def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
 
 
 def _read_steps(file: Path) -> list[StepRecord]:
-    """The steps of a cell. Raises UsageError."""
+    """Read the steps of a cell. Raises UsageError."""
     about = printable(str(file))
     with open_file(file, TABLE_BYTES) as opened:
         try:
@@ -322,29 +325,29 @@ def _read_steps(file: Path) -> list[StepRecord]:
             if not table.schema.equals(_STEPS) or any(
                 table[name].null_count for name in _STEPS.names if name != "survival"
             ):
-                raise UsageError(f"{about}: it has other columns, or empty places; run its recipe again")
+                raise UsageError(f"{about}: unexpected columns or empty fields; run its recipe again")
             rows = table.drop_columns(["cell"]).to_pylist()
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise UsageError(f"{about}: it is damaged: {first_line(error)}; run its recipe again") from None
+            raise UsageError(f"{about}: the file is damaged: {first_line(error)}; run its recipe again") from None
     if any(row["emitted"] < 1 or min(row["tau"], row["nodes"], row["width"]) < 0 for row in rows):
-        raise UsageError(f"{about}: a step has a count that no step has; run its recipe again")
+        raise UsageError(f"{about}: a step has an impossible count; run its recipe again")
     return [StepRecord(**row) for row in rows]
 
 
 def cell_name(config: CellConfig) -> str:
-    """What a cell's directory is called: drafter, verifier, temperature and batch size for people, then the hash."""
+    """Name of a cell's directory: drafter, verifier, temperature and batch size for readers, then the hash."""
     pair = [config.drafter.title, config.verifier.title]
-    named = [re.sub(r"[^A-Za-z0-9.=+]+", "-", part)[:_NAMED].strip("-.") or "unnamed" for part in pair]
+    titles = [re.sub(r"[^A-Za-z0-9.=+]+", "-", part)[:_MAX_TITLE].strip("-.") or "unnamed" for part in pair]
     setting = [f"T{config.sampling.temperature:g}", f"B{config.batch_size}"]
-    return "_".join([*named, *setting, config.hash])
+    return "_".join([*titles, *setting, config.hash])
 
 
-def _aside(folder: Path) -> Path:
-    """A new directory of an unpredictable name, for what is to be renamed once it is whole."""
+def _temporary_directory(folder: Path) -> Path:
+    """Create a directory with an unpredictable name, to be renamed when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f".{secrets.token_hex(8)}"
-    made.mkdir()
-    return made
+    path = folder / f".{secrets.token_hex(8)}"
+    path.mkdir()
+    return path
 
 
 def _json(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Shards: parts of a run that are measured apart, by several machines or by the workers of a launcher.
+"""Shards: parts of a run measured separately, on several machines or by the workers of a launcher.
 
-Shard k of n measures the groups k, k + n, k + 2n, ... of a recipe. It has a directory of its own, so that no two
-processes write to the same one: ``<directory of the run>/shards/k-of-n`` holds what the directory of a run holds,
-and ``shard.json``: which cells there are in all, and which groups this shard has finished.
+Shard k of n measures the groups k, k + n, k + 2n, ... of a recipe. Each shard has its own directory, so that no two
+processes write to the same one: ``<directory of the run>/shards/k-of-n`` has the files of a run and ``shard.json``,
+which lists all cells of the run and the finished groups of the shard.
 """
 
 from __future__ import annotations
@@ -16,51 +16,57 @@ from typing import Any, TypeVar
 from ..errors import UsageError, quoted
 
 T = TypeVar("T")
-#: In the directory of a shard.
+#: File in the directory of a shard.
 FILE = "shard.json"
-#: In the directory of a run, where its shards are.
+#: Folder of the shards in the directory of a run.
 FOLDER = "shards"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``number`` (from 1) of ``of``."""
+    """Part ``number`` (from 1) of ``count``."""
 
     number: int
-    of: int
+    count: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """``"2/4"``. Raises UsageError."""
-        found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text, re.ASCII)
-        if found is None or int(found[1]) > int(found[2]):
-            raise UsageError(f"--shard {quoted(text)} is no part of a run; write 1/4, 2/4, 3/4 or 4/4 for four of them")
-        return cls(int(found[1]), int(found[2]))
+        """Parse ``"2/4"``. Raises UsageError."""
+        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text, re.ASCII)
+        if match is None or int(match[1]) > int(match[2]):
+            raise UsageError(
+                f"--shard {quoted(text)} is not a valid shard; use K/N with K from 1 to N, for instance 1/4"
+            )
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
+        return f"{self.number}/{self.count}"
 
     def directory(self, run: Path) -> Path:
-        """Its directory within that of the run."""
-        return run / FOLDER / f"{self.number}-of-{self.of}"
+        """Directory of the shard within that of the run."""
+        return run / FOLDER / f"{self.number}-of-{self.count}"
 
     def part(self, groups: Sequence[T]) -> Sequence[T]:
-        """Its groups of all of them. Raises UsageError where there are fewer groups than shards."""
-        if self.of > len(groups):
-            raise UsageError(f"the recipe has {len(groups)} groups, which cannot be shared by {self.of} shards")
-        return groups[self.number - 1 :: self.of]
+        """Return the groups of the shard. Raises UsageError if there are fewer groups than shards."""
+        if self.count > len(groups):
+            raise UsageError(
+                f"the recipe has {len(groups)} groups, fewer than the {self.count} shards; use fewer shards"
+            )
+        return groups[self.number - 1 :: self.count]
 
 
-def joined(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One ``environment.json`` of several: the first one, with the models and conditions of all, and the machines that
-    are not the first one's under ``elsewhere``."""
-    found: dict[str, Any] = {"models": {}, "conditions": [], "elsewhere": []}
-    known = [environment for environment in environments if environment]
-    for environment in known:
-        found["models"] |= environment.get("models", {})
+def merge_environments(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge several ``environment.json``: the first one, with the models and conditions of all, and other machines
+    under ``elsewhere``."""
+    merged: dict[str, Any] = {"models": {}, "conditions": [], "elsewhere": []}
+    nonempty = [environment for environment in environments if environment]
+    for environment in nonempty:
+        merged["models"] |= environment.get("models", {})
         machine = {key: environment.get(key) for key in ("cpu", "gpus", "memory_gib")}
-        for one in (machine, *environment.get("elsewhere", [])):
-            if one not in found["elsewhere"]:
-                found["elsewhere"].append(one)
-        found["conditions"] += [one for one in environment.get("conditions", []) if one not in found["conditions"]]
-    return {**known[0], **found, "elsewhere": found["elsewhere"][1:]} if known else {}
+        for entry in (machine, *environment.get("elsewhere", [])):
+            if entry not in merged["elsewhere"]:
+                merged["elsewhere"].append(entry)
+        merged["conditions"] += [
+            entry for entry in environment.get("conditions", []) if entry not in merged["conditions"]
+        ]
+    return {**nonempty[0], **merged, "elsewhere": merged["elsewhere"][1:]} if nonempty else {}

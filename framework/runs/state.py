@@ -1,7 +1,7 @@
-"""How far a run has come: ``state.json``, which the run keeps up to date, and what those make of it who look.
+"""State of a run: ``state.json``, written by the run, and its interpretation by readers.
 
-A run that was killed cannot say so. Whether one is running is therefore told by the lock of its directory: a file that
-says ``running`` and a lock that nobody holds are a run that was cut off.
+A killed run cannot update its state. A state of ``running`` without a held lock therefore means that the run was
+killed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from ..util.limits import CONFIG_BYTES, INDEX_BYTES
 from .run_directory import LOCK, OWNER, RunDirectory
 
 FILE = "state.json"
-#: Seconds between two updates while nothing else happens.
-BEAT = 10.0
+#: Seconds between two updates of the progress.
+UPDATE_INTERVAL = 10.0
 
 State = Literal["running", "interrupted", "stopped", "finished", "unknown"]
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run.
+    """State of a run.
 
     Attributes:
-        state: ``interrupted``: by its user, or killed; run again, it goes on. ``stopped``: it could not go on (a full
-            disk, ``--fail-fast``). ``finished``: every cell was measured, or failed. ``unknown``: it ran on another
-            machine, whose lock cannot be seen from here.
-        cells: of the recipe; None where a run did not note it.
-        finished, failed: how many of them were measured, and how many failed.
-        progress: the share of the prompts that all cells have answered, from 0 to 1; None where a run did not note it.
-        started, updated: ISO 8601, UTC; empty where unknown.
-        pid, host: of the process that runs or ran it.
-        note: what a reader should know, a sentence; for instance why it stopped.
+        state: ``interrupted``: by its user, or killed; it can be resumed. ``stopped``: it could not continue (full
+            disk, ``--fail-fast``). ``finished``: every cell was measured or failed. ``unknown``: it ran on another
+            machine, whose lock is not visible.
+        cells: number of cells of the recipe; None if unknown.
+        finished, failed: number of measured and of failed cells.
+        progress: finished share, from 0 to 1; None if unknown.
+        started, updated: ISO 8601, UTC; empty if unknown.
+        pid, host: process that runs or ran it.
+        note: a note for readers, for instance the reason why it stopped.
     """
 
     state: State
@@ -60,10 +60,10 @@ class RunState:
 
 
 class Reporter:
-    """Keeps ``state.json`` of a run while this process holds its lock: ``with Reporter(directory, cells) as state``.
+    """Writer of ``state.json`` while this process holds the lock: ``with Reporter(directory, cells) as state``.
 
-    An exception that leaves it is noted. A disk that takes no more costs the run's own files first, and they say so:
-    here it is passed over.
+    Exceptions that leave the block are recorded. Write errors are ignored, because the other files of the run report
+    them.
     """
 
     def __init__(self, directory: RunDirectory, cells: int):
@@ -80,13 +80,13 @@ class Reporter:
         elif error is not None:
             self.update(state="stopped", note=first_line(error))
 
-    def beat(self, progress: float) -> None:
-        """Note how far it is, if the last note is some time ago."""
-        if time.monotonic() - self._last >= BEAT:
+    def update_progress(self, progress: float) -> None:
+        """Update the progress, at most every `UPDATE_INTERVAL` seconds."""
+        if time.monotonic() - self._last >= UPDATE_INTERVAL:
             self.update(progress=progress)
 
     def update(self, **changes: Any) -> None:
-        """Set fields of `RunState`, and write."""
+        """Set fields of `RunState` and write the file."""
         self._last = time.monotonic()
         self._now = replace(self._now, **{**changes, "updated": _now()})
         with suppress(OSError):
@@ -94,47 +94,49 @@ class Reporter:
 
 
 def state_of(path: Path) -> RunState:
-    """What is known of the run in a directory, one of an older version included.
+    """Return the state of the run in a directory, which may be of an older version.
 
     Raises:
-        UsageError: it is no run, or what it wrote cannot be read.
+        UsageError: the directory is not a run, or its files are not readable.
     """
     if not path.is_dir() or not ((path / FILE).is_file() or (path / "recipe.json").is_file()):
-        raise UsageError(f"{printable(str(path))} is no directory of a run; crossdraft runs DIR lists those in DIR")
-    held = _held(path)
+        raise UsageError(
+            f"{printable(str(path))} is not the directory of a run; crossdraft runs DIR lists the runs in DIR"
+        )
+    locked = _is_locked(path)
     if not (path / FILE).is_file():
-        return _without(path, held)
-    found = _read(path / FILE)
-    if found.state != "running" or held:
-        return found if held is not True else replace(found, state="running")
-    if found.host not in ("", socket.gethostname()):
-        note = f"it says that it is running on {found.host}, whose processes cannot be seen from here"
-        return replace(found, state="unknown", note=note)
-    if held is None and _alive(found.pid):  # no lock to go by
-        return found
-    return replace(found, state="interrupted", note=f"process {found.pid} ended without a word; run it again to go on")
+        return _infer_state(path, locked)
+    state = _read(path / FILE)
+    if state.state != "running" or locked:
+        return state if locked is not True else replace(state, state="running")
+    if state.host not in ("", socket.gethostname()):
+        note = f"running on {state.host} according to its state.json; processes of that host are not visible here"
+        return replace(state, state="unknown", note=note)
+    if locked is None and _alive(state.pid):  # locks are not available
+        return state
+    return replace(state, state="interrupted", note=f"process {state.pid} exited unexpectedly; rerun to resume")
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The directories of runs in a directory, and of parts of them that were measured apart; or the directory itself.
+    """Return the directories of the runs in a directory and of their shards, or the directory itself if it is a run.
 
     Raises:
-        UsageError: there is no such directory.
+        UsageError: the directory does not exist or is not readable.
     """
     if not directory.is_dir():
         raise UsageError(
-            f"there is no directory {printable(str(directory))}; crossdraft run writes to runs/, or to --out"
+            f"directory {printable(str(directory))} does not exist; crossdraft run writes to runs/, or to --out"
         )
     try:
-        own = sorted(path for path in directory.iterdir() if path.is_dir())
-        parts = [file.parent for path in (directory, *own) for file in sorted(path.glob(f"*/*/{FILE}"))]
-        found = [directory] if _is_run(directory) else [path for path in own if _is_run(path)]
-        return list(dict.fromkeys([*found, *parts]))
+        folders = sorted(path for path in directory.iterdir() if path.is_dir())
+        parts = [file.parent for path in (directory, *folders) for file in sorted(path.glob(f"*/*/{FILE}"))]
+        runs = [directory] if _is_run(directory) else [path for path in folders if _is_run(path)]
+        return list(dict.fromkeys([*runs, *parts]))
     except OSError as error:
         raise UsageError(f"cannot read {printable(str(directory))}: {error.strerror or error}") from None
 
 
-# -- pieces -----------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------
 
 
 def _is_run(path: Path) -> bool:
@@ -145,8 +147,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _held(path: Path) -> bool | None:
-    """Does a process hold the lock of a run? None where that cannot be seen: no right to write, no locks."""
+def _is_locked(path: Path) -> bool | None:
+    """Return True if a process holds the lock of a run; None if unknown (no write permission, no locks)."""
     if not (path / LOCK).is_file():
         return False
     lock = FileLock(path / LOCK)
@@ -161,7 +163,7 @@ def _held(path: Path) -> bool | None:
 
 
 def _alive(pid: int | None) -> bool:
-    """Is there a process of that number on this machine?"""
+    """Return True if a process with this id runs on this machine."""
     try:
         os.kill(pid or 0, 0) if pid and os.name == "posix" else None
     except PermissionError:
@@ -172,33 +174,33 @@ def _alive(pid: int | None) -> bool:
 
 
 def _read(file: Path) -> RunState:
-    """The file as it was written. Raises UsageError for any other."""
+    """Read ``state.json``. Raises UsageError if it is damaged."""
     try:
         return TypeAdapter(RunState).validate_json(read_text(file, CONFIG_BYTES), strict=True)
     except ValidationError:
-        what = "is damaged or was written by another version"
-        raise UsageError(f"{printable(str(file))} {what}; run the recipe again to have it written anew") from None
+        problem = "is damaged or was written by another version"
+        raise UsageError(f"{printable(str(file))} {problem}; run the recipe again to rewrite it") from None
 
 
-def _without(path: Path, held: bool | None) -> RunState:
-    """The state of a run that kept no `FILE`, from what else it left."""
+def _infer_state(path: Path, locked: bool | None) -> RunState:
+    """Infer the state of a run without `FILE` from its other files."""
     owner = RunDirectory(path).read_json(OWNER)
     pid, host = owner.get("pid"), str(owner.get("host", ""))
     about: dict[str, Any] = {"pid": pid if isinstance(pid, int) else None, "host": host}
-    if held:
+    if locked:
         return RunState("running", started=str(owner.get("since", "")), **about)
     if not (path / "summary.csv").is_file():
-        return RunState(
-            "interrupted", note="it was cut off before it wrote summary.csv; run it again to go on", **about
-        )
+        return RunState("interrupted", note="it was killed before it wrote summary.csv; rerun to resume", **about)
     try:
         rows = list(csv.DictReader(read_text(path / "summary.csv", INDEX_BYTES).splitlines()))
-        said = read_text(path / "summary.md", INDEX_BYTES).splitlines() if (path / "summary.md").is_file() else []
+        summary_lines = (
+            read_text(path / "summary.md", INDEX_BYTES).splitlines() if (path / "summary.md").is_file() else []
+        )
     except csv.Error:
         raise UsageError(f"summary.csv of the run {printable(str(path))} is damaged; run its recipe again") from None
     failed = sum(bool(row.get("error")) for row in rows)
-    stopped = next((line.removeprefix("- stopped: ") for line in said if line.startswith("- stopped: ")), "")
-    interrupted = any(line.startswith("- interrupted: ") for line in said)
+    stopped = next((line.removeprefix("- stopped: ") for line in summary_lines if line.startswith("- stopped: ")), "")
+    interrupted = any(line.startswith("- interrupted: ") for line in summary_lines)
     written = datetime.fromtimestamp((path / "summary.csv").stat().st_mtime, UTC).isoformat(timespec="seconds")
     state: State = "interrupted" if interrupted else "stopped" if stopped else "finished"
     cells = len(rows) if state == "finished" else None

@@ -29,7 +29,7 @@ from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.sampling import Sampling
 from ..contracts.training import SearchConfig, Text
 from ..errors import ModelError, NumericalError, UsageError
-from ..runs.interrupts import until_told
+from ..runs.interrupts import deferred_interrupt
 from ..util.extras import need
 from ..util.input_files import read_json
 from ..util.limits import CONFIG_BYTES
@@ -86,7 +86,7 @@ class Searcher:
         self._resume(study, made_with)
         first, said = self.trainee.first(), -1.0 if not self.settings else self.settings["speed_up"]
         with (
-            until_told() as told,
+            deferred_interrupt() as told,
             tqdm(total=r.trials, initial=self.step, unit="trial", desc=r.name, disable=None) as bar,
         ):
             while self.step < r.trials and not (r.minutes and self.seconds > 60 * r.minutes):

@@ -29,7 +29,7 @@ from ..contracts.training import Text, TrainingConfig
 from ..errors import NumericalError, UsageError
 from ..models.digests import weights_sha256
 from ..models.resolve import resolve
-from ..runs.interrupts import until_told
+from ..runs.interrupts import deferred_interrupt
 from ..util.extras import need
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .features import Features, check_head
@@ -113,7 +113,7 @@ class Trainer:
         self._resume(len(batches))
         saved = time.perf_counter()
         with (
-            until_told() as told,
+            deferred_interrupt() as told,
             tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name, disable=None) as bar,
         ):
             while True:

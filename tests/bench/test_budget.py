@@ -77,12 +77,12 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
     def so_far(now: Outcome) -> None:
         shown.append(prompts_of(now))
 
-    outcome = run(asked, tmp_path / "runs", say=lines.append, so_far=so_far, clock=clock)
+    outcome = run(asked, tmp_path / "runs", log=lines.append, on_partial=so_far, clock=clock)
     assert outcome.exit_code == 0 and outcome.state == "finished" and 5 < clock.now <= 9
     mine, other = prompts_of(outcome)
     n = len(mine)
     assert mine == other and 1 < n < 6
-    assert outcome.notes == [f"{n} of 6 prompts (time budget 9s); run again to go on"]
+    assert outcome.notes == [f"{n} of 6 prompts (time budget 9s); rerun to resume"]
     assert clock.order[0][0] == "none", "plain decoding gives the first estimate"
     counts = [len(a) for a, b in shown if a == b]
     assert counts[0] == 1 and counts == sorted(set(counts)) and len(counts) == len(shown) <= 3
@@ -93,9 +93,9 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    whole = run(load_recipe(recipe, SETTINGS), tmp_path / "whole", say=None)
+    whole = run(load_recipe(recipe, SETTINGS), tmp_path / "whole", log=None)
     clock = Clock(monkeypatch)
-    cut = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=None, clock=clock)
+    cut = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
     assert cut.directory.name == whole.directory.name, "the budget is part of no hash"
     n = len(prompts_of(cut)[0])
     assert n < 6 and state_of(cut.directory).state == "finished"
@@ -106,42 +106,42 @@ def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_pa
     write_summary(cut)
     finished = read_run(cut.directory)
     text = page([finished])
-    assert f"- note: {n} of 6 prompts (time budget 5s); run again to go on" in text
+    assert f"- note: {n} of 6 prompts (time budget 5s); rerun to resume" in text
     assert f"{n} of 6 (time budget 5s) of " in text  # among the conditions
     kept = {d.name: said(d) for d in cells(tmp_path)}
 
     lines: list[str] = []
     clock.order.clear()
-    more = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=lines.append, clock=clock)
-    assert f"measured before: {n} of 6 prompts (time budget 5s)" in "\n".join(lines)
+    more = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=lines.append, clock=clock)
+    assert f"resuming: {n} of 6 prompts (time budget 5s)" in "\n".join(lines)
     assert n < len(prompts_of(more)[0]), "every run with a budget measures another block"
-    rest = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", say=lines.append, clock=clock)
+    rest = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=lines.append, clock=clock)
     asked = Counter((name, i) for name, piece in clock.order for i in piece)
     assert set(asked.values()) == {1} and len(asked) == 2 * (6 - n), "nothing is measured twice"
     assert records(rest.directory) == records(whole.directory) and not list(tmp_path.glob("runs/*/groups/*"))
     assert all(kept[d.name].items() <= said(d).items() for d in cells(tmp_path))
     assert not rest.notes and not any(result.planned for result in rest.results)
-    again = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", say=None, clock=clock)
+    again = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
     assert all(result.reused for result in again.results) and len(prompts_of(again)[0]) == 6
 
 
-@pytest.mark.parametrize("together", [budget.TOGETHER, 0])
+@pytest.mark.parametrize("together", [budget.MAX_OPEN_SLOTS, 0])
 def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, together: int) -> None:
     """Batch sizes 1 and 2, also where a group is closed while the other one is measured."""
-    monkeypatch.setattr(budget, "TOGETHER", together)
+    monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", together)
     clock, shown = Clock(monkeypatch), list[list[list[str]]]()
     asked = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
 
     def so_far(now: Outcome) -> None:
         shown.append(prompts_of(now))
 
-    outcome = run(asked, tmp_path / "runs", say=None, clock=clock, so_far=so_far)
+    outcome = run(asked, tmp_path / "runs", log=None, clock=clock, on_partial=so_far)
     assert outcome.exit_code == 0 and len(outcome.results) == 4
     for one in (*shown, prompts_of(outcome)):
         first, *others = map(set, one)
         assert 0 < len(first) < 6 and all(other == first for other in others)
-    whole = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "runs", say=None)
-    alone = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "alone", say=None)
+    whole = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "runs", log=None)
+    alone = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "alone", log=None)
     assert records(whole.directory) == records(alone.directory)
 
 
@@ -149,7 +149,7 @@ def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, 
     """A step takes 8 s: the estimate comes in the first minute, out of a piece that is not finished."""
     clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
     asked = load_recipe(recipe, [*SETTINGS, "time=30s"])
-    outcome = run(asked, tmp_path / "runs", say=lambda line: lines.append((clock.now, line)), clock=clock)
+    outcome = run(asked, tmp_path / "runs", log=lambda line: lines.append((clock.now, line)), clock=clock)
     assert [len(asked) for asked in prompts_of(outcome)] == [1, 1] and clock.now > 60
     (said_at, line), *_ = [(at, line) for at, line in lines if "time budget of 30s" in line]
     assert said_at < 60 and line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
@@ -168,7 +168,7 @@ def test_an_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monk
 
     monkeypatch.setattr(Cell, "run", run_)
     settings = ["matrix={temperature: [0.5, 1]}", *SETTINGS[1:], "time=1h"]
-    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None, clock=clock)
+    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", log=None, clock=clock)
     assert outcome.interrupted and outcome.exit_code == 130 and calls[0] == 8
     assert [len(asked) for asked in prompts_of(outcome)] == [1, 1, 1, 1]
     assert sum("cut short after block 1 of 6" in note for note in outcome.notes) == 2
@@ -186,7 +186,7 @@ def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path,
 
     monkeypatch.setattr(Cell, "run", run_)
     asked = load_recipe(recipe, [*SETTINGS, "drafters=[prompt-lookup, {name: prompt-lookup, gamma: 2}]", "time=12s"])
-    outcome = run(asked, tmp_path / "runs", say=None, clock=clock)
+    outcome = run(asked, tmp_path / "runs", log=None, clock=clock)
     assert len(outcome.failed) == 1 and outcome.exit_code == 1
     alive = [asked for asked, result in zip(prompts_of(outcome), outcome.results, strict=True) if not result.error]
     assert len(alive) == 2 and alive[0] == alive[1] and 1 < len(alive[0]) < 6
@@ -224,10 +224,10 @@ def test_what_is_left_is_not_less_than_the_first_block() -> None:
     prompts = [Prompt(i, "a", ("hi",), index=i) for i in range(4)]
     one = budget.Budget("30s", prompts, [[i] for i in range(4)], 64, lambda: now[0])
     now[0] = 25.0
-    assert one.most(20.0, 2) == 15.0 and one.most(10.0, 2) == 5.0
+    assert one.max_remaining(20.0, 2) == 15.0 and one.max_remaining(10.0, 2) == 5.0
     one.done = 1
-    assert one.most(20.0, 2) == 5.0
-    slow, fast, fits = (one.verdict(pace, 2) for pace in (20.0, 10.0, 3.0))
+    assert one.max_remaining(20.0, 2) == 5.0
+    slow, fast, fits = (one.warning(pace, 2) for pace in (20.0, 10.0, 3.0))
     assert slow.startswith("the first table (1 prompt in each of 2 cells) takes about 40 s, more than")
     assert "--set max_new_tokens=48" in slow and slow.endswith("all 4 prompts take about 3 min (--time 4m)")
     assert fast.startswith("all 4 prompts take about 80 s, about 1 within the time budget of 30s")
@@ -261,11 +261,11 @@ def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> No
 def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
     """A real clock and a budget that nothing fits: one block, and then the rest."""
     code, out, err = bench(*SETTINGS, flags=["--time", "0.001s"])
-    assert code == 0 and "note: 1 of 6 prompts (time budget 0.001s); run again to go on" in out and "speed-up" in out
+    assert code == 0 and "note: 1 of 6 prompts (time budget 0.001s); rerun to resume" in out and "speed-up" in out
     (directory,) = tmp_path.glob("runs/*")
     assert json.loads((directory / "recipe.json").read_text(encoding="utf-8"))["time"] == "0.001s"
     code, out, err = bench(*SETTINGS, flags=["--time", "1h"])
-    assert code == 0 and "so far, 1 of 6 prompts:\n\n" in err and "time budget" not in out and "going on after" in err
+    assert code == 0 and "so far, 1 of 6 prompts:\n\n" in err and "time budget" not in out and "resuming after" in err
     assert "so far" not in out
     assert "reusing 2 cells" in bench(*SETTINGS, flags=["--time", "none"])[2]
 
@@ -277,7 +277,7 @@ def test_the_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None
     def so_far(now: Outcome) -> None:
         shown.append(brief(Summary.of(now, [])))
 
-    run(asked, tmp_path / "runs", say=None, clock=Clock(monkeypatch), so_far=so_far)
+    run(asked, tmp_path / "runs", log=None, clock=Clock(monkeypatch), on_partial=so_far)
     text = shown[0]
     assert (
         text.startswith("so far, 1 of 6 prompts:\n\ntemperature 1, batch size 1")

@@ -65,11 +65,11 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     calls = Broken.calls
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
     assert code == 1 and Broken.calls == calls and "RuntimeError: it broke" in out
-    assert "reusing 7 cells, 2 cells failed before and not tried again (--retry-failed)" in err
+    assert "reusing 7 cells, 2 cells failed before; use --retry-failed to measure again" in err
     settings = [*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10"]
     code, _, err = bench(*settings, flags=["--retry-failed", "--fail-fast", "--debug"])
     assert code == 1 and Broken.calls > calls and "Traceback" in err
-    assert err.endswith("broken (not certified) failed, and nothing was run after it (--fail-fast)\n")
+    assert err.endswith("broken (not certified) failed; the run was stopped (--fail-fast)\n")
 
 
 class Hungry(Token):
@@ -96,7 +96,7 @@ def test_a_cell_without_memory_fails_alone_and_says_what_it_needed(bench: Any, i
     assert (
         "failed: prompt-lookup × hungry (temperature 1, batch size 3): out of memory at batch size 3: weights " in out
     )
-    assert "cache 0.00 GB (3 slots of " in out and "(3 × 11 positions) are less than the " in out
+    assert "cache 0.00 GB (3 slots of " in out and "(3 × 11 positions); this is less than the " in out
 
 
 class Lax(Token):
@@ -126,13 +126,13 @@ def test_records_that_cannot_be_written(bench: Any, monkeypatch: Any) -> None:
 def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"target={models['nan']}", "drafters=[prompt-lookup]")
     assert code == 1
-    assert "NaN or infinite logits for the warm-up at position" in out
+    assert "NaN or infinite logits for warm-up prompt at position" in out
     assert "speed-up" not in out
 
 
 def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['nan']}")
-    assert code == 1 and "drafter 'draft-model' produced NaN or infinite logits for the warm-up at" in out
+    assert code == 1 and "drafter 'draft-model' produced NaN or infinite logits for warm-up prompt at" in out
     assert "prompt-lookup  block" in out  # the others finished
 
 
@@ -153,7 +153,7 @@ def test_a_prompt_longer_than_the_context(
     write_prompts(tmp_path / "prompts.jsonl", n=2, length=120)
     code, _, err = bench(*ONE_GROUP)
     assert code == 2
-    assert f"prompt 'q0', turn 1 has 122 tokens, but {models['target']} has a context of 96; shorten" in err
+    assert f"prompt 'q0', turn 1 has 122 tokens, but the context length of {models['target']} is 96; shorten" in err
 
 
 def test_wrong_requests(bench: Any, tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, here: A
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 1
     (run,) = tmp_path.glob("runs/*")
-    sentence = (
-        "1 of 2 groups were not measured, run again to measure them: group 2 of 2 (temperature 1, batch size 3): "
+    sentence = "1 of 2 groups were not measured; rerun to measure them: group 2 of 2 (temperature 1, batch size 3): "
+    assert (
+        f"stopped: {sentence}its process was killed by SIGKILL before its group was finished" in out and sentence in err
     )
-    assert f"stopped: {sentence}its process was killed by SIGKILL before it had finished" in out and sentence in err
     kept = texts(run)
     assert len(kept) == 2 and all(whole[cell] == found for cell, found in kept.items())
 
@@ -97,7 +97,7 @@ def test_what_failed_is_told(bench: Any, tmp_path: Path, here: Any, models: dict
 def test_fail_fast_starts_nothing_more(bench: Any, here: Any, models: dict[str, str]) -> None:
     bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, _ = bench(bad, *SETTINGS[1:], flags=[*LAUNCHED, "--fail-fast"])
-    assert code == 1 and "stopped: a cell failed, and nothing was run after it (--fail-fast)" in out
+    assert code == 1 and "stopped: a cell failed; the run was stopped (--fail-fast)" in out
     assert len(here.started) == 1 and "--fail-fast" in here.started[0]
 
 
@@ -121,12 +121,12 @@ def test_interrupted(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any
 
 def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, here: Any) -> None:
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2"])
-    sentence = "2 workers would share 1 device, and each would slow the others down; give --workers 1, or --untimed"
+    sentence = "--workers 2: they would share 1 device and slow each other down; use --workers 1, or --untimed"
     assert (code, out) == (2, "") and sentence in err and not here.started
     code, out, err = bench(*SETTINGS, flags=["--launcher", "local", "--workers", "2"])
     assert (code, out) == (2, "") and sentence in err
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "0"])
-    assert code == 2 and "--workers 0: at least one process has to measure" in err
+    assert code == 2 and "--workers 0: must be at least 1" in err
     assert not list(tmp_path.glob("runs/*"))
     here.many = None
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2", "--untimed"])
@@ -186,7 +186,7 @@ def test_every_process_has_the_time_budget(bench: Any, tmp_path: Path, here: Any
     settings = [*SETTINGS, "matrix={temperature: [0.5, 1]}"]
     code, out, err = bench(*settings, flags=[*LAUNCHED, "--time", "0.001s"])
     assert code == 0 and err.count(": measured\n") == 2
-    assert out.count("note: 1 of 2 prompts (time budget 0.001s); run again to go on") == 1
+    assert out.count("note: 1 of 2 prompts (time budget 0.001s); rerun to resume") == 1
     (run,) = tmp_path.glob("runs/*")
     cut = texts(run)
     assert [len({question for question, _ in cell}) for cell in cut.values()] == [1] * 4

@@ -94,15 +94,15 @@ def test_a_killed_process_costs_its_group_which_a_rerun_does(start: Any, tmp_pat
     shard = tmp_path / "runs" / run_in(tmp_path / "whole").name / "shards" / "2-of-2"
     os.kill(wait_for(lambda: owner(shard), process), signal.SIGKILL)
     out, err = finished(process, 1)
-    assert "1 of 2 groups were not measured, run again to measure them: group 2 of 2" in out
-    assert "its process was killed by SIGKILL before it had finished" in err
+    assert "1 of 2 groups were not measured; rerun to measure them: group 2 of 2" in out
+    assert "its process was killed by SIGKILL before its group was finished" in err
     run = run_in(tmp_path / "runs")
     assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
 
     out, err = finished(start("runs", FOR_LONG, flags=LOCAL))
     assert err.count(": reused\n") == 1 and err.count(": measured\n") == 1
     assert texts(run) == whole
-    assert "going on after piece" in (run / "shards" / "2-of-2.log").read_text(encoding="utf-8")
+    assert "resuming after piece" in (run / "shards" / "2-of-2.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -127,7 +127,10 @@ def test_an_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, nu
     [
         (["ray", "--launcher-option", "cpus=1"], "processors would share it, and slow each other down; leave cpus out"),
         (["slurm", "--launcher-option", "exclusive=false"], "jobs without a GPU that are not exclusive would share a"),
-        (["slurm", "--launcher-option", "cluster=local", "--workers", "2"], "2 workers would share 1 device, and each"),
+        (
+            ["slurm", "--launcher-option", "cluster=local", "--workers", "2"],
+            "--workers 2: they would share 1 device and slow",
+        ),
     ],
 )
 def test_timed_groups_share_nothing(start: Any, flags: list[str], sentence: str) -> None:

@@ -26,7 +26,7 @@ from crossdraft.framework.report.html.cell_table import best_of
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs import certified_registry
-from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_rule
+from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_verifier
 from crossdraft.verifiers.token import Token
 
 
@@ -72,7 +72,7 @@ def measured(recipe: str, tmp_path: Path, install: Any, monkeypatch: Any) -> Pat
     """The directory of a run with the liar, from the Python interface, which certifies nothing beforehand."""
     monkeypatch.setattr(write, "draw", draw)
     install("verifiers", ("liar", Liar, "accepts anything"), ("honest", Honest))
-    found = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", say=None)
+    found = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=None)
     assert not found.failed
     write_summary(found)
     return found.directory
@@ -103,13 +103,13 @@ def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any)
     install("verifiers", ("sometimes", Sometimes))
     settings = [*SETTINGS, "limit=1"]
     _, out, err = bench(*settings, "verifiers=[token, sometimes]")
-    assert re.search(r"certified lossless on the smallest toy models, in \d+\.\d s: token, sometimes\n", err)
-    assert "not certified" not in out and mark_of_rule(Sometimes, Sometimes.Config()) == Mark("certified")
+    assert re.search(r"certified lossless on the smallest toys, in \d+\.\d s: token, sometimes\n", err)
+    assert "not certified" not in out and mark_of_verifier(Sometimes, Sometimes.Config()) == Mark("certified")
     assert "certified lossless" not in bench(*settings, "verifiers=[token, sometimes]")[2]
     code, _, err = bench(*settings, "verifiers=[{name: sometimes, lie: true}]")
-    assert code == 1 and "verifier 'sometimes' is declared lossless" in err
-    assert mark_of_rule(Sometimes, Sometimes.Config(lie=True)).kind == "failed"
-    assert mark_of_rule(Sometimes, Sometimes.Config()).kind == "certified"
+    assert code == 1 and "verifier 'sometimes' claims to be lossless" in err
+    assert mark_of_verifier(Sometimes, Sometimes.Config(lie=True)).kind == "failed"
+    assert mark_of_verifier(Sometimes, Sometimes.Config()).kind == "certified"
 
 
 def test_code_without_a_file_runs_and_is_not_certified(bench: Any, install: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, inst
         assert (code, out) == (1, "") and "its q is not the distribution that its tokens are drawn from" in err
         assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
     # The rule that judged it is none the worse for that.
-    assert mark_of_rule(Token, Token.Config()) == Mark("certified")
+    assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
 
 
 def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> None:
@@ -182,7 +182,7 @@ def test_the_html_page(measured: Path) -> None:
     finished = read_run(measured)
     liar = next(r for r in finished.summary.results if r.config.verifier.name == "liar")
     certified_registry.remember(
-        [(Liar, Liar.Config(), certified_registry.Certificate(0.5, False, "on toy 'T0' with draft 'chain'"))]
+        [(Liar, Liar.Config(), certified_registry.CertificateRecord(0.5, False, "on toy 'T0' with draft 'chain'"))]
     )
     page = html_page([finished])
     assert mark_of(liar) == Mark("failed", 0.5, "on toy 'T0' with draft 'chain'")
@@ -209,7 +209,7 @@ def test_legends_of_charts(measured: Path) -> None:
 
 
 def test_compare_tells_where_marks_differ(measured: Path, recipe: str, tmp_path: Path, capsys: Any) -> None:
-    other = run(load_recipe(recipe, [*SETTINGS, "seed=1"]), tmp_path / "runs", say=None)
+    other = run(load_recipe(recipe, [*SETTINGS, "seed=1"]), tmp_path / "runs", log=None)
     write_summary(other)
     text = output(capsys, "compare", str(measured), str(other.directory))
     assert "liar (not certified)" in text and "honest (lossy)" in text and "token (" not in text
@@ -247,7 +247,7 @@ def test_results_keep_their_mark_when_the_code_changes(measured: Path) -> None:
     results = {r.config.verifier.name: r for r in read_run(measured).summary.results if not r.config.is_baseline}
     assert results["token"].provenance["mark"]["kind"] == "certified"
     assert results["honest"].provenance["mark"]["kind"] == "lossy"
-    certified_registry.remember([(Liar, Liar.Config(), certified_registry.Certificate(0.5, False))])
+    certified_registry.remember([(Liar, Liar.Config(), certified_registry.CertificateRecord(0.5, False))])
     assert mark_of(results["liar"]).kind == "failed"
     results["liar"].provenance["verifier"]["sha256"] = "0" * 64
     assert mark_of(results["liar"]) == Mark("uncertified")

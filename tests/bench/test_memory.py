@@ -23,15 +23,15 @@ def test_needs_by_hand(tiny_model: Any) -> None:
     model = tiny_model("llama", vocab_size=1000)
     weights = sum(p.nbytes for p in model.parameters())
     cache = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32: bytes a token
-    row = 50_000 * cache + 2 * 4 * 5 * 1000  # a slot; logits and law of five positions
+    row = 50_000 * cache + 2 * 4 * 5 * 1000  # a slot; logits and probabilities of five positions
     sentence = explain([model], 64, 50_000, 5, weights + 10 * row + row // 2)
     assert sentence == (
-        "out of memory at batch size 64: weights 0.00 GB, cache 0.82 GB (64 slots of 50000 tokens), logits and law "
-        "0.00 GB (64 × 5 positions), of 0.14 GB in all; batch size 10 would fit, other programs' memory not counted"
+        "out of memory at batch size 64: weights 0.00 GB, cache 0.82 GB (64 slots of 50000 tokens), logits and probabilities "
+        "0.00 GB (64 × 5 positions), of 0.14 GB; batch size 10 would fit if no other program uses memory"
     )
-    assert "not even batch size 1 fits" in explain([model], 64, 50_000, 5, weights + row - 1)
+    assert "batch size 1 does not fit either" in explain([model], 64, 50_000, 5, weights + row - 1)
     assert "batch size 63 would fit" in explain([model], 64, 50_000, 5, weights + 64 * row - 1)
-    assert "are less than the 0.82 GB there are" in explain([model], 64, 50_000, 5, weights + 64 * row)
+    assert "this is less than the 0.82 GB of the device" in explain([model], 64, 50_000, 5, weights + 64 * row)
     assert explain([model], 64, 50_000, 5, None).endswith("; set a smaller batch_size or max_new_tokens")
 
 
@@ -41,7 +41,7 @@ def test_what_recordings_hold_counts(tiny_model: Any) -> None:
     row = 100 * 2 * 2 * 2 * 8 * 4 + 2 * 4 * 5 * 1000
     recorded = 8 * 10**9 + 1  # of eight slots, a byte more in one of them
     sentence = explain([model], 8, 100, 5, weights + 3 * (row + 10**9 + 1), recorded)
-    assert ", what recorded passes return 8.00 GB, of " in sentence and "batch size 3 would fit" in sentence
+    assert ", CUDA graph outputs 8.00 GB, of " in sentence and "batch size 3 would fit" in sentence
     assert "batch size 2 would fit" in explain([model], 8, 100, 5, weights + 3 * (row + 10**9 + 1) - 1, recorded)
 
 
@@ -52,7 +52,7 @@ def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> 
     cache, logits = lm.cache.nbytes() // 2, 2 * 4 * lm.vocab_size
     weights = sum(p.nbytes for p in model.parameters())
     assert "batch size 1 would fit" in explain([model], 2, 16, 1, weights + cache + logits)
-    assert "not even batch size 1" in explain([model], 2, 16, 1, weights + cache + logits - 1)
+    assert "batch size 1 does not fit" in explain([model], 2, 16, 1, weights + cache + logits - 1)
 
 
 def test_a_shared_embedding_counts_once(tiny_model: Any) -> None:

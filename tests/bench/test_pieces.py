@@ -12,7 +12,7 @@ from tiny_runs import ONE_GROUP, cells, said
 
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.cell_runner import Cell, Conversation
-from crossdraft.framework.bench.group import cut
+from crossdraft.framework.bench.group import cut_pieces
 from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
@@ -39,7 +39,7 @@ def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
     plugins.manager().register(plugin, "listener")
     try:
         settings = [*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]"]
-        outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
+        outcome = run(load_recipe(recipe, settings), tmp_path / "runs", log=None)
     finally:
         plugins.manager().unregister(plugin)
     assert told == [2, ("none", True), ("prompt-lookup", True)]
@@ -48,7 +48,7 @@ def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
     _, out, _ = bench(*ONE_GROUP, "batch_size=9")
-    assert "note: batch size 9 with only 6 prompts: some slots stay empty, tok/s are those of fewer rows" in out
+    assert "note: batch size 9 with only 6 prompts: some slots stay empty; tok/s are those of a smaller batch" in out
 
 
 def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -58,7 +58,7 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setattr(decoder, "FIRST", 0)  # a validated step looks once more
     monkeypatch.setattr(decoder, "EVERY", 10**9)
     settings = ["matrix={batch_size: [1, 3, 9]}", *ONE_GROUP[1:], "drafters=[{name: prompt-lookup, gamma: 2}]"]
-    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", say=None)
+    outcome = run(load_recipe(recipe, settings), tmp_path / "runs", log=None)
     for result in outcome.results:
         assert result.metrics is not None
         b = result.config.batch_size
@@ -165,11 +165,11 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
     ],
 )
 def test_pieces_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
-    pieces = cut(conversations("a" * n), batch, Random(0))
+    pieces = cut_pieces(conversations("a" * n), batch, Random(0))
     assert sorted(len(piece) for piece in pieces) == sizes
     order = [c.prompt.index for piece in pieces for c in piece]
     assert sorted(order) == list(range(n)) and (order != sorted(order) or n < 3)
-    assert cut(conversations("a" * n), batch, Random(0)) == pieces  # the same after an interruption
+    assert cut_pieces(conversations("a" * n), batch, Random(0)) == pieces  # the same after an interruption
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_pieces_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
     ],
 )
 def test_pieces_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
-    found = cut(conversations(categories), batch, Random(0))
+    found = cut_pieces(conversations(categories), batch, Random(0))
     shown = ["".join(sorted(c.prompt.category for c in piece)) for piece in found]
     assert sorted(shown) == sorted(pieces)
     assert sorted(c.prompt.index for piece in found for c in piece) == list(range(len(categories)))

@@ -1,4 +1,4 @@
-"""What a run tells while it measures: how far, how long still, and who is at work."""
+"""Progress lines, the progress bar, and estimates of the remaining time."""
 
 import io
 from typing import Any
@@ -23,25 +23,25 @@ class Clock:
 
 
 def test_without_a_terminal() -> None:
-    """How long it takes after the first piece, then a line a minute."""
+    """An estimate after the first piece, then a line per minute."""
     said: list[str] = []
     shares: list[float] = []
     clock = Clock()
     with Meter(120, said.append, True, shares.append, clock) as meter:
-        clock.now = 30.0  # loading is no measuring
-        meter.skip(20)  # from before
+        clock.now = 30.0  # loading models does not count
+        meter.prompts_skipped(20)  # stored pieces
         assert meter.left is None
         for number in range(10):
             for name in ("none", "prompt-lookup"):
-                meter.at(config(name, 4))
+                meter.cell_started(config(name, 4))
                 clock.now += 10.0
-                meter.advance(2)
-            meter.piece(number + 2, 30)
+                meter.prompts_finished(2)
+            meter.piece_finished(number + 2, 30)
         assert meter.left == pytest.approx(10.0 / 2 * (120 - 20 - 40))
-        meter.settle(120)
+        meter.group_finished(120)
         assert meter.left == 0 and meter.share == 1.0
     # 20 s for 4 of 100 prompts: 96 to go.
-    assert said[0] == "about 8 min left, judging by the first piece of prompts"
+    assert said[0] == "about 8 min left, estimated from the first piece of prompts"
     assert said[1] == "30 %: prompt-lookup × token, batch size 4; about 7 min left"
     assert len(said) == 4 and all(line.endswith(" left") for line in said[1:])
     assert shares == sorted(shares) and shares[-1] == 1.0
@@ -58,12 +58,12 @@ def test_on_a_terminal(monkeypatch: Any) -> None:
     said: list[str] = []
     clock = Clock()
     with Meter(8, said.append, True, clock=clock) as meter:
-        meter.at(config())
+        meter.cell_started(config())
         clock.now = 150.0
-        meter.advance(4)
+        meter.prompts_finished(4)
         clock.now = 300.0
-        meter.at(config("none"))
-        meter.say("a line")
+        meter.cell_started(config("none"))
+        meter.log("a line")
     assert said == ["a line"]
     shown = screen.getvalue()
     assert " 50 %|" in shown and "| 4/8 prompts, about 2 min left, prompt-lookup × token, batch size 1" in shown
@@ -83,12 +83,12 @@ def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
     clock = Clock()
     with Meter(200, said.append, False, clock=clock) as meter:
         for number in range(40):
-            meter.at(config())
+            meter.cell_started(config())
             clock.now += 10.0 if number < 10 else 40.0
-            meter.advance(1)
-            meter.piece(number + 1, 200)
+            meter.prompts_finished(1)
+            meter.piece_finished(number + 1, 200)
     estimates = [line for line in said if "%" not in line]
-    assert estimates[0] == "about 33 min left, judging by the first piece of prompts"
+    assert estimates[0] == "about 33 min left, estimated from the first piece of prompts"
     assert estimates[1].startswith("about 49 min left, steps are 1.6 times as slow as at the last estimate")
     assert meter.pace is not None and 30 < meter.pace < 40
     assert meter.left == pytest.approx(160 * meter.pace)
@@ -103,21 +103,23 @@ def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
         judged.append(pace)
         return "too long"
 
-    with Meter(8, said.append, False, clock=clock, turns=16, most=lambda pace: most[0], judge=judge) as meter:
-        meter.warming()
+    with Meter(
+        8, said.append, False, clock=clock, turns=16, max_remaining=lambda pace: most[0], budget_warning=judge
+    ) as meter:
+        meter.warm_up_started()
         for _ in range(5):  # of 16 tokens a turn
             clock.now += 4.0
-            meter.step(1 / 16)
+            meter.step_finished(1 / 16)
         assert meter.pace == 64.0 and said == []
         clock.now += 100.0  # loading
-        meter.at(config())
+        meter.cell_started(config())
         clock.now += 8.0
-        meter.step(1 / 16)
-        assert said == ["too long (judging by the first steps)"] and judged == [128.0]
+        meter.step_finished(1 / 16)
+        assert said == ["too long (estimated from the first steps)"] and judged == [128.0]
         assert meter.left == 1000.0  # of 2048 s
         clock.now += 56.0
-        meter.advance(1, 2)
-        meter.piece(1, 8)
+        meter.prompts_finished(1, 2)
+        meter.piece_finished(1, 8)
         assert (meter.pace, meter.left) == (32.0, 448.0)
         most[0] = -1.0  # the budget is over, the block is not
         assert meter.left == 448.0
@@ -126,7 +128,7 @@ def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
 def test_nothing_to_measure() -> None:
     said: list[str] = []
     with Meter(0, said.append) as meter:
-        meter.settle(0)
+        meter.group_finished(0)
         assert meter.share == 1.0
     assert said == []
 

@@ -91,7 +91,7 @@ def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
     if kept:
         assert f"cut short after piece {kept} of 6" in out and "remembering" in out
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
-    assert code == 0 and (f"going on after piece {kept} of 6" in err) == (kept > 0)
+    assert code == 0 and (f"resuming after piece {kept} of 6" in err) == (kept > 0)
     assert records(tmp_path) == undisturbed
     assert not list(tmp_path.glob("runs/*/groups/*"))
 
@@ -108,7 +108,7 @@ def test_a_group_keeps_its_threads_and_records_others(
     assert code == 130 and err.count("disturbed, 2 threads") == 1
     settings |= {"wait_policy": "passive"}
     code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
-    (before, after) = re.findall(r"threads from piece (\d) on: 2 of 2, passive; before: 2 of 2, (spin)", err)[0]
+    (before, after) = re.findall(r"threads from piece (\d): 2 of 2, passive; before: 2 of 2, (spin)", err)[0]
     assert code == 0 and after == "spin"
     for cell in cells(tmp_path):
         used = json.loads((cell / "config.json").read_text(encoding="utf-8"))["provenance"]["decoding_threads"]
@@ -133,7 +133,7 @@ def test_a_second_run_is_refused(bench: Any, tmp_path: Path) -> None:
     with RunDirectory(directory).locked():
         code, out, err = bench(*SETTINGS)
     assert (code, out) == (2, "")
-    assert f"another run writes to {directory} (process {os.getpid()} on " in err
+    assert f"{directory} is locked by another run (process {os.getpid()} on " in err
     assert bench(*SETTINGS)[0] == 0
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_keeps_what_is_whole(bench: Any, tmp_path: Path, monkeypatch
     assert code == 1 and "cut short after piece 3 of 6" in out and "stopped: cannot write to " in out
     assert "Traceback" not in err and ": No space left on device" in err.splitlines()[-1]
     monkeypatch.undo()
-    assert "going on after piece 3 of 6" in bench(*SETTINGS)[2]
+    assert "resuming after piece 3 of 6" in bench(*SETTINGS)[2]
 
 
 def test_a_summary_that_cannot_be_written_is_shown(bench: Any, monkeypatch: Any) -> None:
@@ -213,7 +213,7 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     assert "reusing 2 cells" in bench(*settings)[2]
     (tmp_path / "helping.py").write_text("LENGTH = 2\n", encoding="utf-8")
     code_digest._digest.cache_clear()  # another process would read the files anew
-    assert "measured again, because these have changed: the code of the drafter\n" in bench(*settings)[2]
+    assert "measured again because of changes: the code of the drafter\n" in bench(*settings)[2]
     found = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
     assert all(one["provenance"]["verifier"]["distribution"] == "crossdraft" for one in found)
     # A drafter that runs another one by its name depends on that one's code.
@@ -230,7 +230,7 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     assert "reusing 2 cells" in bench(*wrapping)[2]
     (tmp_path / "helping.py").write_text("LENGTH = 3\n", encoding="utf-8")
     code_digest._digest.cache_clear()
-    assert "measured again, because these have changed: the code of the drafter\n" in bench(*wrapping)[2]
+    assert "measured again because of changes: the code of the drafter\n" in bench(*wrapping)[2]
     for name in ("my_drafter", "my_wrapper", "helping"):
         sys.modules.pop(name)
     importlib.invalidate_caches()

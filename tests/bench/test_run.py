@@ -126,7 +126,7 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     gone = cells(tmp_path)[0]
     shutil.rmtree(gone)
     err = bench(*settings)[2]
-    assert "running 3 cells, some of its cells are new" in err  # its group is measured together again
+    assert "running 3 cells, some cells are new" in err  # its group is measured together again
     assert "reusing 3 cells" in err
     changed = [d.name for d in cells(tmp_path) if (d / "metrics.json").read_bytes() != first[d.name]]
     assert len(changed) == 3 and gone.name in changed
@@ -139,7 +139,7 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     assert bench(*settings)[2].count("running 3 cells") == 1
     assert bench(*settings, flags=["--fresh"])[2].count("running 3 cells") == 2
     write_prompts(tmp_path / "prompts.jsonl", length=6)  # the same file name, other prompts
-    assert bench(*settings)[2].count("running 3 cells, measured again, because these have changed: the prompts") == 2
+    assert bench(*settings)[2].count("running 3 cells, measured again because of changes: the prompts") == 2
 
 
 def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
@@ -149,7 +149,10 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
     assert "reusing 3 cells" in bench(*settings)[2]
     shutil.copytree(models["narrow"], tmp_path / "draft", dirs_exist_ok=True)
     name = tmp_path / "draft"
-    assert f"changed: the weights of {name}; the config, tokenizer or templates of {name}\n" in bench(*settings)[2]
+    assert (
+        f"because of changes: the weights of {name}; the config, tokenizer or templates of {name}\n"
+        in bench(*settings)[2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_changed_settings_of_a_model_are_measured_again(
     bench(*settings)
     path = tmp_path / "draft" / file
     path.write_text((path.read_text(encoding="utf-8") if path.is_file() else "{}") + "\n", encoding="utf-8")
-    assert f"changed: the config, tokenizer or templates of {tmp_path / 'draft'}\n" in bench(*settings)[2]
+    assert f"because of changes: the config, tokenizer or templates of {tmp_path / 'draft'}\n" in bench(*settings)[2]
     assert "reusing 2 cells\n" in bench(*settings)[2]
 
 

@@ -29,7 +29,7 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path, in_a_directory: bool) 
     file.write_text('{"kind": "something else"}')
     assert changes(before, {}) == [f"the weights of {name}"]
     file.unlink()
-    assert changes(before, {}) == [f"the model {name}, which is not there any more"]
+    assert changes(before, {}) == [f"the model {name}, which is missing"]
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

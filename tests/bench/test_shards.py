@@ -11,7 +11,7 @@ from tiny_runs import said
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.report.load_run import read_run, read_runs
-from crossdraft.framework.runs.shards import Shard, joined
+from crossdraft.framework.runs.shards import Shard, merge_environments
 
 SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
 SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[]", "verifiers=[token]"]
@@ -30,13 +30,13 @@ def test_shards_share_the_groups() -> None:
     groups = list("abcdefg")
     assert [list(Shard(k, 3).part(groups)) for k in (1, 2, 3)] == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
     assert Shard.parse("2/4") == Shard(2, 4) and str(Shard(2, 4)) == "2/4"
-    with pytest.raises(UsageError, match=r"^the recipe has 7 groups, which cannot be shared by 8 shards$"):
+    with pytest.raises(UsageError, match=r"^the recipe has 7 groups, fewer than the 8 shards; use fewer shards$"):
         Shard(1, 8).part(groups)
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1", "a/b", "1/2/3", "-1/2", " 1/2", "1/9999999", "١/٢"])
 def test_what_is_no_shard(text: str) -> None:
-    with pytest.raises(UsageError, match="is no part of a run; write 1/4"):
+    with pytest.raises(UsageError, match="is not a valid shard; use K/N"):
         Shard.parse(text)
 
 
@@ -44,14 +44,14 @@ def test_environments_join() -> None:
     here, there = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
     one = {**here, "models": {"x": 1}, "conditions": ["c"], "python": "3"}
     two = {**there, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [here]}
-    found = joined([one, {}, two])
+    found = merge_environments([one, {}, two])
     assert found == {
         **one,
         "models": {"x": 1, "y": 2},
         "conditions": ["c", "d"],
         "elsewhere": [there],
     }
-    assert joined([found, one])["elsewhere"] == [there] and joined([{}]) == {}
+    assert merge_environments([found, one])["elsewhere"] == [there] and merge_environments([{}]) == {}
 
 
 def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
@@ -116,13 +116,10 @@ def test_a_group_of_two_shards_is_the_last_one(bench: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--shard", "3/3"], "the recipe has 2 groups, which cannot be shared by 3 shards"),
-        (
-            ["--shard", "1/2", "--launcher", "local"],
-            "--shard and --launcher cannot be combined: a launcher creates shards itself",
-        ),
-        (["--workers", "2"], "--workers requires --launcher"),
-        (["--launcher-option", "a=1"], "--launcher-option requires --launcher"),
+        (["--shard", "3/3"], "the recipe has 2 groups, fewer than the 3 shards; use fewer shards"),
+        (["--shard", "1/2", "--launcher", "local"], "--shard and --launcher: a launcher makes shards itself"),
+        (["--workers", "2"], "--workers needs --launcher"),
+        (["--launcher-option", "a=1"], "--launcher-option needs --launcher"),
     ],
 )
 def test_options_that_do_not_fit(bench: Any, tmp_path: Path, flags: list[str], sentence: str) -> None:
@@ -161,7 +158,7 @@ def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsy
     untimed = texts(run)
 
     code, out, err = bench(*settings)
-    assert code == 0 and "measured again, because these have changed: the clock (they were not timed)" in err
+    assert code == 0 and "measured again because of changes: times (the results on disk are untimed)" in err
     assert "not timed" not in out and texts(run) == untimed
     code, out, err = bench(*settings, flags=["--untimed"])
     assert code == 0 and "reusing 2 cells\n" in err and "not timed" not in out
@@ -185,5 +182,5 @@ def test_a_group_does_not_go_on_with_times_where_there_were_none(bench: Any, tmp
     monkeypatch.undo()
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     code, out, err = bench(*settings)
-    assert code == 0 and "starting over: what the pieces on disk were measured with has changed" in err
+    assert code == 0 and "starting over: the pieces on disk were measured under other conditions" in err
     assert "not timed" not in out

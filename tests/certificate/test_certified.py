@@ -21,7 +21,7 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft_kind import CHAIN, IID, WITHOUT_REPLACEMENT
 from crossdraft.framework.contracts.drafter import DraftTraits, StrategyConfig
 from crossdraft.framework.runs import certified_registry, code_digest
-from crossdraft.framework.runs.marks import Mark, mark_of_rule
+from crossdraft.framework.runs.marks import Mark, mark_of_verifier
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_rules_that_accept_anything_deep_down_are_refused_by_default(
     rows = json.loads(capsys.readouterr().out)
     for toy in ("T0", "G1", "G2", "G3", "G4", "D6"):
         assert {row["lossless"] for row in rows if row["toy"] == toy} == {toy != "D6"}  # no other one is so deep
-    assert mark_of_rule(rule, rule.Config()).kind == "failed"
+    assert mark_of_verifier(rule, rule.Config()).kind == "failed"
 
 
 @pytest.mark.parametrize("depth", [5, 6])
@@ -194,12 +194,12 @@ def test_the_whole_table_is_noted_and_parts_are_not(
     capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
 ) -> None:
     install("verifiers", (match.name, match))
-    assert mark_of_rule(match, match.Config()) == Mark("uncertified")
+    assert mark_of_verifier(match, match.Config()) == Mark("uncertified")
     for part in (["--draft", "chain"], ["--gamma", "1"]):
         assert cli.main(["certify", "--verifier", "match", *part]) == 0
-        assert mark_of_rule(match, match.Config()) == Mark("uncertified")
+        assert mark_of_verifier(match, match.Config()) == Mark("uncertified")
     assert cli.main(["certify", "--verifier", "match"]) == 0
-    assert mark_of_rule(match, match.Config()) == Mark("certified")
+    assert mark_of_verifier(match, match.Config()) == Mark("certified")
     (entry,) = json.loads((cache / certified_registry.FILE).read_text(encoding="utf-8"))["certificates"]
     assert entry["name"] == "match" and len(entry["sha256"]) == 64 and entry["crossdraft"] and entry["lossless"]
     capsys.readouterr()
@@ -211,14 +211,15 @@ def test_a_failure_is_noted_whatever_part_it_is_of(
     wrong = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("draw(p", "draw(p.flip(-1)"))
     install("verifiers", (wrong.name, wrong))
     assert cli.main(["certify", "--verifier", "match", "--draft", "chain"]) == 1
-    mark = mark_of_rule(wrong, wrong.Config())
+    mark = mark_of_verifier(wrong, wrong.Config())
     assert mark.kind == "failed" and mark.tv and mark.tv > 0.1 and mark.where == "on toy 'T0' with draft 'chain'"
     assert capsys.readouterr().out.endswith(f"(TV up to {mark.tv:.2g} on toy 'T0' with draft 'chain')\n")
     mended = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH)
-    assert mark_of_rule(mended, mended.Config()) == Mark("uncertified")
+    assert mark_of_verifier(mended, mended.Config()) == Mark("uncertified")
 
 
-PASSED, FAILED = certified_registry.Certificate(1e-16), certified_registry.Certificate(0.5, False, "on toy 'T0'")
+PASSED = certified_registry.CertificateRecord(1e-16)
+FAILED = certified_registry.CertificateRecord(0.5, False, "on toy 'T0'")
 
 
 def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
@@ -236,7 +237,7 @@ def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
 
 
 def test_the_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(certified_registry, "_MOST", 2)
+    monkeypatch.setattr(certified_registry, "_MAX_ENTRIES", 2)
     for name in "abc":
         monkeypatch.setattr(of_known_source, "name", name)
         certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
@@ -254,16 +255,16 @@ def test_another_crossdraft_certifies_again(of_known_source: Any, monkeypatch: A
 
 def test_crossdrafts_own_rules_are_certified_unless_a_certificate_failed() -> None:
     token = plugins.get("verifiers", "token")
-    assert mark_of_rule(token, token.Config()) == Mark("certified")
+    assert mark_of_verifier(token, token.Config()) == Mark("certified")
     certified_registry.remember([(token, token.Config(), FAILED)])
-    assert mark_of_rule(token, token.Config()) == Mark("failed", 0.5, "on toy 'T0'")
-    assert str(mark_of_rule(token, token.Config())) == "FAILED (TV 0.5)"
+    assert mark_of_verifier(token, token.Config()) == Mark("failed", 0.5, "on toy 'T0'")
+    assert str(mark_of_verifier(token, token.Config())) == "FAILED (TV 0.5)"
 
 
 def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
     made = type("Made", (AcceptAll,), {"name": "made", "__module__": "__nowhere__"})
     certified_registry.remember([(made, made.Config(), PASSED)])
-    assert mark_of_rule(made, made.Config()) == Mark("uncertified") and not cache.exists()
+    assert mark_of_verifier(made, made.Config()) == Mark("uncertified") and not cache.exists()
 
 
 @pytest.fixture

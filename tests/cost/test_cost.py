@@ -119,7 +119,7 @@ def test_from_measuring_to_a_run_and_back(
             f"drafters: [{{name: draft-model, model: {models['narrow']}, gamma: 2}}]\n"
         )
     )
-    outcome = write_summary(run(recipe, tmp_path / "runs", say=None))
+    outcome = write_summary(run(recipe, tmp_path / "runs", log=None))
     capsys.readouterr()
     asked = ["cost", "--run", str(outcome.directory)]
     assert cli.main(asked) == 2
@@ -158,7 +158,7 @@ def test_from_measuring_to_a_run_and_back(
     # A run keeps the curves it was predicted from; those measured after it are none of its business.
     page = ["report", str(outcome.directory)]
     assert cli.main(page) == 0 and "predicted" not in capsys.readouterr().out
-    assert write_summary(run(recipe, tmp_path / "runs", say=None)).predicted
+    assert write_summary(run(recipe, tmp_path / "runs", log=None)).predicted
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "another machine"))
     assert cli.main(page) == 0 and "predicted: tok/s from the cost curve" in capsys.readouterr().out
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))

@@ -148,7 +148,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "10^18 cells": (f"matrix:\n  batch_size: {list(range(1, 1001))}\n  seed: {list(range(1000))}\n  gamma: {list(range(1000))}\n  max_ngram: {list(range(1, 1001))}\n  top_k: {list(range(1000))}\n  min_p: {[0.0] * 1000}", 4, ["cells", "the most is 10000"]),
     "a target that is a list": ("matrix: {target: [[a]]}", 4, ["target", "valid string"]),
     # exclude
-    "exclude a mapping of a drafter": ("exclude: [{drafter: {name: prompt-lookup}}]", 4, ["exclude[0].drafter", "should be a name or a list"]),
+    "exclude a mapping of a drafter": ("exclude: [{drafter: {name: prompt-lookup}}]", 4, ["exclude[0].drafter", "must be a name or a list"]),
     "exclude a number": ("exclude: [{drafter: 3}]", 4, ["exclude[0].drafter", "not 3"]),
     "exclude a list of mappings": ("exclude: [{verifier: [{name: token}]}]", 4, ["exclude[0].verifier"]),
     "exclude nobody": ("exclude: [{drafter: nobody}]", 4, ["there is no drafter named 'nobody'"]),
@@ -156,7 +156,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "exclude what is not there": ("exclude:\n  - {gamma: 99}", 5, ["exclude[0]", "matches no cell"]),
     "exclude what another one excludes not": ("matrix: {gamma: [1, 2]}\nexclude:\n  - {gamma: 1}\n  - {gamma: 3}", 7, ["exclude[1]", "matches no cell"]),
     "exclude everything": ("exclude: [{drafter: prompt-lookup}]", 4, ["leaves no cell"]),
-    "exclude with an empty entry": ("exclude: [{}]", 4, ["would leave out every cell"]),
+    "exclude with an empty entry": ("exclude: [{}]", 4, ["would match every cell"]),
     "exclude that is a mapping": ("exclude: {drafter: none}", 4, ["exclude", "list"]),
     "exclude a thousand times": ("exclude: [" + "{gamma: 1}," * 1000 + "]", 4, ["1000 entries", "the most is 200"]),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every column that a run writes is explained, by the one text that README and page show."""
+"""Descriptions of the columns of a run: complete, and shared by README and page."""
 
 import csv
 import io
@@ -7,28 +7,28 @@ from pathlib import Path
 from html_runs import RECIPE, finished_run
 
 from crossdraft.framework.cost.prediction import Prediction
-from crossdraft.framework.metrics.columns import ENDS, QUANTITIES, STEP_COLUMNS, explained
+from crossdraft.framework.metrics.columns import ENDS, QUANTITIES, STEP_COLUMNS, quantity_of
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.html.cell_table import COLUMNS
 from crossdraft.framework.runs import run_directory
 from crossdraft.framework.runs.readme import readme
 
 
-def test_every_column_of_a_summary_is_explained(tmp_path: Path) -> None:
+def test_every_column_of_a_summary_has_a_description(tmp_path: Path) -> None:
     run = finished_run(tmp_path, RECIPE | {"matrix": {"gamma": [2], "batch_size": [1]}}, tokens=12)
     summary = run.summary
     summary.__dict__["predicted"] = {r.config.hash: Prediction(1.0, 0.0, 0.0, 1.0, 9.0, 1.5) for r in summary.results}
     columns = next(csv.reader(io.StringIO(summary_csv(summary))))
-    assert len(columns) > 60 and not [column for column in columns if explained(column) is None]
-    found = {explained(column) for column in columns}
-    assert found == set(QUANTITIES), "and nothing is explained that no run writes"
-    for quantity in QUANTITIES:  # an interval is told of exactly where there is one
+    assert len(columns) > 60 and not [column for column in columns if quantity_of(column) is None]
+    found = {quantity_of(column) for column in columns}
+    assert found == set(QUANTITIES), "descriptions of columns that no run writes"
+    for quantity in QUANTITIES:  # columns of an interval exist only for estimates
         if "<" not in quantity.name:
             assert quantity.estimate == all(quantity.name + end in columns for end in ENDS)
-    assert explained("trust_remote_code") is None  # of older versions
+    assert quantity_of("trust_remote_code") is None  # of older versions
 
 
-def test_the_readme_explains_what_is_there() -> None:
+def test_readme_describes_every_column() -> None:
     run = finished_run(Path("some"), RECIPE | {"matrix": {}, "question": "which\n| one?"}, tokens=12)
     text = readme("some-0123456789ab", run.summary.recipe, 6, 48)
     lines = text.splitlines()
@@ -43,7 +43,7 @@ def test_the_readme_explains_what_is_there() -> None:
     assert set(run_directory._STEPS.names) == set(STEP_COLUMNS)
 
 
-def test_the_page_says_the_same() -> None:
+def test_the_page_uses_the_same_descriptions() -> None:
     meanings = {quantity.meaning for quantity in QUANTITIES}
     own = [column.key for column in COLUMNS if column.meaning not in meanings]
-    assert own == ["setting", "per_user", "first", "run"]  # columns that the CSV has not, or not so
+    assert own == ["setting", "per_user", "first", "run"]  # columns that are missing or different in the CSV

@@ -184,7 +184,7 @@ def test_an_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers:
         (conversation,) = prepare([prompt], loaded(tokenizer), 8)
         for turn in range(3):
             tokens = conversation.encode(tokenizer, texts[:turn])
-            assert len(tokens) <= conversation.room[turn]
+            assert len(tokens) <= conversation.prompt_lens[turn]
 
 
 def test_an_answer_that_fits_is_whole(tokenizers: Any) -> None:
@@ -196,7 +196,7 @@ def test_an_answer_that_fits_is_whole(tokenizers: Any) -> None:
 def test_prompts_that_do_not_fit(tokenizers: Any) -> None:
     chat, plain = tokenizers
     prompt = Prompt("long", "c", ("w5 w6 w7 w8",))
-    with pytest.raises(UsageError, match=r"^prompt 'long' has 6 tokens, but toy has a context of 6; shorten"):
+    with pytest.raises(UsageError, match=r"^prompt 'long' has 6 tokens, but the context length of toy is 6; shorten"):
         prepare([prompt], loaded(chat, 6), 8)
     prepare([prompt], loaded(chat, 7), 8)
     two = Prompt(3, "c", ("w5", "w6"))

@@ -203,7 +203,7 @@ def test_a_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
 # -- errors --------------------------------------------------------------------------------------------------
 
 EDITS = {
-    "temprature: [0]": ("temperature: [0, 1.0]", 13, "unknown key 'temprature' in matrix: no drafter or verifier of this recipe has it; did you mean 'temperature'?"),
+    "temprature: [0]": ("temperature: [0, 1.0]", 13, "unknown key 'temprature' in matrix: no drafter or verifier of this recipe has this option; did you mean 'temperature'?"),
     "gama: 4": ("gamma: 4", 7, "unknown key 'gama' in drafter 'draft-model'; did you mean 'gamma'?"),
     "gamma: four": ("gamma: 4", 7, "drafters[1].gamma: should be a valid integer, not 'four'"),
     "name: draft-modl": ("name: draft-model", 5, "there is no drafter named 'draft-modl'; did you mean 'draft-model'? Installed: DRAFTERS."),
@@ -211,7 +211,7 @@ EDITS = {
     "max_new_tokens: many": ("max_new_tokens: 8", 2, "max_new_tokens: should be a valid integer, not 'many'"),
     "max_token: 8": ("max_new_tokens: 8", 2, "unknown key 'max_token'; did you mean 'max_new_tokens'?"),
     "batch_size: [1, 0]": ("batch_size: [1, 3]", 14, "matrix.batch_size[1]: should be greater than or equal to 1, not 0"),
-    "batch_size: []": ("batch_size: [1, 3]", 14, "matrix.batch_size is an empty list, which leaves no cell"),
+    "batch_size: []": ("batch_size: [1, 3]", 14, "matrix.batch_size is an empty list; add a value or remove the key"),
     "temperatur: 0": ("temperature: 0\n", 17, "unknown key 'temperatur' in exclude; did you mean 'temperature'?"),
     "- verifier: [tokens, block]": ("- verifier: [token, block]", 16, "there is no verifier named 'tokens'; did you mean 'token'? Installed: VERIFIERS."),
     "max_new_tokens: 8\nmax_new_tokens: 9": ("max_new_tokens: 8", 3, "the key 'max_new_tokens' is there twice"),
@@ -278,10 +278,12 @@ def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
 
 
 def test_pairs_that_cannot_run(base: str) -> None:
-    assert error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' runs in no cell: {NEEDS_ZERO}"
+    assert (
+        error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' has no compatible partner: {NEEDS_ZERO}"
+    )
     found = error(base, "verifiers=[greedy]", "exclude=[]")
     assert found == f"--set verifiers=[greedy]: {NEEDS_ZERO}, or exclude these cells"
-    assert error(base, "exclude=[{temperature: [0, 1]}]").endswith("exclude leaves no cell to run")
+    assert error(base, "exclude=[{temperature: [0, 1]}]").endswith("exclude matches every cell; no cell is left to run")
     load_recipe(base, ["matrix.temperature=[0]"])  # token and block are excluded there, which is a choice
 
 
@@ -299,8 +301,8 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
 
     install("drafters", ("tree", Tree))
     assert error(base, "drafters.0=tree", "verifiers=[token, block]", "exclude=[]") == (
-        "--set drafters.0=tree: drafter 'tree' runs in no cell: drafter 'tree' makes 'iid' drafts, but verifier 'token' "
-        "accepts only: chain; crossdraft list drafters tree: which verifiers fit"
+        "--set drafters.0=tree: drafter 'tree' has no compatible partner: drafter 'tree' makes 'iid' drafts, but verifier 'token' "
+        "accepts only: chain; see crossdraft list drafters tree for compatible verifiers"
     )
     skipped = plan(load_recipe(base, ["drafters.0=tree"])).skipped
     assert any("drafter 'tree' makes 'iid' drafts" in reason for reason in skipped)

@@ -208,7 +208,7 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     cell = sorted((copy / "cells").iterdir())[0]
     head = json.loads((cell / "config.json").read_text(encoding="utf-8"))
     (cell / "config.json").write_text(json.dumps(head | {"format": 1}), encoding="utf-8")
-    assert error(copy).startswith(f"{cell / 'config.json'}: it was written by another version: it has format 1, ")
+    assert error(copy).startswith(f"{cell / 'config.json'}: written by another version: it has format 1, ")
     shutil.rmtree(cell)
     missing = cell.name.rpartition("_")[2]
     assert error(copy) == f"cell {missing} of the run {copy} is missing or damaged; run its recipe again"
@@ -219,7 +219,7 @@ def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
     assert f"{copy / 'recipe.json'}:1: unknown key 'verifier'; did you mean 'verifiers'?" in report(capsys, copy)[2]
     cell = sorted((copy / "cells").iterdir())[0]
     (cell / "config.json").write_text(json.dumps(head | {"format": 1}), encoding="utf-8")
-    assert error(copy).startswith(f"{cell / 'config.json'}: it was written by another version: it has format 1, ")
+    assert error(copy).startswith(f"{cell / 'config.json'}: written by another version: it has format 1, ")
     everything = made("failing", failing="token", verifiers=["token"])
     shutil.rmtree(everything / "cells")
     text = (everything / "summary.csv").read_text(encoding="utf-8").splitlines()

@@ -30,7 +30,7 @@ def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
         assert (begun.pid, begun.host) == (os.getpid(), socket.gethostname())
         state.update(finished=2, failed=1, progress=0.5)
         assert (state_of(run.path).finished, state_of(run.path).failed, state_of(run.path).progress) == (2, 1, 0.5)
-        state.beat(0.6)  # too soon after the last note
+        state.update_progress(0.6)  # too soon after the last note
         assert state_of(run.path).progress == 0.5
         state.update(finished=5, progress=1.0, state="finished")
     over = state_of(run.path)
@@ -67,7 +67,7 @@ def test_a_process_that_was_killed(run: RunDirectory) -> None:
     assert (found.state, found.pid) == ("running", child)
     found = state_of(run.path)
     assert (found.state, found.finished, found.progress) == ("interrupted", 3, 0.5)
-    assert found.note == f"process {child} ended without a word; run it again to go on"
+    assert found.note == f"process {child} exited unexpectedly; rerun to resume"
 
 
 def test_another_machine(run: RunDirectory) -> None:
@@ -149,4 +149,4 @@ def test_the_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["runs", str(tmp_path / "empty")]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path / 'empty'}\n"
     assert cli.main(["runs", str(tmp_path / "gone")]) == 2
-    assert f"there is no directory {tmp_path / 'gone'}" in capsys.readouterr().err
+    assert f"directory {tmp_path / 'gone'} does not exist" in capsys.readouterr().err

@@ -164,11 +164,11 @@ def write_recipe(tmp_path: Path, target: str, **more: Any) -> str:
 
 def test_what_was_learnt_in_the_warm_up_is_forgotten(tmp_path: Path, models: dict[str, str], monkeypatch: Any) -> None:
     recipe = load_recipe(write_recipe(tmp_path, models["target"], drafters=["frequent"], verifiers=["sample-match"]))
-    warm = run(recipe, tmp_path / "warm", say=None).results[-1]
+    warm = run(recipe, tmp_path / "warm", log=None).results[-1]
     from crossdraft.framework.bench.cell_runner import Cell
 
     monkeypatch.setattr(Cell, "warm_up", lambda *_: None)
-    cold = run(recipe, tmp_path / "cold", say=None).results[-1]
+    cold = run(recipe, tmp_path / "cold", log=None).results[-1]
     assert warm.metrics and cold.metrics
     assert [r.tau for r in warm.records] == [r.tau for r in cold.records]
     assert warm.metrics.block_efficiency == cold.metrics.block_efficiency
@@ -239,6 +239,6 @@ def test_a_recipe_on_another_backend(tmp_path: Path) -> None:
     drafters = ["prompt-lookup", {"name": "draft-model", "model": path, "gamma": 2}]
     data = {"target": path, "prompts": str(prompts), "max_new_tokens": 6, "drafters": drafters, "batch_size": 2}
     recipe.write_text(json.dumps(data | {"verifiers": ["token", "block"], "sampling": {"temperature": 0}}))
-    outcome = run(load_recipe(str(recipe)), tmp_path / "runs", say=None)
+    outcome = run(load_recipe(str(recipe)), tmp_path / "runs", log=None)
     assert not outcome.failed
     assert [r.metrics.same_as_baseline for r in outcome.results if r.metrics] == [1.0] * 5

@@ -269,7 +269,7 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
     """
     from ...certificate.outcomes import outcome
     from ...runs import certified_registry
-    from ...runs.marks import mark_of_rule
+    from ...runs.marks import mark_of_verifier
     from ...util.output_files import cache_dir
 
     certificates = []

@@ -11,7 +11,7 @@ from ...errors import ContractError
 if TYPE_CHECKING:
     from ...bench.step_limit import StepLimit
     from ...recipe.recipe import CellConfig
-    from ...runs.certified_registry import Certificate
+    from ...runs.certified_registry import CertificateRecord
 
 
 def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], limit: StepLimit) -> None:
@@ -61,7 +61,7 @@ def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Cer
         limit.restart()
         return certify()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and asked():
+        if isinstance(error, KeyboardInterrupt) and user_interrupted():
             raise
         return None
     finally:

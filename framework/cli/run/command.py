@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
-    from ...bench.run import run, say
+    from ...bench.run import log_to_stderr, run
     from ...runs.shards import Shard
 
     return run(
@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         trust_remote_code=consent,
         shard=Shard.parse(args.shard) if args.shard else None,
         untimed=args.untimed,
-        say=None if args.quiet else say,
+        log=None if args.quiet else log_to_stderr,
         progress=not args.quiet,
         debug=args.debug,
         certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else say, limit),
@@ -182,7 +182,7 @@ def _discard(_: str) -> None:
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ...bench.launch import launch
     from ...bench.matrix import plan
-    from ...bench.run import say
+    from ...bench.run import log_to_stderr
     from ...bench.step_limit import StepLimit
 
     limit = StepLimit(args.step_limit)
@@ -212,5 +212,5 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
         workers=args.workers,
         untimed=args.untimed,
         fail_fast=args.fail_fast,
-        say=None if args.quiet else say,
+        log=None if args.quiet else log_to_stderr,
     )

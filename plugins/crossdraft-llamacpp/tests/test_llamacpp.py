@@ -297,6 +297,6 @@ def test_a_recipe(tmp_path: Path, files: dict[str, str]) -> None:
     data = {"target": files["target"], "prompts": str(prompts), "max_new_tokens": 8, "drafters": drafters}
     data |= {"batch_size": 2, "verifiers": ["token"], "sampling": {"temperature": 0}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(data))
-    outcome = run(load_recipe(str(tmp_path / "recipe.yaml")), tmp_path / "runs", say=None)
+    outcome = run(load_recipe(str(tmp_path / "recipe.yaml")), tmp_path / "runs", log=None)
     assert not outcome.failed
     assert [r.metrics.same_as_baseline for r in outcome.results if r.metrics] == [1.0] * 3
