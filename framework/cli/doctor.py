@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..api.build import Configured
     from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..replay.doctor import Examined, Trial
+    from ..replay.doctor import Trial, TrialResult
     from ..replay.response import Response
     from ..replay.teacher_forcing.lazy_models import Target
 
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     """0: examined; 2 (as UsageError): options that cannot be, or a drafter that cannot be replayed; 1: or be loaded."""
     from ..api.build import configured
     from ..recipe.recipe import Strategy
-    from ..replay.doctor import examine, named, responses_needed, undecided
+    from ..replay.doctor import inconclusive, likely_causes, responses_needed, run_trials
     from ..replay.teacher_forcing.lazy_models import Target
 
     limits: dict[str, Limit] = {
@@ -68,19 +68,19 @@ def main(args: argparse.Namespace) -> int:
     options = {"device": args.device, "trust_remote_code": trusted_beside(args, args.target)}
     target = Target(args.target, sampling, dtype=args.dtype, **options)
     trials = list(_trials(args, drafter, target, options))
-    found: list[Examined] = []
+    found: list[TrialResult] = []
     start = time.perf_counter()
-    for one in examine(drafter, trials, args.gamma):
+    for one in run_trials(drafter, trials, args.gamma):
         found.append(one)
         if len(found) == 1:
             spent = time.perf_counter() - start
             say(f"{len(trials) - 1} usual mistakes are tried, one at a time, about {duration(spent)} each")
-    likely, facts = named(found), _facts(drafter, target.loaded)
+    likely, facts = likely_causes(found), _facts(drafter, target.loaded)
     if found[0].warning:
         facts.append(found[0].warning)
     if args.json:
         tried = list(map(_json, found))
-        left = [one.suspect.mistake for one in undecided(found)]
+        left = [one.misconfiguration.mistake for one in inconclusive(found)]
         needed = responses_needed(found) if left else None
         more = {"undecided": left, "responses_needed": needed}
         print(json.dumps({"facts": facts, "likely": [_json(one) for one in likely], "tried": tried, **more}))
@@ -161,9 +161,13 @@ def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
     ]
 
 
-def _json(one: Examined) -> dict[str, Any]:
+def _json(one: TrialResult) -> dict[str, Any]:
     row = one.row
-    found: dict[str, Any] = {"mistake": one.suspect.mistake, "cure": one.suspect.cure, "reason": one.reason}
+    found: dict[str, Any] = {
+        "mistake": one.misconfiguration.mistake,
+        "cure": one.misconfiguration.cure,
+        "reason": one.reason,
+    }
     if row is not None and row.block_efficiency is not None:
         found |= {"gamma": row.gamma, "marginal": row.marginal, "block_efficiency": row.block_efficiency.value}
     if one.gain is not None:
@@ -171,10 +175,10 @@ def _json(one: Examined) -> dict[str, Any]:
     return found
 
 
-def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequence[str]) -> None:
+def _print(found: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str]) -> None:
     from tabulate import tabulate
 
-    from ..replay.doctor import undecided
+    from ..replay.doctor import inconclusive
     from ..report.table_utils import estimate_text
 
     base, lines = found[0], []
@@ -184,7 +188,7 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
         efficiency = None if row is None else row.block_efficiency
         lines.append(
             {
-                "if": one.suspect.mistake or "as it is",
+                "if": one.misconfiguration.mistake or "as it is",
                 "accepted at 1, 2, ..": " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
                 "BE": f"{efficiency.value:.2f}" if efficiency else "-",
                 "gain [95 %]": estimate_text(one.gain, "+")
@@ -208,7 +212,7 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
         print(f"Noted: {fact}.")
     if not likely and base.reason:
         print(f"None of the {len(found) - 1} usual mistakes is why: mend what it says there first.")
-    elif not likely and undecided(found):
+    elif not likely and inconclusive(found):
         print(_too_few(found))
     elif not likely:
         print(
@@ -220,15 +224,18 @@ def _print(found: Sequence[Examined], likely: Sequence[Examined], facts: Sequenc
         first = "Most likely" if number == 1 else f"{number}. Possibly"
         row = one.row
         assert row is not None and row.block_efficiency is not None
-        print(f"{first}: {one.suspect.mistake} (BE {row.block_efficiency.value:.2f}). Cure: {one.suspect.cure}.")
+        print(
+            f"{first}: {one.misconfiguration.mistake} (BE {row.block_efficiency.value:.2f}). Cure: "
+            f"{one.misconfiguration.cure}."
+        )
 
 
-def _too_few(found: Sequence[Examined]) -> str:
+def _too_few(found: Sequence[TrialResult]) -> str:
     """Advice for intervals that support no conclusion."""
     from ..metrics.intervals import LEAST_PIECES
-    from ..replay.doctor import responses_needed, undecided
+    from ..replay.doctor import inconclusive, responses_needed
 
-    left, needed = undecided(found), responses_needed(found)
+    left, needed = inconclusive(found), responses_needed(found)
     more = f"about {needed} would decide it" if needed else f"give more, at least {LEAST_PIECES}"
     few = f"they are too few to name or to exclude {len(left)} of the {len(found) - 1} usual mistakes"
     return f"No conclusion from these responses: {few}; {more} (--responses{f' {needed}' if needed else ''})."

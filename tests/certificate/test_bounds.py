@@ -15,7 +15,7 @@ from crossdraft.framework.certificate import bounds as module
 from crossdraft.framework.certificate import table_lm
 from crossdraft.framework.certificate.bounds import (
     Bounds,
-    DraftLaw,
+    DraftDistribution,
     bounds,
 )
 from crossdraft.framework.certificate.certify import certify
@@ -279,7 +279,7 @@ def test_largest_built_in_case(found: Found) -> None:
 
 
 def test_draft_law_of_nothing() -> None:
-    drafts = DraftLaw(gamma=2, trees={frozenset(): 1.0})
+    drafts = DraftDistribution(gamma=2, trees={frozenset(): 1.0})
     joint = {(0,): 0.5, (1,): 0.5}
     assert drafts.is_chain
     assert module.linear_program(drafts, joint) == module.full_information(drafts, joint) == 0

@@ -74,7 +74,7 @@ def acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
         target=args.target or reader.target,
         trust_remote_code=consent,
     )
-    rules = sum(len(candidate.rules) for candidate in candidates)
+    rules = sum(len(candidate.verifiers) for candidate in candidates)
     say(f"replaying {len(candidates)} drafters, {rules} pairs, gamma 1 to {DEEPEST}; nothing is decoded for that")
     seen = _Seen()
     found = replay(seen.along(alike(chain([first], responses), sampling)), candidates, by_prompt=True)

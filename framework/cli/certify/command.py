@@ -103,14 +103,14 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--steps must be at least 1, got {args.steps}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
-    from ...certificate.effort import check_law
+    from ...certificate.effort import check_joint_size
     from ...certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
     from ...models.threads import one_thread
 
     drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
     for toy in toys:
-        check_law(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
+        check_joint_size(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
     with one_thread():
         rows, incompatible, left_out = _rows(args, toys, drafts, verifiers)
@@ -151,7 +151,7 @@ def _print_skipped(incompatible: Sequence[str], left_out: Sequence[str], verbose
 
 def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
     """The line that certify ends with, and if it reports a failure."""
-    from ...certificate.outcomes import place, worst_row
+    from ...certificate.outcomes import location, worst_row
 
     wrong = [found for rule in dict.fromkeys(row.verifier for row in rows) if (found := worst_row(_of(rule, rows)))]
     if wrong:
@@ -160,14 +160,14 @@ def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
         what = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
         if of_drafter:
             what = f"drafter '{wrong[0].draft}' with {what}"
-        return f"FAILED: {what} the target's distribution (TV up to {wrong[0].tv:.2g} {place(wrong[0])})", True
+        return f"FAILED: {what} the target's distribution (TV up to {wrong[0].tv:.2g} {location(wrong[0])})", True
     if errors := [row for row in rows if row.error is not None]:
         row = errors[0]
         more = f"; {len(errors) - 1} more pairs failed" if len(errors) > 1 else ""
-        return f"FAILED: verifier '{row.verifier.name}' {place(row)}: {row.error}{more}", True
+        return f"FAILED: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", True
     if idle := sorted(rule.name for rule in _without_drafts(rows)):
         return f"not certified: no draft of any token reached {', '.join(idle)}", of_drafter
-    certified = [row for row in rows if row.promise.lossless]
+    certified = [row for row in rows if row.traits.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
         return f"lossy: nothing to certify, {_count(lossy)} with verifiers that are declared lossy", False
@@ -205,7 +205,7 @@ def _rows(
     args: argparse.Namespace, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
     """All pairs that can run, why others are no pairs, and what would be too much."""
-    from ...certificate.rows import CannotRun, TooMuch, certify_row, row_bounds
+    from ...certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
 
     rows, incompatible, left_out = [], {}, {}
     for toy in toys:
@@ -219,7 +219,7 @@ def _rows(
             for verifier in verifiers:
                 try:
                     row = certify_row(toy, label, kind, verifier, args.steps, args.gamma)
-                except TooMuch as reason:
+                except PairTooLarge as reason:
                     left_out[str(reason)] = None
                     continue
                 except CannotRun as reason:

@@ -21,14 +21,14 @@ from ..sampling_args import sampling_from
 from ..trust_args import add_consent, trusted
 
 if TYPE_CHECKING:
-    from ...certificate.first_token_check import PromptLaws, Result
+    from ...certificate.first_token_check import PromptDistributions, Result
     from ...contracts.sampling import Sampling
 
 
 #: Tokens shown in a histogram, the target's most probable ones.
 SHOWN = 30
 #: Most tokens of a draft, samples, and samples at once; beyond, a test would not end or not fit.
-LONGEST, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
+MAX_OUTPUT_LEN, MOST_SAMPLES, MOST_AT_ONCE = 64, 10**12, 2**20
 #: In the files that are written: `util.output_files.check_output` recognises them by it.
 _MARK = "crossdraft certify"
 #: Options of this test that mean nothing without ``--model``, and what they are if nobody gives them.
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         ContractError: a strategy that drafts or emits what its contract forbids.
     """
     sampling = _checked(args)
-    from ...certificate.first_token_check import REJECTED, choose, judge, sample
+    from ...certificate.first_token_check import REJECTED, check_counts, choose, sample
 
     drafter = args.drafter
     if drafter is None:
@@ -148,7 +148,7 @@ def main(args: argparse.Namespace) -> int:
                 progress=bar.update,
             )
             seconds.append(time.perf_counter() - start)
-            found.append([judge(case, of_case, prompt) for case, of_case in zip(cases, counts, strict=True)])
+            found.append([check_counts(case, of_case, prompt) for case, of_case in zip(cases, counts, strict=True)])
 
     records = {
         "written_by": _MARK,
@@ -190,7 +190,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
         if getattr(args, option, None) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is for the exact models; leave it out with --model")
-    for option, most in (("draws", MOST_SAMPLES), ("gamma", LONGEST), ("batch", MOST_AT_ONCE)):
+    for option, most in (("draws", MOST_SAMPLES), ("gamma", MAX_OUTPUT_LEN), ("batch", MOST_AT_ONCE)):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UsageError(f"--{option} must be at least 1, got {shown(value)}")
@@ -211,10 +211,10 @@ def _checked(args: argparse.Namespace) -> Sampling:
 
 def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
-) -> tuple[list[PromptLaws], Callable[[int], str]]:
+) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
     from ...api.build import TargetContext, load_drafting_model, make_slots
-    from ...certificate.first_token_check import PromptLaws, laws_after
+    from ...certificate.first_token_check import PromptDistributions, next_token_probs
     from ...models.chat import encode
     from ...models.load import load_model
 
@@ -242,12 +242,12 @@ def _prompts(
         laws = []
         for model, who in ((lm, f"target '{args.model}'"), (small, f"drafter '{drafter}'")):
             model.start(0, tokens)
-            laws.append(laws_after(model, tokens[-1:], sampling, who)[0])
-        prompts.append(PromptLaws(text, len(tokens), *laws))
+            laws.append(next_token_probs(model, tokens[-1:], sampling, who)[0])
+        prompts.append(PromptDistributions(text, len(tokens), *laws))
     return prompts, lambda token: str(tokenizer.decode([token]))
 
 
-def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:
+def _record(prompt: PromptDistributions, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "prompt_tokens": prompt.length,
@@ -268,11 +268,11 @@ def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int
     }
 
 
-def _most_probable(prompt: PromptLaws) -> list[int]:
+def _most_probable(prompt: PromptDistributions) -> list[int]:
     return prompt.p.topk(min(SHOWN, int((prompt.p > 0).sum()))).indices.tolist()
 
 
-def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
+def _print_table(prompt: PromptDistributions, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
     from tabulate import tabulate
 
     print(
@@ -287,7 +287,7 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
             "sd": f"{result.target.sd:.2e}",
             "(expected)": f"{result.target.expected_sd:.2e}",
             "chi-square": f"{result.target.chi_square:,.1f}",
-            "df": str(result.target.degrees),
+            "df": str(result.target.degrees_of_freedom),
             "p": f"{result.target.p_value:.3g}",
             "control chi-square": f"{result.control.chi_square:,.1f}",
             "control p": f"{result.control.p_value:.3g}",
@@ -300,7 +300,12 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
 
 
 def _draw(
-    file: Path, prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str], model: str, drafter: str
+    file: Path,
+    prompt: PromptDistributions,
+    results: Sequence[Result],
+    decode: Callable[[int], str],
+    model: str,
+    drafter: str,
 ) -> None:
     """Three histograms per case over the target's most probable tokens: samples, target, drafter."""
     import warnings

@@ -78,23 +78,24 @@ def _check(args: argparse.Namespace) -> None:
 def _distributions(args: argparse.Namespace, every: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
     """Distributions of the target after every drawn token that another one follows."""
     from ...api.build import make_slots
-    from ...certificate.samples.foreign_samples import check_vocabulary, given_distributions
+    from ...certificate.samples.foreign_samples import check_vocabulary, file_distributions
     from ...certificate.samples.token_tree import distributions
     from ...models.chat import encode
     from ...models.load import load_model
 
     sampling = sampling_from(args)
-    without = [draws for draws in every if draws.law is None]
+    without = [draws for draws in every if draws.probs is None]
     if not without:
         if args.model:
-            raise UsageError(f"--model: every line of {args.samples} gives its own law; leave it out")
-        return given_distributions(every)
+            raise UsageError(f"--model: every line of {args.samples} contains probs; remove --model")
+        return file_distributions(every)
     if not args.model:
-        raise UsageError(f"{without[0].where}: whose law follows this prefix? Name the target with --model")
+        raise UsageError(f"{without[0].where}: a prefix needs a target; set --model, or give probs")
     if len(without) < len(every):
-        given = next(draws for draws in every if draws.law is not None)
+        given = next(draws for draws in every if draws.probs is not None)
         raise UsageError(
-            f"{given.where}: this line gives a law, and {without[0].where} a prefix of {args.model}; test them apart"
+            f"{given.where}: this line contains probs, and {without[0].where} a prefix of {args.model}; test them "
+            "separately"
         )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code

@@ -11,15 +11,15 @@ from typing import Any
 
 from ...contracts.sampling import Sampling
 from ...metrics.intervals import Estimate
-from ...replay.aggregate import MOST_PIECES, Row, Tally, difference
-from ...replay.replay import Candidate, Replayed
+from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference
+from ...replay.replay import Candidate, ReplayResult
 from ...report.table_utils import estimate_text, tabulated
 
 #: One pair at one draft length: the candidate, rule, K and gamma.
 Key = tuple[Candidate, str, int, int]
 
 
-def keys(found: Replayed) -> Iterator[Key]:
+def keys(found: ReplayResult) -> Iterator[Key]:
     """All pairs and draft lengths."""
     for candidate in found.candidates:
         for rule, k in candidate.tallies:
@@ -27,7 +27,7 @@ def keys(found: Replayed) -> Iterator[Key]:
                 yield candidate, rule, k, gamma
 
 
-def differences(found: Replayed, key: Key) -> dict[str, tuple[str, Estimate | None]]:
+def differences(found: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate | None]]:
     """Paired differences of block efficiency: from the first rule, the first drafter and the next shorter draft."""
     candidate, rule, k, gamma = key
     mine, pairs = candidate.tallies[rule, k], {}
@@ -50,13 +50,13 @@ def _rule(rule: str, k: int) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------
 
 
-def tables(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+def tables(found: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
     """Everything for people: block efficiency, acceptance by position, categories, what was assumed."""
     law = f"temperature {sampling.temperature:g}" if sampling else "sampling not known"
-    grouped = " or groups of them" if any(len(of) >= MOST_PIECES for of in found.pieces.of_category.values()) else ""
-    head = f"{found.responses} responses, {found.tokens} tokens, {len(found.pieces.category)} prompts{grouped}, {law}"
+    grouped = " or groups of them" if any(len(of) >= MAX_GROUPS for of in found.groups.by_category.values()) else ""
+    head = f"{found.responses} responses, {found.tokens} tokens, {len(found.groups.category)} prompts{grouped}, {law}"
     parts = [head, _efficiency(found), _acceptance(found)]
-    if len(found.pieces.of_category) > 1:
+    if len(found.groups.by_category) > 1:
         parts.append(_categories(found))
     notes = [
         "block efficiency: tokens per target call where a draft of gamma tokens had room [95 % over prompts]; the "
@@ -68,7 +68,7 @@ def tables(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
-def _efficiency(found: Replayed) -> str:
+def _efficiency(found: ReplayResult) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
     columns |= {"all steps": "right", "drafted a call": "right", "drafted a token": "right"}
     columns |= {"rows a token": "right"}
@@ -91,7 +91,7 @@ def _efficiency(found: Replayed) -> str:
     )
 
 
-def _acceptance(found: Replayed) -> str:
+def _acceptance(found: ReplayResult) -> str:
     rows, deepest = [], 0
     for candidate in found.candidates:
         for (rule, k), tally in candidate.tallies.items():
@@ -104,8 +104,8 @@ def _acceptance(found: Replayed) -> str:
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
 
 
-def _categories(found: Replayed) -> str:
-    names = list(found.pieces.of_category)
+def _categories(found: ReplayResult) -> str:
+    names = list(found.groups.by_category)
     columns = {"drafter": "left", "verifier": "left", "gamma": "right"} | dict.fromkeys(names, "left")
     rows = []
     for candidate in found.candidates:
@@ -123,7 +123,7 @@ def _in(tally: Tally, gamma: int, category: str) -> Estimate | None:
 # -- for programs --------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+def as_json(found: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
     """Everything, by category too, and all differences."""
     rows = []
     for key in keys(found):
@@ -140,7 +140,7 @@ def as_json(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, in
         {
             "responses": found.responses,
             "tokens": found.tokens,
-            "prompts": len(found.pieces.category),
+            "prompts": len(found.groups.category),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
             "warnings": [found.log_p.warning] if found.log_p.warning else [],
@@ -150,7 +150,7 @@ def as_json(found: Replayed, sampling: Sampling | None, assumed: Mapping[str, in
     )
 
 
-def as_csv(found: Replayed) -> str:
+def as_csv(found: ReplayResult) -> str:
     """A line for each drafter, rule, K, gamma and category; an empty category is all of them."""
     rows = []
     for key in keys(found):
