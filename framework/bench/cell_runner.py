@@ -23,7 +23,7 @@ from ..lm.cuda_graphs import Ahead, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
 from ..models.chat import encode
-from ..models.cpu_contention import Waiting
+from ..models.cpu_contention import CpuWait
 from ..models.load import load_model
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
@@ -148,7 +148,7 @@ class _Steps:
     """The steps that the whole batch made since `start`: what they took, and how many slots were in use."""
 
     def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
-        self._decoder, self._limit, self._waiting = decoder, limit, Waiting(decoder.target.device)
+        self._decoder, self._limit, self._waiting = decoder, limit, CpuWait(decoder.target.device)
         self._clear()
 
     def start(self) -> None:

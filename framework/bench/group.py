@@ -24,7 +24,7 @@ from ..lm.cuda_graphs import held
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
-from ..models.threads import choose_for_group, described, disturbance, restored, set_threads
+from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
 from ..runs.interrupts import asked
@@ -256,7 +256,7 @@ class Group:
             return
         if before:
             self.progress.say(
-                f"threads from piece {now['piece']} on: {described(now)}; before: {described(before[-1])}"
+                f"threads from piece {now['piece']} on: {describe_threads(now)}; before: {describe_threads(before[-1])}"
             )
         self._head["threads"] = [*before, now]
         self._write(lambda: self.directory.save_head(self._key, self._head))

@@ -72,8 +72,8 @@ def draft_lengths(cost: Cost, longest: int, steps: int, most: float) -> list[int
         return None
     lengths = []
     for left in range(steps - 1, -1, -1):
-        available = available - cost(least) * left
-        lengths.append(max(n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= available))
+        budget = available - cost(least) * left  # later steps get at least this length
+        lengths.append(max(n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= budget))
         available -= cost(lengths[-1])
     return lengths
 

@@ -119,7 +119,7 @@ class Result:
     def verdict(self) -> str:
         if not self.target_kept:
             return "NO" if self.case.lossless else "no (declared lossy)"
-        return "yes" if self.conclusive else "unknown: the control was not rejected"
+        return "yes" if self.conclusive else "unknown: the control is not rejected"
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads.choose_wait_policy()  # PyTorch is not loaded yet
     with (
         interrupting(),
-        distributed.leading(),
+        distributed.lead_processes(),
     ):  # SIGTERM and SIGHUP end a command as Ctrl-C does
         return _main(argv)
 

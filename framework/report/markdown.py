@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from .. import plugins
-from ..models.threads import described
+from ..models.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from .load_run import FinishedRun, portable
@@ -157,7 +157,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
 def _threads(provenance: Mapping[str, Any]) -> list[str]:
     """Thread settings of a cell: several, if it was resumed with others."""
     used = provenance.get("decoding_threads")
-    found = [described(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
+    found = [describe_threads(one) for one in used if isinstance(one, dict)] if isinstance(used, list) else []
     return list(filter(None, found)) or ([str(provenance["threads"])] if "threads" in provenance else [])
 
 

@@ -242,7 +242,7 @@ def test_too_many_drafts_are_refused(toys: dict[str, Toy], monkeypatch: Any) -> 
     monkeypatch.setattr(module, "MOST_DRAFTS", 44)
     mine = bounds(toys["G1"], DRAFTS["iid-2"].build, 2)
     assert mine == Bounds(missing=mine.missing)
-    assert "toy G1: there are more than 44 different drafts" in mine.missing[0]
+    assert "toy G1: bounds require at most 44 distinct drafts" in mine.missing[0]
     monkeypatch.setattr(module, "MOST_DRAFTS", 45)
     assert bounds(toys["G1"], DRAFTS["iid-2"].build, 2).lp is not None
 

@@ -149,7 +149,7 @@ def test_what_is_no_token_is_an_error() -> None:
         def verify(self, draft: Draft, p: torch.Tensor, rng: Any) -> Verdict:
             return Verdict(torch.zeros_like(draft.count), torch.full_like(draft.count, p.shape[2]))
 
-    with pytest.raises(ContractError, match="'accepts-all' emitted something that is no token"):
+    with pytest.raises(ContractError, match="'accepts-all' emitted an invalid token"):
         sample(P, Q, [case(Outside)], 10, rng=CounterRng(0))
 
 

@@ -181,7 +181,7 @@ def test_who_cannot_be_replayed_is_told_so() -> None:
     assert next(score_model_free(Off, Off.Config(), [text([1])], 2, SAMPLING)).lengths.shape == (1,), (
         "its memory is off"
     )
-    with pytest.raises(ContractError, match=r"'liar'.*must give int64 \[2, 3\] for each text"):
+    with pytest.raises(ContractError, match=r"'liar'.*must yield int64 \[2, 3\] for each text"):
         next(score_model_free(Liar, Liar.Config(), [text([1, 2])], 3, SAMPLING))
     with pytest.raises(ContractError, match=r"'broken'.*propose\(\) raised ValueError: no idea"):
         next(score_model_free(Broken, Broken.Config(), [text([1, 2])], 3, SAMPLING))

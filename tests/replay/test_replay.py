@@ -128,7 +128,7 @@ def test_a_drafter_that_gives_too_little_is_named() -> None:
     short = candidate({"token": (1,)}, forced=lambda texts: iter([forced_one(responses(1)[0])]))
     with pytest.raises(ContractError, match="'it' returned 1 drafts for 2 responses"):
         replay(responses(2), [short])
-    with pytest.raises(UsageError, match="there is no response to replay"):
+    with pytest.raises(UsageError, match="do not contain a response to replay"):
         replay([], [candidate({"token": (1,)})])
 
 

@@ -79,7 +79,7 @@ def test_the_directory_of_a_run_stands_for_its_plain_decoding(run: Path, capsys:
     alone = replayed(capsys, _baseline(run), "--drafter", "prompt-lookup", "--gamma", "1,3")
     assert found == alone and found["sampling"]["temperature"] == 0.3 and found["prompts"] == 6
     assert cli.main(["replay", str(run), "--drafter", "prompt-lookup", "--temperature", "1"]) == 2
-    assert "no finished cell of plain decoding at that sampling; it has: temperature 0.3" in capsys.readouterr().err
+    assert "plain-decoding cell with that sampling; available: temperature 0.3" in capsys.readouterr().err
 
 
 def _baseline(run: Path) -> Path:

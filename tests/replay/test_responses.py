@@ -53,7 +53,7 @@ def test_texts_are_tokenized(read: Any) -> None:
     assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
     assert second.prompt == [3, 5, 4] and second.limit == 1
     assert any("retokenized" in what for what in reader.assumed)
-    with pytest.raises(UsageError, match=r"said.jsonl:1: it holds text, not token ids; name the model.*--target"):
+    with pytest.raises(UsageError, match=r"said.jsonl:1: a text needs a tokenizer; set --target"):
         read(rows[0], tokenizer=False)
 
 

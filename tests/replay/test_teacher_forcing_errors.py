@@ -121,7 +121,7 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
     with pytest.raises(UsageError, match="the distribution of its sequences depends on where a step starts"):
         list(score_drafter(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
-    with pytest.raises(UsageError, match="at temperature 0; there are no 3 sequences"):
+    with pytest.raises(UsageError, match="at temperature 0, not 3 sequences"):
         list(score_drafter(configured("draft-model-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
 
 
