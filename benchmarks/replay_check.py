@@ -27,7 +27,7 @@ from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.replay.aggregate import difference
-from crossdraft.framework.replay.replay import Replayed, replay
+from crossdraft.framework.replay.replay import ReplayResult, replay
 from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import cell_name
@@ -62,7 +62,7 @@ def _matrix(args: argparse.Namespace, temperatures: list[int]) -> dict[str, Any]
     return {"temperature": temperatures, "batch_size": [args.batch_size], "gamma": gammas}
 
 
-def replayed(directory: Path, config: Any, verifiers: list[str]) -> Replayed:
+def replayed(directory: Path, config: Any, verifiers: list[str]) -> ReplayResult:
     """The responses of one cell, along which a drafter of its kind drafts."""
     options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "K")}
     drafter = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()

@@ -26,7 +26,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.framework.replay.aggregate import Tally, difference
-from crossdraft.framework.replay.replay import Replayed, replay
+from crossdraft.framework.replay.replay import ReplayResult, replay
 from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.report.charts.style import batch_axis, label, legend, marks, panels, save, style
 from crossdraft.framework.report.charts.style import entry as legend_entry
@@ -43,7 +43,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = (1, 2, 4, 8, 16)
 
 
-def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[Replayed, dict[Rule, Tally]]:
+def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult, dict[Rule, Tally]]:
     """The tallies of all rules on the responses at one temperature."""
     path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]

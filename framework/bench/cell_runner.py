@@ -23,7 +23,7 @@ from ..lm.cuda_graphs import Ahead, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
 from ..models.chat import encode
-from ..models.cpu_contention import Waiting
+from ..models.cpu_contention import CpuWait
 from ..models.load import load_model
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig

@@ -26,7 +26,7 @@ from ..lm.cuda_graphs import held
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
-from ..models.threads import choose_for_group, described, disturbance, restored, set_threads
+from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
 from ..runs.interrupts import user_interrupted

@@ -13,7 +13,7 @@ from ..api.build import configured
 from ..errors import CrossdraftError
 from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
-from ..models.placement import described, first_device
+from ..models.placement import describe_placement, first_device
 from ..models.resolve import resolve
 from ..models.threads import settings
 from ..recipe.recipe import CellConfig, Strategy
@@ -42,7 +42,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
         "mark": mark_of(config).to_json(),
-        "device": f"{device.type} ({hardware}){described(config.device)}",
+        "device": f"{device.type} ({hardware}){describe_placement(config.device)}",
         **_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,

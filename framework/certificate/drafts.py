@@ -1,6 +1,6 @@
-"""What is certified: the draft labels of ``crossdraft certify``, and registered drafters as somebody configured them.
+"""Drafts to certify: the labels of ``crossdraft certify --draft``, and registered drafters with options.
 
-Nothing here imports PyTorch before a drafter is asked for.
+PyTorch is imported only when a drafter is built.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftKind:
-    """What a draft label stands for: a registered drafter and its config, given the draft's depth gamma."""
+    """A draft label: a registered drafter, and its config for a draft depth gamma."""
 
     drafter: str
     options: Callable[[int], dict[str, Any]]
     summary: str
-    #: Its drafts follow from the last token, so that states which end alike are enumerated once.
+    #: Drafts depend on the last token only, so states with equal last tokens are merged.
     markov: bool = True
-    #: It is for toys whose drafter has tokens of its own (`Toy.words`), and for no others.
+    #: For toys with two vocabularies (`Toy.words`) only.
     translated: bool = False
 
     def config(self, gamma: int) -> tuple[type[Drafter], Any]:
-        """The drafter's class and its validated config."""
-        found = plugins.get("drafters", self.drafter)
-        return found, found.Config(**self.options(gamma))
+        """Class and validated config of the drafter."""
+        drafter = plugins.get("drafters", self.drafter)
+        return drafter, drafter.Config(**self.options(gamma))
 
     def build(self, context: DraftContext, gamma: int) -> Drafter:
-        """Make the drafter; a `crossdraft.framework.certificate.certify.DrafterFactory`."""
-        found, config = self.config(gamma)
-        return found(config, context)
+        """Build the drafter; a `crossdraft.framework.certificate.certify.DrafterFactory`."""
+        drafter, config = self.config(gamma)
+        return drafter(config, context)
 
 
-#: ``--draft``. The model's name is free: whatever a drafter loads is the toy's drafter model.
+#: ``--draft``. The model's name is arbitrary: any name loads the toy's draft model.
 DRAFTS: dict[str, DraftKind] = {
     "chain": DraftKind(
         "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1},
-        "a chain that is sampled",
+        "a sampled chain",
     ),
     "point-mass": DraftKind(
         "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0},
         "the drafter's argmax chain",
     ),
-    # Less 1e-9, so that the rounding of a probability equal to 2/5 does not decide.
+    # The margin of 1e-9 makes a probability of 2/5 pass in spite of rounding.
     "stop-early": DraftKind(
         "draft-model",
         lambda gamma: {
@@ -63,8 +63,8 @@ DRAFTS: dict[str, DraftKind] = {
         },
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
-    "iid-2": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 2), "two sequences, drawn independently"),
-    "iid-3": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 3), "three of them"),
+    "iid-2": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 2), "two i.i.d. sequences"),
+    "iid-3": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 3), "three i.i.d. sequences"),
     "tree-wor-2-1": DraftKind(
         "draft-model-tree",
         lambda gamma: _tree(gamma, "without-replacement"),
@@ -82,31 +82,30 @@ DRAFTS: dict[str, DraftKind] = {
     ),
     "tree-sequoia": DraftKind(
         "draft-model-tree",
-        lambda gamma: _grown(gamma, "sequoia", {"acceptance": [0.8, 0.1], "temperature": 1}),
-        "Sequoia's tree of one node more than a chain, drawn without replacement: a chain, and a leaf beside its first "
-        "node",
+        lambda gamma: _grown_tree(gamma, "sequoia", {"acceptance": [0.8, 0.1], "temperature": 1}),
+        "Sequoia's tree of gamma + 1 nodes, drawn without replacement: a chain, and a sibling of its first node",
     ),
     "tree-opt": DraftKind(
         "draft-model-tree",
-        lambda gamma: _grown(gamma, "opt-tree", {"threshold": 0}),
-        "OPT-Tree's of as many nodes: those that the drafter finds most probable, so that its shape varies",
+        lambda gamma: _grown_tree(gamma, "opt-tree", {"threshold": 0}),
+        "OPT-Tree's tree of gamma + 1 nodes: the most probable ones, so its shape varies",
     ),
 }
 
 
-#: ``--draft`` for toys whose drafter has tokens of its own.
+#: ``--draft`` for toys with two vocabularies.
 TRANSLATED: dict[str, DraftKind] = {
     "tli": DraftKind(
         "universal",
         lambda gamma: {"model": "toy", "mode": "tli", "gamma": gamma, "temperature": 1},
-        "a chain that is sampled by a drafter with other tokens, from those that target and drafter share",
+        "a chain sampled by a drafter with another vocabulary, from the shared tokens",
         markov=False,
         translated=True,
     ),
     "slem": DraftKind(
         "universal",
         lambda gamma: {"model": "toy", "mode": "slem", "gamma": gamma},
-        "the most probable text of a drafter with other tokens, in the target's",
+        "the most probable text of a drafter with another vocabulary, retokenized for the target",
         markov=False,
         translated=True,
     ),
@@ -122,7 +121,7 @@ def _tree(gamma: int, siblings: str) -> dict[str, Any]:
     return {"model": "toy", "branching": branching, "siblings": siblings, "temperature": 1}
 
 
-def _grown(gamma: int, growth: str, options: dict[str, Any]) -> dict[str, Any]:
+def _grown_tree(gamma: int, growth: str, options: dict[str, Any]) -> dict[str, Any]:
     if not gamma:
         return _tree(gamma, "top-k")
     return {"model": "toy", "growth": growth, "depth": gamma, "nodes": gamma + 1, **options}
@@ -130,7 +129,7 @@ def _grown(gamma: int, growth: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A registered drafter with its options; how deep its drafts are is its own business. Like `DraftKind`."""
+    """A registered drafter with its options, which determine the draft depth. Same interface as `DraftKind`."""
 
     label: str
     cls: type[Drafter]
@@ -151,14 +150,14 @@ class NamedDrafter:
 
 
 def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
-    """``--drafter``: a name, or a mapping with ``name`` and options as recipes have it; ``key=value`` adds options.
+    """Parse ``--drafter``: a name, or a mapping with ``name`` and options as in recipes; ``key=value`` adds options.
 
-    Options that name a model and were left out name the toy.
+    Required model options default to the toy.
 
     Raises:
-        UsageError: what cannot be read, a key or value that does not fit, or a drafter that cannot be enumerated,
-            because it needs more of its target than a table of probabilities has; says what.
-        UnknownNameError: a name nobody registered.
+        UsageError: malformed text, an invalid option, or a drafter that requires more of its target than a table of
+            probabilities.
+        UnknownNameError: the name is not registered.
     """
     from ..api.build import configured
     from ..recipe.recipe import Strategy
@@ -174,26 +173,26 @@ def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
     fields = plugins.get("drafters", strategy.name).Config.model_fields
     models = {key: "toy" for key, field in fields.items() if field.is_required() and field.annotation is str}
     cls, config = configured("drafters", {**models, **strategy.config, "name": strategy.name})
-    found = NamedDrafter(strategy.title, cls, config)
-    return replace(found, translated=_translates(found))
+    drafter = NamedDrafter(strategy.title, cls, config)
+    return replace(drafter, translated=_translates(drafter))
 
 
-def _translates(found: NamedDrafter) -> bool:
-    """Whether a drafter asks for a model with tokens of its own. UsageError if none can be built for a table."""
+def _translates(drafter: NamedDrafter) -> bool:
+    """True if the drafter needs a model with another vocabulary. Raises UsageError if it needs a real model."""
     from .toys import built_in_toys, toys_of_two_vocabularies
 
-    if not (reason := refusal(found, built_in_toys()[0])):
+    if not (reason := refusal(drafter, built_in_toys()[0])):
         return False
-    if not refusal(found, toys_of_two_vocabularies()[0]):
+    if not refusal(drafter, toys_of_two_vocabularies()[0]):
         return True
     raise UsageError(
-        f"drafter '{found.drafter}' cannot be enumerated, because the targets here are tables of probabilities: "
-        f"{reason}; crossdraft.testing.DrafterContract tries it with setting = TinyModel()"
+        f"drafter '{drafter.drafter}' cannot be enumerated on targets that are tables of probabilities: {reason}; test "
+        "it by crossdraft.testing.DrafterContract with setting = TinyModel()"
     )
 
 
-def refusal(found: NamedDrafter, toy: Toy) -> str:
-    """Why a drafter cannot be built for a target that is a table."""
+def refusal(drafter: NamedDrafter, toy: Toy) -> str:
+    """Return the reason why a drafter cannot be built for a table target; empty if it can."""
     import torch
 
     from ..contracts.sampling import Sampling
@@ -203,13 +202,13 @@ def refusal(found: NamedDrafter, toy: Toy) -> str:
     sampling = Sampling()
     reason = ""
     try:
-        if found.cls.traits(found.options, sampling).hidden_layers:
+        if drafter.cls.traits(drafter.options, sampling).hidden_layers:
             reason = "it reads the target's hidden states"
         else:
             with torch.inference_mode():
-                found.build(ToyContext(toy.target, toy.drafter, sampling, 1, words=toy.words), 1)
+                drafter.build(ToyContext(toy.target, toy.drafter, sampling, 1, words=toy.words), 1)
     except CrossdraftError as error:
         reason = str(error)
-    except Exception as error:  # whatever a third party's drafter may raise
+    except Exception as error:  # third-party code may raise anything
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return reason

@@ -1,6 +1,6 @@
-"""How much there is to enumerate: known before anything is built, so that what would never end is refused.
+"""Cost of an enumeration, estimated in advance so that infeasible ones are rejected.
 
-All counts are logarithms to base 2, because what somebody asks for may have a billion digits.
+All counts are base-2 logarithms, because the requested numbers may be astronomically large.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..contracts.drafter import DraftTraits
 
-#: log2 of the decision paths of a step with drafts of so many tokens.
+#: Draft length -> log2 of the decision paths of a step.
 Cost = Callable[[int], float]
 
-#: The joint law of an output is held as one table: most entries it may have, and most tokens, if V = 1.
-LARGEST_LAW = 20_000_000
-LONGEST = 64
-#: Decision paths of a pair: most that are followed because somebody asked for them, and by default.
+#: Maximum entries of the joint distribution of outputs, and maximum output length if V = 1.
+MAX_JOINT_ENTRIES = 20_000_000
+MAX_OUTPUT_LEN = 64
+#: Maximum decision paths of a pair with explicit lengths, and by default.
 MOST_PATHS = 2.0**25
 DEFAULT_PATHS = 2.0**20
-#: The same where every path is replayed from its start; by default, and if each needs a drafter of its own.
-DEFAULT_REPLAYED, DEFAULT_ALONE = 2.0**18, 2.0**12
-#: A later step is by default as long as this at least, before an earlier one is longer.
-SECOND = 2
+#: Default maximum if every path is replayed from its start, and if each path needs its own drafter.
+DEFAULT_REPLAYED, DEFAULT_UNBATCHED = 2.0**18, 2.0**12
+#: Default draft length of later steps, before the first step is lengthened.
+LATER_STEP_LEN = 2
 
 
 class TooLargeError(UsageError):
-    """More paths, drafts or variables than can be handled."""
+    """An enumeration with too many paths, drafts or variables."""
 
 
 def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
-    """Most nodes that are drawn for a draft cut at ``depth``; none of a point mass."""
-    if traits.point_mass or traits.kind is None or not depth:
+    """Maximum number of sampled nodes of a draft truncated at ``depth``; 0 for point masses."""
+    if traits.point_mass or traits.drawn is None or not depth:
         return 0.0
     if traits.branching is not None:
         nodes, level = 0.0, 1.0
@@ -51,35 +51,35 @@ def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
 
 
 def paths(traits: DraftTraits, vocab_size: int, depth: int) -> float:
-    """log2 of the decision paths of one step, at most: every drafted node, and a decision of the rule a level."""
+    """Upper bound on log2 of the decision paths of one step: each drafted node, and one verifier decision per level."""
     return (drawn_nodes(traits, vocab_size, depth) + min(depth, traits.depth) + 1) * math.log2(vocab_size)
 
 
 def draft_length(cost: Cost, longest: int, most: float) -> int | None:
-    """The longest draft length up to ``longest`` of which a step has at most ``most`` paths; ``None`` = not even 0."""
-    fit = [n for n in range(min(longest, LONGEST) + 1) if cost(n) <= math.log2(most)]
+    """Largest draft length up to ``longest`` with at most ``most`` paths per step; ``None`` if 0 exceeds them."""
+    fit = [n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= math.log2(most)]
     return max(fit, default=None)
 
 
 def draft_lengths(cost: Cost, longest: int, steps: int, most: float) -> list[int] | None:
-    """A draft length for each step where the paths of steps multiply, as long as ``most`` paths allow.
+    """Draft length of each step if the paths of steps multiply, with at most ``most`` paths in total.
 
-    Later steps first get `SECOND` tokens (or what fits), then the first one as many as fit, and so on. ``None`` = not
-    even drafts of one token fit.
+    Later steps first get `LATER_STEP_LEN` tokens (or as many as fit), then the first step as many as fit, and so on.
+    ``None`` if drafts of one token exceed the limit.
     """
-    room = math.log2(most) + 1e-9
-    fitting = (n for n in range(min(SECOND, longest), min(1, longest) - 1, -1) if cost(n) * steps <= room)
+    available = math.log2(most) + 1e-9
+    fitting = (n for n in range(min(LATER_STEP_LEN, longest), min(1, longest) - 1, -1) if cost(n) * steps <= available)
     if (least := next(fitting, None)) is None:
         return None
-    found = []
+    lengths = []
     for left in range(steps - 1, -1, -1):
-        here = room - cost(least) * left
-        found.append(max(n for n in range(min(longest, LONGEST) + 1) if cost(n) <= here))
-        room -= cost(found[-1])
-    return found
+        budget = available - cost(least) * left  # later steps get at least this length
+        lengths.append(max(n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= budget))
+        available -= cost(lengths[-1])
+    return lengths
 
 
-def replayed(
+def unmerged_lengths(
     remembers: bool,
     traits: DraftTraits,
     vocab_size: int,
@@ -87,59 +87,58 @@ def replayed(
     steps: int,
     most: float = DEFAULT_REPLAYED,
 ) -> list[int] | None:
-    """:func:`draft_lengths` where one drafter lives through all steps of a path, fewer if each needs its own.
+    """:func:`draft_lengths` with one drafter for all steps of a path.
 
-    ``remembers``: the drafter's memory outlives a sequence (`Drafter.remembers`), so a batch of paths would share it.
+    ``remembers``: the drafter remembers earlier sequences (`Drafter.remembers`), so each path needs its own drafter.
     """
     if remembers:
-        most = min(most, DEFAULT_ALONE)
+        most = min(most, DEFAULT_UNBATCHED)
     return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, steps, most)
 
 
-def check_law(name: str, vocab_size: int, steps: int, gamma: int) -> None:
-    """Raise UsageError if the law of ``steps`` steps on the toy ``name`` is no table of a size that can be held."""
+def check_joint_size(name: str, vocab_size: int, steps: int, gamma: int) -> None:
+    """Raise UsageError if the joint distribution of ``steps`` steps on the toy ``name`` is too large for a table."""
     tokens = steps * (gamma + 1)
     advice = (
         f"lower --steps (now {shown(steps)})"
         if steps > 1
         else f"lower the draft length with --gamma (now {shown(gamma)})"
     )
-    if vocab_size == 1 and tokens > LONGEST:
+    if vocab_size == 1 and tokens > MAX_OUTPUT_LEN:
         raise TooLargeError(
-            f"toy {name}: outputs of steps x (gamma + 1) = {shown(tokens)} tokens are longer than the {LONGEST} that "
-            f"are enumerated; {advice}"
+            f"toy {name}: outputs of steps x (gamma + 1) = {shown(tokens)} tokens exceed the maximum of "
+            f"{MAX_OUTPUT_LEN}; {advice}"
         )
-    if tokens <= LONGEST and tokens * math.log(vocab_size) <= math.log(LARGEST_LAW):
+    if tokens <= MAX_OUTPUT_LEN and tokens * math.log(vocab_size) <= math.log(MAX_JOINT_ENTRIES):
         return
     huge = tokens > 10**12
     entries = f"{vocab_size} to the power of {shown(tokens)}" if huge else power(tokens * math.log2(vocab_size))
     raise TooLargeError(
-        f"toy {name} has V = {vocab_size}, so there are {entries} outputs of steps x (gamma + 1) = {shown(tokens)} "
-        f"tokens, more than the {LARGEST_LAW:,} that can be enumerated; {advice}"
+        f"toy {name} with V = {vocab_size} has {entries} outputs of steps x (gamma + 1) = {shown(tokens)} tokens, more "
+        f"than the maximum of {MAX_JOINT_ENTRIES:,}; {advice}"
     )
 
 
 def too_many_paths(cost: Cost, lengths: Sequence[int], multiply: bool) -> str | None:
-    """Why steps with drafts of these lengths cannot be enumerated: they may have more than `MOST_PATHS` paths.
+    """Return an error message if steps with these draft lengths may have more than `MOST_PATHS` paths, else None.
 
     ``multiply``: paths of different steps are not merged.
     """
     bits = [cost(length) for length in lengths]
-    found = sum(bits) if multiply else max(bits)
-    if found <= math.log2(MOST_PATHS):
+    total = sum(bits) if multiply else max(bits)
+    if total <= math.log2(MOST_PATHS):
         return None
-    advice = "lower the draft length with --gamma" if max(lengths) > 1 else "ask for drafts with fewer nodes"
-    return (
-        f"there may be {power(found)} decision paths, more than the {MOST_PATHS:,.0f} that are followed; {advice}"
-        + (" or lower --steps" if multiply and len(lengths) > 1 else "")
+    advice = "lower the draft length with --gamma" if max(lengths) > 1 else "use drafts with fewer nodes"
+    return f"there may be {power(total)} decision paths, more than the maximum of {MOST_PATHS:,.0f}; {advice}" + (
+        " or lower --steps" if multiply and len(lengths) > 1 else ""
     )
 
 
 def shown(number: int) -> str:
-    """A number as people read it, however many digits it has."""
+    """Format a number, abbreviated if it has more than 12 digits."""
     return f"{number:,}" if abs(number) < 10**12 else power(math.log2(abs(number)))
 
 
 def power(bits: float) -> str:
-    """2 to the power of ``bits``, roughly."""
+    """Format 2 to the power of ``bits``."""
     return f"{2**bits:,.0f}" if bits < 40 else f"about 10^{bits * math.log10(2):,.0f}"

@@ -1,20 +1,19 @@
-"""The law of the first token on a real model: a million draws by the real rules against the target's softmax.
+"""Distribution of the first token on a real model: a million samples of each verifier against the target's softmax.
 
-Enumeration (`crossdraft.framework.certificate.certify`) proves a rule on small exact models. This shows it at full
-size: real laws over a real vocabulary, in float32, with the shipped generator. For every prompt the target's law P_0
-and the drafter's law Q_0 of the next token are computed once; then registered drafters draft from Q_0, registered
-verifiers judge the drafts, and what they emit first is counted. Two chi-square tests of the same counts are printed
-side by side: against P_0, which a lossless rule passes, and, as a control, against Q_0, which has to be rejected,
-because a test that cannot tell the two laws apart says nothing.
+Enumeration (`crossdraft.framework.certificate.certify`) proves a verifier on small exact models. This check covers full
+size: real distributions over a real vocabulary, in float32, with the shipped generator. For every prompt the target's
+distribution P_0 and the drafter's distribution Q_0 of the next token are computed once; then registered drafters draft
+from Q_0, registered verifiers verify the drafts, and the first emitted tokens are counted. The counts are tested by
+chi-square against P_0, which a lossless verifier passes, and, as a control, against Q_0, which must be rejected:
+otherwise the test cannot distinguish the two distributions.
 
-*After the first token both models are made to go on saying P_0 and Q_0.* A lossless rule is lossless for every pair
-of models, so for this one too, and the law of its first token is the real P_0 whatever the rows after it hold. With
-gamma = 1, the default, the only such row is the one that a bonus token is drawn from, after the first token; rules
-that judge a whole block are then the same as token verification, and gamma = 2 or more tells them apart. So a million
-samples cost two forward passes, and all rows of a batch are one row, expanded.
+*Both models keep returning P_0 and Q_0 after the first token.* A lossless verifier is lossless for every pair of
+models, so the distribution of its first token is P_0 for any rows after it. With gamma = 1, the default, the only such
+row is that of the bonus token; block verifiers then equal token verification, and gamma >= 2 distinguishes them. So a
+million samples cost two forward passes, and all rows of a batch are one expanded row.
 
-*Tokens that neither law can say are left out of the vocabulary.* The others keep their order. No rule and no inverse
-CDF does anything else with a token of probability 0 than skip it, so the counts are the same, only sooner.
+*Tokens with P_0 = Q_0 = 0 are removed from the vocabulary.* The others keep their order. Verifiers and inverse CDFs
+skip tokens of probability 0, so the counts do not change.
 """
 
 from __future__ import annotations
@@ -45,19 +44,18 @@ if TYPE_CHECKING:
     from ..contracts.rng import RngSource
     from ..contracts.verifier import Verifier
 
-#: A law is rejected below this p-value: a true one is, once in a million tests.
+#: p-value below which a distribution is rejected.
 REJECTED = 1e-6
-#: Samples of a batch: as many as fit with one law each into so many bytes (a CPU's caches want them few), but
-#: at most `LARGEST_BATCH`.
+#: Bytes of one batch of distributions (small on CPUs, for their caches); at most `LARGEST_BATCH` samples.
 BATCH_BYTES, BATCH_BYTES_CPU = 2**28, 2**23
 LARGEST_BATCH = 2**15
-#: Which draft a verifier is given if none is asked for: the first of these, then of `DRAFTS`, that it accepts.
+#: Default draft of a verifier: the first of these, then of `DRAFTS`, that it accepts.
 PREFERRED = ("iid-2", "tree-greedy-2-1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pair under test: a draft label with the drafter and config it stands for, and a verifier."""
+    """A pair under test: a draft label with its drafter and config, and a verifier."""
 
     draft: str
     drafter: type[Drafter]
@@ -65,29 +63,29 @@ class Case:
     verifier: type[Verifier]
 
     def build(self, q: Tensor, batch_size: int) -> Drafter:
-        """The drafter, with B slots, of a model whose law is ``q [V]``, warped already, whatever it is fed."""
+        """Build the drafter with B slots over a model with the fixed next-token probabilities ``q [V]``."""
         context = ToyContext(q, q, Sampling(), batch_size, max_length=self.nodes + 2)
         return self.drafter(self.config, context)
 
     @property
     def lossless(self) -> bool:
-        """What the verifier promises."""
+        """Lossless according to the verifier's traits."""
         return self.verifier.traits(self.verifier.Config()).lossless
 
     @property
     def nodes(self) -> int:
-        """The most tokens a draft has; none is deeper."""
+        """Maximum number of nodes, and depth, of a draft."""
         return self.drafter.traits(self.config, Sampling()).nodes
 
 
 @dataclass(frozen=True)
-class PromptLaws:
-    """A prompt and what the models say after it.
+class PromptDistributions:
+    """A prompt and the next-token distributions of both models.
 
     Attributes:
-        text: as it was given.
-        length: its tokens, chat template included.
-        p, q: ``[V]`` float32, the target's and the drafter's law of the next token, both warped.
+        text: of the prompt.
+        length: in tokens, including the chat template.
+        p, q: ``[V]`` float32, target and draft probabilities of the next token after temperature and truncation.
     """
 
     text: str
@@ -98,7 +96,7 @@ class PromptLaws:
 
 @dataclass(frozen=True)
 class Result:
-    """The counts ``[V]`` of a case, against the target's law and, as a control, against the drafter's."""
+    """Counts ``[V]`` of a case, tested against the target distribution and, as a control, the draft distribution."""
 
     case: Case
     counts: Tensor
@@ -106,7 +104,7 @@ class Result:
     control: Fit
 
     @property
-    def kept(self) -> bool:
+    def target_kept(self) -> bool:
         return self.target.p_value >= REJECTED
 
     @property
@@ -115,11 +113,11 @@ class Result:
 
     @property
     def bad(self) -> bool:
-        return not self.conclusive or (self.case.lossless and not self.kept)
+        return not self.conclusive or (self.case.lossless and not self.target_kept)
 
     @property
     def verdict(self) -> str:
-        if not self.kept:
+        if not self.target_kept:
             return "NO" if self.case.lossless else "no (declared lossy)"
         return "yes" if self.conclusive else "unknown: the control is not rejected"
 
@@ -130,11 +128,11 @@ class Result:
             "declared_lossless": self.case.lossless,
             "target": self.target.as_json(),
             "control": self.control.as_json(),
-            "target_kept": None if self.kept and not self.conclusive else self.kept,
+            "target_kept": None if self.target_kept and not self.conclusive else self.target_kept,
         }
 
 
-# -- the law of the first token ------------------------------------------------------------------------------
+# -- distribution of the first token -------------------------------------------------------------------------
 
 
 def sample(
@@ -152,43 +150,43 @@ def sample(
     """Count the first tokens that each case emits.
 
     Args:
-        p, q: ``[V]``, the target's law and the drafter's, float32 or float64, on the device to draw on.
-        cases: pairs; all get the same random numbers, and those with the same draft the same drafts.
-        samples: steps of each case; step i has the stream ``first_stream + i``.
-        rng: where random numbers come from.
-        batch: steps at once; ``None`` = by the number of tokens that p or q can say.
-        position: where the steps start, in tokens.
+        p, q: ``[V]``, target and draft probabilities, float32 or float64, on the device to sample on.
+        cases: pairs; all use the same random numbers, and those with the same draft label the same drafts.
+        samples: steps of each case; step i uses the stream ``first_stream + i``.
+        rng: random source.
+        batch: steps per batch; ``None`` = by the number of tokens with p > 0 or q > 0.
+        position: number of tokens before the step.
         progress: called with the number of samples drawn since the last call.
 
     Returns:
-        per case ``[V]`` int64, how often each token came first.
+        ``[V]`` int64 per case, counts of the first tokens.
 
     Raises:
-        ContractError: a verifier emitted what is no token, or the wrong number of them.
+        ContractError: a verifier emitted invalid tokens.
     """
 
     if p.device.type == "cpu":
-        # glibc hands each freed tensor of megabytes back to the kernel, which clears it for the next one: half of the
-        # time. Once it has freed a block of 32 MiB it keeps such blocks.
+        # glibc returns freed blocks of megabytes to the kernel, which zeroes them again: half of the time. After
+        # freeing one block of 32 MiB it raises its threshold and keeps them.
         torch.zeros(2**25 - 2**16, dtype=torch.uint8)
-    kept = ((p > 0) | (q > 0)).nonzero().squeeze(1)
-    p, q, vocab_size = p[kept], q[kept], len(p)
+    support = ((p > 0) | (q > 0)).nonzero().squeeze(1)
+    p, q, vocab_size = p[support], q[support], len(p)
     if batch is None:
-        room = BATCH_BYTES_CPU if p.device.type == "cpu" else BATCH_BYTES
-        batch = min(LARGEST_BATCH, max(1, room // (len(kept) * p.element_size())))
-    counts = [torch.zeros(len(kept), dtype=torch.long, device=p.device) for _ in cases]
+        batch_bytes = BATCH_BYTES_CPU if p.device.type == "cpu" else BATCH_BYTES
+        batch = min(LARGEST_BATCH, max(1, batch_bytes // (len(support) * p.element_size())))
+    counts = [torch.zeros(len(support), dtype=torch.long, device=p.device) for _ in cases]
     drafts = {case.draft: case for case in cases}
     with torch.inference_mode():
         for start in range(0, samples, batch):
             streams = list(range(first_stream + start, first_stream + min(start + batch, samples)))
             b = len(streams)
-            for label, one in drafts.items():
-                drafter = one.build(q, b)
-                numbers = rng.for_step(streams, [position] * b, p.device)
+            for label, source in drafts.items():
+                drafter = source.build(q, b)
+                random_numbers = rng.for_step(streams, [position] * b, p.device)
                 for row in range(b):
                     drafter.start(row, [0])
                 root = torch.zeros(b, 1, dtype=torch.long, device=p.device)
-                draft = drafter.propose(Sequences([[0]] * b, root, [one.nodes] * b, streams), numbers)
+                draft = drafter.propose(Sequences([[0]] * b, root, [source.nodes] * b, streams), random_numbers)
                 rows = p.expand(b, draft.width + 1, -1)
                 for count, case in zip(counts, cases, strict=True):
                     if case.draft != label:
@@ -196,17 +194,17 @@ def sample(
                     verifier = case.verifier()
                     for row in range(b):
                         verifier.start(row)
-                    # A copy each, of a step in which the drafter's numbers are used up.
-                    token = first_token(draft, verifier.verify(draft, rows, copy.deepcopy(numbers)))
-                    if token.shape != (b,) or not ((token >= 0) & (token < len(kept))).all():
-                        raise ContractError(f"verifier '{case.verifier.name}' emitted something that is no token")
-                    count += token.bincount(minlength=len(kept))
+                    # Each verifier gets a copy of the random state after drafting.
+                    token = first_token(draft, verifier.verify(draft, rows, copy.deepcopy(random_numbers)))
+                    if token.shape != (b,) or not ((token >= 0) & (token < len(support))).all():
+                        raise ContractError(f"verifier '{case.verifier.name}' emitted an invalid token")
+                    count += token.bincount(minlength=len(support))
                     progress(b)
-    return [torch.zeros(vocab_size, dtype=torch.long, device=p.device).scatter_(0, kept, count) for count in counts]
+    return [torch.zeros(vocab_size, dtype=torch.long, device=p.device).scatter_(0, support, count) for count in counts]
 
 
 def first_token(draft: Draft, verdict: Verdict) -> Tensor:
-    """``[B]``: the first token each row emits, drafted and accepted or the verifier's own."""
+    """First emitted token of each row ``[B]``: the accepted drafted one, or the verifier's own."""
     if not draft.width:
         return verdict.token
     if verdict.path is None:
@@ -216,61 +214,64 @@ def first_token(draft: Draft, verdict: Verdict) -> Tensor:
     return drafted.where(verdict.length > 0, verdict.token)
 
 
-def laws_after(lm: LM, tokens: Sequence[int], sampling: Sampling, who: str) -> Tensor:
-    """What the model in row 0 of ``lm`` says after each of ``tokens``, ``[len(tokens), V]``; nothing of them is kept.
+def next_token_probs(lm: LM, tokens: Sequence[int], sampling: Sampling, label: str) -> Tensor:
+    """Next-token probabilities in row 0 of ``lm`` after each of ``tokens``, ``[len(tokens), V]``; commits nothing.
 
-    The row was begun with a prompt, whose last token is the first of ``tokens``. Raises NumericalError for NaN.
+    The row was started with a prompt whose last token is the first of ``tokens``. Raises NumericalError for NaN.
     """
     with torch.inference_mode():
         logits, _ = lm.forward(torch.tensor([list(tokens)], device=lm.device))
     lm.commit([0])
-    laws, finite = sampling.checked_probs(logits[0])
+    probs, finite = sampling.checked_probs(logits[0])
     if not bool(finite.all()):
-        raise NumericalError(f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights")
-    return laws
+        raise NumericalError(f"the {label} produced NaN or infinite logits; try --dtype float32 or check the weights")
+    return probs
 
 
-def judge(case: Case, counts: Tensor, prompt: PromptLaws) -> Result:
-    """Test the counts of a case against both laws of its prompt."""
+def check_counts(case: Case, counts: Tensor, prompt: PromptDistributions) -> Result:
+    """Test the counts of a case against both distributions of its prompt."""
     return Result(case, counts, goodness_of_fit(counts, prompt.p), goodness_of_fit(counts, prompt.q))
 
 
 def choose(
     verifiers: Iterable[str] | None, labels: Iterable[str] | None, model: str, gamma: int
 ) -> tuple[list[Case], list[str]]:
-    """The pairs to test, and why others cannot be; ``labels`` are those of ``crossdraft certify --draft``.
+    """Return the pairs to test, and the reasons for skipped ones; ``labels`` as of ``crossdraft certify --draft``.
 
-    Without ``verifiers`` all that are declared lossless for sampling, without ``labels`` one draft each (`PREFERRED`).
+    ``verifiers`` default to all that are declared lossless for sampling, ``labels`` to one draft each (`PREFERRED`).
 
     Raises:
-        UnknownNameError: a verifier or label that there is not.
+        UnknownNameError: unknown verifier or label.
     """
 
-    wanted = list(dict.fromkeys(labels or [*(label for label in PREFERRED if label in DRAFTS), *DRAFTS]))
+    requested = list(dict.fromkeys(labels or [*(label for label in PREFERRED if label in DRAFTS), *DRAFTS]))
     drafts = {}
-    for label in wanted:
+    for label in requested:
         if label not in DRAFTS:
             raise UnknownNameError.among("draft label", label, DRAFTS)
         kind = DRAFTS[label]
         options = kind.options(gamma)
         if "model" not in options:
-            continue  # a drafter without a model has no law to compare with
+            continue  # without a model there is no draft distribution for the control
         cls = plugins.get("drafters", kind.drafter)
-        # Sampled drafts come from the drafter's law as it is warped already.
+        # q is warped already, so the drafter samples at temperature 1.
         drafts[label] = kind.drafter, cls, cls.Config(**{**options, "model": model})
     if labels and not drafts:
-        raise UsageError(f"the drafts {', '.join(wanted)} come from no model: there is no drafter's law to compare")
+        raise UsageError(
+            f"the drafts {', '.join(requested)} do not use a model, so the control is not defined; choose other "
+            "--draft labels"
+        )
     cases, skipped = [], []
-    for rule in _verifiers(verifiers):
+    for verifier in _verifiers(verifiers):
         reasons = []
         for label, (name, cls, config) in drafts.items():
             reason = incompatible(
-                name, cls.traits(config, Sampling()), rule.name, rule.traits(rule.Config()), Sampling()
+                name, cls.traits(config, Sampling()), verifier.name, verifier.traits(verifier.Config()), Sampling()
             )
             if reason:
                 reasons.append(f"{label}: {reason}")
                 continue
-            cases.append(Case(label, cls, config, rule))
+            cases.append(Case(label, cls, config, verifier))
             if not labels:
                 break
         else:
@@ -281,9 +282,9 @@ def choose(
 def _verifiers(names: Iterable[str] | None) -> list[type[Verifier]]:
     if names:
         return [plugins.get("verifiers", name) for name in dict.fromkeys(names)]
-    found = []
+    classes = []
     for name in plugins.entries("verifiers"):
         with suppress(ContractError):  # broken ones are reported by `crossdraft plugins`
-            found.append(plugins.get("verifiers", name))
-    traits = [(rule, rule.traits(rule.Config())) for rule in found]
-    return [rule for rule, has in traits if has.lossless and not has.temperature_zero_only]
+            classes.append(plugins.get("verifiers", name))
+    traits = [(verifier, verifier.traits(verifier.Config())) for verifier in classes]
+    return [verifier for verifier, has in traits if has.lossless and not has.temperature_zero_only]

@@ -1,4 +1,4 @@
-"""Certificates to keep, from rows of enumerated pairs; and the quick ones that a run starts with."""
+"""Certificates derived from rows of enumerated pairs, and the quick certification at the start of a run."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from .toys import built_in_toys
 if TYPE_CHECKING:
     from ..contracts.verifier import Verifier
 
-#: Toys of a quick certificate: the smallest one, one with more tokens, and one with deep drafts. At most 2.5 s a rule.
+#: Toys of a quick certificate: the smallest, one with more tokens, one with deep drafts. At most 2.5 s per verifier.
 QUICK = ("T0", "G3", "D6")
 
 
 def worst_row(rows: Sequence[Row]) -> Row | None:
-    """The row that is farthest from the target's distribution although its verifier claims to be lossless."""
-    wrong = [row for row in rows if row.error is None and row.promise.lossless and not row.lossless]
-    return max(wrong, key=lambda row: row.tv or 0.0, default=None)
+    """Return the row with the largest TV among verifiers that are declared lossless but are not; None without one."""
+    failed = [row for row in rows if row.error is None and row.traits.lossless and not row.lossless]
+    return max(failed, key=lambda row: row.tv or 0.0, default=None)
 
 
-def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
-    """The certificate that the rows of a verifier amount to.
+def outcome(rows: Sequence[Row]) -> Certificate | None:
+    """Return the certificate of a verifier from its rows.
 
-    None if they show nothing: its claim is to be lossy, a row could not be enumerated, or nothing was drafted.
+    None if they prove nothing: declared lossy, a row was not enumerated, or nothing was drafted.
     """
     if (worst := worst_row(rows)) is not None:
-        return CertificateRecord(worst.tv or 0.0, False, place(worst))
+        return Certificate(worst.tv or 0.0, False, location(worst))
     if rows and all(row.proves for row in rows) and any(row.drafted for row in rows):
         return CertificateRecord(max(row.tv or 0.0 for row in rows))
     return None
 
 
-def place(row: Row) -> str:
+def location(row: Row) -> str:
     return f"on toy '{row.toy}' with draft '{row.draft}'"
 
 
 def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], None]) -> list[Row]:
-    """The rows of a verifier with these options on the toys `QUICK`, up to the first one that raised.
+    """Certify a verifier with these options on the toys `QUICK`, up to the first row with an error.
 
-    ``start`` is called before each.
+    ``start`` is called before each row.
     """
     toys = {toy.name: toy for toy in built_in_toys()}
     rows = []
@@ -59,7 +59,7 @@ def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], 
 
 
 def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> Row | None:
-    """A row of a drafter as it is configured, on the smallest toy; None if it cannot be enumerated there."""
+    """Certify a configured drafter on the smallest toy; None if it cannot be enumerated."""
     kind, toy = NamedDrafter(drafter.name, drafter, config), built_in_toys()[0]
     if refusal(kind, toy):
         return None

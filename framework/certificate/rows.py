@@ -1,4 +1,4 @@
-"""The rows of ``crossdraft certify``: drafts x verifier on a toy, as deep as can be enumerated."""
+"""Rows of ``crossdraft certify``: drafts x verifier on a toy, as deep as can be enumerated."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .table_lm import Toy
 
 @dataclass(frozen=True)
 class Row:
-    """One certified pair; ``error`` is the sentence of one that could not be enumerated.
+    """One certified pair; ``error`` is the error message if enumeration failed.
 
     Attributes:
-        lengths: how deep drafts could be, a number a step.
-        temperature: the target's.
-        drafted: whether any draft had a token.
+        lengths: maximum draft depth of each step.
+        temperature: of the target.
+        drafted: some draft had a token.
         options: the verifier's validated config; None = its defaults.
     """
 
@@ -42,25 +42,25 @@ class Row:
     options: StrategyConfig | None = None
 
     @property
-    def promise(self) -> VerifierTraits:
+    def traits(self) -> VerifierTraits:
         """The verifier's traits."""
-        return _promise(self.verifier, self.options)
+        return _traits(self.verifier, self.options)
 
     @property
     def bad(self) -> bool:
-        return self.error is not None or (self.promise.lossless and not self.lossless)
+        return self.error is not None or (self.traits.lossless and not self.lossless)
 
     @property
     def proves(self) -> bool:
-        """Whether it shows that the rule is lossless, over two steps if it carries state from one to the next."""
-        enough = len(self.lengths) > 1 or not self.promise.stateful
-        return self.error is None and self.promise.lossless and self.lossless and enough
+        """True if the row proves that the verifier is lossless; stateful verifiers need two steps."""
+        enough = len(self.lengths) > 1 or not self.traits.stateful
+        return self.error is None and self.traits.lossless and self.lossless and enough
 
     @property
     def verdict(self) -> str:
         if self.error is not None:
             return f"FAILED: {self.error}"
-        if not self.promise.lossless:
+        if not self.traits.lossless:
             return "declared lossy"
         if not self.lossless:
             return "NO"
@@ -68,12 +68,12 @@ class Row:
 
     @property
     def gamma(self) -> int | list[int]:
-        """The draft length, or those of the steps where they differ."""
+        """Draft length, or the list of lengths if steps differ."""
         return self.lengths[0] if len(set(self.lengths)) == 1 else list(self.lengths)
 
     def as_json(self) -> dict[str, Any]:
-        """The row for programs; ``error`` is there only if it failed, ``bounds`` only if they were asked for."""
-        found = {
+        """The row as JSON values; ``error`` only if it failed, ``bounds`` only if they were computed."""
+        result = {
             "toy": self.toy,
             "draft": self.draft,
             "verifier": self.verifier.name,
@@ -85,16 +85,16 @@ class Row:
             "drafted": self.drafted,
         }
         if self.bounds is not None:
-            found["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
-        return found if self.error is None else {**found, "error": self.error}
+            result["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
+        return result if self.error is None else {**result, "error": self.error}
 
 
 class CannotRun(Exception):
-    """Why drafts and a verifier are no pair, or one that cannot be enumerated."""
+    """The pair is incompatible or cannot be enumerated; the message is the reason."""
 
 
-class TooMuch(CannotRun):
-    """Nothing is wrong with the pair; there is too much to enumerate."""
+class PairTooLarge(CannotRun):
+    """The pair is compatible but too large to enumerate."""
 
 
 def certify_row(
@@ -110,19 +110,19 @@ def certify_row(
 
     Args:
         options: the verifier's validated config; None = its defaults.
-        steps: ``None`` = 1, but 2 if anything is remembered from step to step.
-        gamma: how deep drafts may be in every step; ``None`` = as deep as the toy says and costs seconds.
+        steps: ``None`` = 1, or 2 if the drafter or verifier is stateful.
+        gamma: maximum draft depth in each step; ``None`` = the toy's, reduced to what is enumerated in seconds.
 
     Raises:
-        CannotRun: a pair that is incompatible, or too large (`TooMuch`).
+        CannotRun: the pair is incompatible, or too large (`TooMuch`).
     """
     row = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options)
     try:
-        promise = row.promise
-        temperature = _temperature(kind, promise)
-        lengths = tuple(_lengths(toy, label, kind, verifier.name, promise, temperature, steps, gamma))
+        traits = row.traits
+        temperature = _temperature(kind, traits)
+        lengths = tuple(_lengths(toy, label, kind, verifier.name, traits, temperature, steps, gamma))
         row = replace(row, lengths=lengths, temperature=temperature)
-        found = certify(
+        result = certify(
             toy,
             kind.build,
             verifier if options is None else lambda: verifier(options),
@@ -131,45 +131,45 @@ def certify_row(
             temperature=temperature,
             markov=kind.markov,
         )
-        if not math.isfinite(found.tv):
-            raise NumericalError(f"verifier '{verifier.name}' produced probabilities that are not numbers")
+        if not math.isfinite(result.tv):
+            raise NumericalError(f"verifier '{verifier.name}' produced NaN or infinite probabilities")
     except CannotRun:
         raise
-    except Exception as error:  # whatever a third party's strategy may raise
-        return replace(row, error=_sentence(error))
+    except Exception as error:  # third-party code may raise anything
+        return replace(row, error=_message(error))
     return replace(
         row,
-        tv=found.tv,
-        expected_tau=tuple(found.expected_tau),
-        lossless=found.lossless,
-        drafted=found.drafted,
+        tv=result.tv,
+        expected_tau=tuple(result.expected_tau),
+        lossless=result.lossless,
+        drafted=result.drafted,
     )
 
 
-def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, known: dict[Any, Bounds]) -> Bounds:
-    """The bounds that bind a row's rule; ``known`` ones of the same toy and draft are not computed again."""
-    if not row.promise.lossless:
+def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
+    """Bounds that apply to the verifier of a row; ``known`` caches those of the same toy and draft."""
+    if not row.traits.lossless:
         return Bounds()
     key = row.lengths[0], row.temperature
-    if key not in known:
+    if key not in cache:
         try:
-            known[key] = bounds(toy, kind.build, *key)
+            cache[key] = bounds(toy, kind.build, *key)
         except NumericalError as error:
-            known[key] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
-    if row.promise.stateful:  # it may take in this step what it repays in a later one
-        return replace(known[key], single_draft=None, lp=None)
-    return known[key]
+            cache[key] = Bounds(missing=(f"toy {toy.name}, draft {row.draft}: {error}",))
+    if row.traits.stateful:  # may compensate in later steps
+        return replace(cache[key], single_draft=None, lp=None)
+    return cache[key]
 
 
-def _promise(verifier: type[Verifier], options: StrategyConfig | None) -> VerifierTraits:
+def _traits(verifier: type[Verifier], options: StrategyConfig | None) -> VerifierTraits:
     return verifier.traits(verifier.Config() if options is None else options)
 
 
-def _temperature(kind: DraftKind | NamedDrafter, promise: VerifierTraits) -> float:
-    """The target's temperature that a pair is certified at."""
+def _temperature(kind: DraftKind | NamedDrafter, traits: VerifierTraits) -> float:
+    """Target temperature of the certificate."""
     drafter, config = kind.config(1)
     zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only
-    return 0.0 if zero or promise.temperature_zero_only else 1.0
+    return 0.0 if zero or traits.temperature_zero_only else 1.0
 
 
 def _lengths(
@@ -177,41 +177,41 @@ def _lengths(
     label: str,
     kind: DraftKind | NamedDrafter,
     verifier: str,
-    promise: VerifierTraits,
+    verifier_traits: VerifierTraits,
     temperature: float,
     steps: int | None,
     gamma: int | None,
 ) -> list[int]:
-    """How deep drafts may be in each step."""
+    """Maximum draft depth of each step."""
     sampling = Sampling(temperature=temperature)
-    wanted = toy.gamma if gamma is None else gamma
-    drafter, config = kind.config(wanted)
+    requested = toy.gamma if gamma is None else gamma
+    drafter, config = kind.config(requested)
     traits = drafter.traits(config, sampling)
-    if reason := incompatible(kind.drafter, traits, verifier, promise, sampling):
+    if reason := incompatible(kind.drafter, traits, verifier, verifier_traits, sampling):
         raise CannotRun(f"{label}: {reason}")
 
     def cost(length: int) -> float:
         drafter, config = kind.config(length)
         return effort.paths(drafter.traits(config, sampling), toy.vocab_size, length)
 
-    multiply = promise.stateful or not kind.markov
+    multiply = verifier_traits.stateful or not kind.markov
     if steps is None:
         steps = 2 if multiply else 1
-    longest = min(wanted, traits.depth)
-    found: list[int] | None = [longest] * steps
+    longest = min(requested, traits.depth)
+    result: list[int] | None = [longest] * steps
     if gamma is None and not kind.markov:
-        found = effort.replayed(drafter.remembers(config), traits, toy.vocab_size, longest, steps)
+        result = effort.unmerged_lengths(drafter.remembers(config), traits, toy.vocab_size, longest, steps)
     elif gamma is None and multiply:
-        found = effort.draft_lengths(cost, longest, steps, effort.DEFAULT_PATHS)
+        result = effort.draft_lengths(cost, longest, steps, effort.DEFAULT_PATHS)
     elif gamma is None:
-        found = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * steps
-    # If not even the shortest drafts fit among what is enumerated by default, they may among what is at all.
-    found = found if found is not None and (any(found) or not longest) else [min(longest, 1)] * steps
-    if reason := effort.too_many_paths(cost, found, multiply and steps > 1):
-        raise TooMuch(f"toy {toy.name}, {label}: {reason}")
-    return found
+        result = [effort.draft_length(cost, longest, effort.DEFAULT_PATHS) or 0] * steps
+    # If even the shortest drafts exceed the default limit, try them against the hard limit.
+    result = result if result is not None and (any(result) or not longest) else [min(longest, 1)] * steps
+    if reason := effort.too_many_paths(cost, result, multiply and steps > 1):
+        raise PairTooLarge(f"toy {toy.name}, {label}: {reason}")
+    return result
 
 
-def _sentence(error: Exception) -> str:
+def _message(error: Exception) -> str:
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"

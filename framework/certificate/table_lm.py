@@ -1,7 +1,7 @@
-"""A language model given by a table of exact probabilities, behind the same protocol as a real one.
+"""Language model defined by a table of exact probabilities, with the same protocol as a real one.
 
-Order-1 Markov: the law of the next token depends on the last one, and the first token after the prompt has a law of its
-own. Rows are float64, which is what makes certificates exact to 1e-12.
+Order-1 Markov: the next-token distribution depends on the last token only; the first token after the prompt has its own
+distribution. Rows are float64, so certificates are exact to 1e-12.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Toy:
     """A small exact pair of models.
 
     Attributes:
-        name: what tables call it.
+        name: in tables.
         gamma: draft length.
-        target, drafter: ``[V + 1, V]`` float64; row x is the law after token x, row V the law of the first token.
-        words: what the target's tokens and the drafter's spell, where these are not the same; then the drafter may have
-            another number of tokens, and its first one follows row x like the others.
+        target, drafter: ``[V + 1, V]`` float64; row x holds the probabilities after token x, row V those of the first
+            token.
+        words: texts of the target's and the drafter's tokens if the vocabularies differ; then the drafter's V may
+            differ, and its first token follows row x like the others.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Toy:
 
     @property
     def prompt(self) -> list[int]:
-        """What sequences start with. Tables do not look at it, but drafters that search the text find something."""
+        """Prompt tokens, ignored by tables but useful for retrieval drafters."""
         return [token % self.vocab_size for token in (0, 0, 1, 1, 0)]
 
 
@@ -55,14 +56,14 @@ class TableLM:
     """B slots of a table model; see :class:`~crossdraft.framework.contracts.lm.LM`.
 
     Args:
-        table: ``[V + 1, V]``, the law after each token, as in `Toy`; or ``[V]``, one law after whatever is fed.
-        fork: the table of what `fork` returns, whichever layers are asked for; ``None`` = it has no layers.
-        start: the position that row V is the law after, the prompt's last; ``None`` = row V is never used.
+        table: ``[V + 1, V]``, probabilities after each token, as in `Toy`; or ``[V]``, for any input.
+        fork: table of the model returned by `fork` for any layers; ``None`` = it has no layers.
+        start: position that row V follows, the prompt's last; ``None`` = row V is never used.
     """
 
     context_length: int | None = None
     hidden_layers: tuple[float, ...] = ()
-    fed: Tensor | None = None  # another table is no part of this one
+    fed: Tensor | None = None  # tables cannot be resumed from another model
 
     def __init__(self, table: Tensor, batch_size: int, fork: Tensor | None = None, start: int | None = None):
         self.batch_size, self.vocab_size = batch_size, table.shape[-1]
@@ -70,50 +71,54 @@ class TableLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self._logits, self._fork, self._start = table.log(), fork, start
-        self._grown: list[Tensor] = []  # positions [B] of the nodes grown since the last `keep`
-        self._beside: list[TableLM] = []  # forks with embeddings, whose slots are these
+        self._positions_since_commit: list[Tensor] = []  # [B] each
+        self._forks: list[TableLM] = []  # forks with embeddings share these slots
 
-    def follow(self, logits: Tensor) -> None:
-        """Say what ``logits [V + 1, V]`` say from here on, also when they change."""
+    def set_logits(self, logits: Tensor) -> None:
+        """Use ``logits [V + 1, V]`` from now on, including later in-place changes."""
         self._logits = logits.detach()
 
     def start(self, row: int, prompt: Sequence[int]) -> None:
         self.lengths[row] = len(prompt) - 1
-        self._followed()
+        self._sync_forks()
 
     def forward(self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None) -> tuple[Tensor, None]:
         self.passes += 1
         if self._logits.dim() == 1:
             return self._logits.expand(*tokens.shape, -1), None
-        if len(self._logits) > self.vocab_size + 1:  # tokens beside the model's own stand behind row V
+        if len(self._logits) > self.vocab_size + 1:  # additional tokens follow row V
             tokens = tokens + (tokens >= self.vocab_size)
         if self._start is not None:
             tokens = torch.where(self._positions(tokens, parents) == self._start, self.vocab_size, tokens)
         return self._logits[tokens], None
 
     def _positions(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """``[B, W]``: where in its sequence each new node stands."""
+        """Sequence positions of the new nodes, ``[B, W]``."""
         committed = torch.tensor(self.lengths, device=self.device) - 1
         for i in range(tokens.shape[1]):
             if parents is None:
-                before = self._grown[-1] if self._grown else committed
+                previous = self._positions_since_commit[-1] if self._positions_since_commit else committed
             else:
-                before = torch.stack([committed, *self._grown], 1).gather(1, parents[:, i : i + 1] + 1).squeeze(1)
-            self._grown.append(before + 1)
-        return torch.stack(self._grown[len(self._grown) - tokens.shape[1] :], 1)
+                previous = (
+                    torch.stack([committed, *self._positions_since_commit], 1)
+                    .gather(1, parents[:, i : i + 1] + 1)
+                    .squeeze(1)
+                )
+            self._positions_since_commit.append(previous + 1)
+        return torch.stack(self._positions_since_commit[len(self._positions_since_commit) - tokens.shape[1] :], 1)
 
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._grown = []
-        self._followed()
+        self._positions_since_commit = []
+        self._sync_forks()
 
     def free(self, row: int) -> None:
         self.lengths[row] = 0
-        self._followed()
+        self._sync_forks()
 
-    def _followed(self) -> None:
-        for fork in self._beside:
-            fork.lengths, fork._grown = list(self.lengths), []
+    def _sync_forks(self) -> None:
+        for fork in self._forks:
+            fork.lengths, fork._positions_since_commit = list(self.lengths), []
 
     def fork(
         self,
@@ -123,31 +128,31 @@ class TableLM:
         no_mlp: Collection[int] = (),
         embeddings: Tensor | None = None,
     ) -> TableLM:
-        """With ``embeddings [n, V]``, which are the logits after each of these tokens, the table is this one."""
+        """Return the fork table, or with ``embeddings [n, V]`` (logits after n additional tokens) this table."""
         if embeddings is not None:
-            beside = TableLM(self._logits.exp(), self.batch_size, start=self._start)
-            beside.follow(torch.cat([self._logits, embeddings.to(self._logits)]))
-            beside.lengths = list(self.lengths)
-            self._beside.append(beside)
-            return beside
+            fork = TableLM(self._logits.exp(), self.batch_size, start=self._start)
+            fork.set_logits(torch.cat([self._logits, embeddings.to(self._logits)]))
+            fork.lengths = list(self.lengths)
+            self._forks.append(fork)
+            return fork
         if self._fork is None:
-            raise ModelError("a table of probabilities has no layers, so none of them can be run alone")
+            raise ModelError("a table of probabilities has no layers, so a subset of layers cannot run")
         return TableLM(self._fork, self.batch_size, start=self._start)
 
 
-#: Look-ahead embeddings of a toy.
+#: Number of look-ahead embeddings of a toy.
 LOOK_AHEAD = 15
 
 
 class ToyContext(DraftContext):
-    """What a drafter may ask for where the target is a toy: whatever it loads is the toy's drafter model.
+    """Drafter context of a toy: every model that a drafter loads is the toy's draft model.
 
-    The heads called ``toy`` are look-ahead embeddings, as `pass` reads them: rows of that model's table in turn.
+    The heads ``toy`` are look-ahead embeddings for the drafter `pass`: rows of the draft model's table in turn.
 
     Args:
         target, drafter: tables, see `TableLM`.
         max_length: of the slots, in tokens.
-        start: of both models, see `TableLM`; of the target alone where there are ``words``.
+        start: of both models, see `TableLM`; with ``words``, of the target only.
         words: see `Toy`.
     """
 
@@ -181,34 +186,34 @@ class ToyContext(DraftContext):
 
     def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         if self._words is not None and ids is None:
-            raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
+            raise ModelError(f"'{name}' cannot draft for 'toy': their vocabularies differ")
         lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)
         return fitted(lm, self.vocab_size, ids, unknown)
 
     def load_heads(self, name: str) -> Checkpoint:
         if name != "toy" or self._words is not None:
             return super().load_heads(name)
-        rows = self._drafter.log().clamp(min=-1e4)  # what is never said: a number whose exponential is 0
+        rows = self._drafter.log().clamp(min=-1e4)  # finite logits of impossible tokens
         rows = rows[torch.arange(LOOK_AHEAD, device=rows.device) % len(rows)]
         return Checkpoint(name, Path(name), {}, {"embeddings": rows}, "a table", "")
 
     def load_learner(self, name: str) -> Learner:
         if self._words is not None:
-            raise ModelError(f"'{name}' cannot draft for 'toy': they have other tokens")
+            raise ModelError(f"'{name}' cannot draft for 'toy': their vocabularies differ")
         lm, start, last = TableLM(self._drafter, self.batch_size, start=self._start), self._start, self.vocab_size
         with torch.inference_mode(False):
             table = self._drafter.log().requires_grad_()
-        lm.follow(table)
+        lm.set_logits(table)
 
-        def logits(tokens: Sequence[int], at: Sequence[int]) -> Tensor:
-            return table[[last if i == start else tokens[i] for i in at]]
+        def logits(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+            return table[[last if i == start else tokens[i] for i in positions]]
 
         return Learner(lm, [table], logits)
 
 
 @cache
 def tokenizer_of(words: tuple[str, ...]) -> Any:
-    """A tokenizer of transformers whose token i spells ``words[i]``; it says a text in as few tokens as it can."""
+    """A transformers tokenizer whose token i is ``words[i]``; texts are encoded in as few tokens as possible."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import Unigram
     from transformers import PreTrainedTokenizerFast

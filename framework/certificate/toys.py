@@ -1,4 +1,4 @@
-"""The exact models of the certificate: the built-in ones, and files of them."""
+"""Exact models (toys) of the certificate, built in or from files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from ..util.input_files import read_bytes
 from ..util.limits import Limit
 from .table_lm import Toy
 
-#: A toy file is read whole: most bytes, and most probabilities in one of its tables.
+#: Maximum bytes of a toy file, and entries of one of its tables.
 LARGEST_FILE = Limit(16_000_000, "toys are small")
 LARGEST_TABLE = 250_000
-#: A probability as text, with few enough digits that it costs nothing to compute.
+#: A probability as text, with a limited number of digits.
 _NUMBER = re.compile(
     r"\s*[+-]?(\d{1,60}/\d{1,60}|(\d{1,60}(\.\d{0,60})?|\.\d{1,60})(e[+-]?\d{1,3})?)\s*", re.ASCII | re.IGNORECASE
 )
 
 
 def read_toys(path: Path) -> list[Toy]:
-    """Toys from a JSON file: name -> ``{"model": {V, gamma, target_start, target_rows, draft_start, draft_rows}}``.
+    """Read toys from a JSON file: name -> ``{"model": {V, gamma, target_start, target_rows, draft_start,
+    draft_rows}}``.
 
-    Probabilities are numbers or fractions as strings; other keys are ignored. With ``target_tokens`` and
-    ``draft_tokens``, lists of texts, the drafter has tokens of its own, and as many rows as these.
+    Probabilities are numbers or fractions as strings; other keys are ignored. ``target_tokens`` and ``draft_tokens``,
+    lists of texts, define two vocabularies; the draft tables then have one row per draft token.
 
     Raises:
-        UsageError: no such file, not JSON, or a model that is no pair of probability tables; says where.
+        UsageError: missing file, invalid JSON or invalid tables, with their position.
     """
     content = read_bytes(path, LARGEST_FILE, what="toy file")
     try:
         entries = json.loads(content)
     except RecursionError:
-        raise UsageError(f"toy file {path} is nested too deeply to be read") from None
+        raise UsageError(f"toy file {path} is nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"toy file {path} is not JSON: {error}") from None
     if not isinstance(entries, dict) or not entries:
@@ -48,21 +49,21 @@ def read_toys(path: Path) -> list[Toy]:
 
 
 def built_in_toys() -> list[Toy]:
-    """T0 (the toy of Sun et al. 2024) and G1 to G4, which together expose every known mistake, and D6 for deep drafts.
+    """T0 (Sun et al. 2024) and G1 to G4, which together expose every known verifier mistake, and D6 for deep drafts.
 
-    D6 has two tokens, and one of them is never drafted twice in a row: 21 chains of six tokens instead of 64.
+    D6 has two tokens, one of which is never drafted twice in a row: 21 chains of six tokens instead of 64.
     """
     return read_toys(Path(__file__).with_name("toys.json"))
 
 
 def toys_of_two_vocabularies() -> list[Toy]:
-    """W1 and W2, whose drafters have tokens of their own: W1 shares two of three, W2 all, and has another one."""
+    """W1 and W2, with two vocabularies: W1 shares two of three tokens, W2 all of them and has an additional one."""
     return read_toys(Path(__file__).with_name("two_vocabularies.json"))
 
 
 def _toy(name: str, entry: Any, file: str) -> Toy:
     if not name or not name.isprintable():
-        raise UsageError(f"{file}: {name!a} is no name that could be printed")
+        raise UsageError(f"{file}: the name {name!a} is empty or not printable; rename the toy")
     where = f"{file}: {name}"
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(model, dict):
@@ -75,8 +76,8 @@ def _toy(name: str, entry: Any, file: str) -> Toy:
         raise UsageError(f"{where}.model: V must be a positive integer and gamma a non-negative one")
     if (vocab + 1) * vocab > LARGEST_TABLE:
         raise UsageError(
-            f"{where}.model: with V = {reprlib.repr(vocab)} a table has (V + 1) V entries, more than the "
-            f"{LARGEST_TABLE:,} that are allowed"
+            f"{where}.model: V = {reprlib.repr(vocab)} is too large: a table has (V + 1) V entries, at most "
+            f"{LARGEST_TABLE:,} are allowed"
         )
 
     words = _words(model, vocab, where)
@@ -86,35 +87,37 @@ def _toy(name: str, entry: Any, file: str) -> Toy:
         if not isinstance(rows, list) or len(rows) != vocab:
             raise UsageError(f"{where}.model.{kind}_rows must have V = {vocab} rows")
         named = [(f"{kind}_rows[{i}]", row) for i, row in enumerate(rows)] + [(f"{kind}_start", model[f"{kind}_start"])]
-        return torch.tensor([_law(row, vocab, f"{where}.model.{key}") for key, row in named], dtype=torch.float64)
+        return torch.tensor([_probs(row, vocab, f"{where}.model.{key}") for key, row in named], dtype=torch.float64)
 
     sizes = {"target": vocab, "draft": vocab if words is None else len(words[1])}
     return Toy(name, gamma, table("target"), table("draft"), words)
 
 
 def _words(model: dict[str, Any], vocab: int, where: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """What tokens spell, of the target and of the drafter; None if the toy does not say."""
+    """Token texts of target and drafter; None without them."""
     keys = ("target_tokens", "draft_tokens")
     if not any(key in model for key in keys):
         return None
-    found = []
+    token_lists = []
     for key in keys:
         words = model.get(key)
         if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-            raise UsageError(f"{where}.model.{key} must be a list of texts, because the other one of {keys} is")
+            raise UsageError(f"{where}.model.{key} must be a list of texts; {' and '.join(keys)} go together")
         if len(set(words)) != len(words) or (len(words) + 1) * len(words) > LARGEST_TABLE:
-            raise UsageError(f"{where}.model.{key} must be texts that differ, and few")
-        found.append(tuple(words))
-    if len(found[0]) != vocab:
+            raise UsageError(
+                f"{where}.model.{key} must be distinct texts, so few that (V + 1) V is at most {LARGEST_TABLE:,}"
+            )
+        token_lists.append(tuple(words))
+    if len(token_lists[0]) != vocab:
         raise UsageError(f"{where}.model.target_tokens must have V = {vocab} texts")
-    return found[0], found[1]
+    return token_lists[0], token_lists[1]
 
 
 def _is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _law(row: Any, vocab: int, where: str) -> list[float]:
+def _probs(row: Any, vocab: int, where: str) -> list[float]:
     try:
         if not isinstance(row, list):
             raise TypeError
@@ -131,7 +134,7 @@ def _law(row: Any, vocab: int, where: str) -> list[float]:
 
 @lru_cache(maxsize=1024, typed=True)
 def _number(value: Any) -> Fraction:
-    """A number or a fraction as text, exactly. Raises one of the errors of arithmetic for anything else."""
+    """Exact value of a number, or of a fraction as text. Raises TypeError or an arithmetic error for anything else."""
     if isinstance(value, str):
         if not _NUMBER.fullmatch(value):
             raise ValueError

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..api.build import Configured
     from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..replay.doctor import Examined, Trial
+    from ..replay.doctor import Trial, TrialResult
     from ..replay.response import Response
     from ..replay.teacher_forcing.lazy_models import Target
 
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     """Return 0. Raises UsageError (exit status 2) for invalid options or a drafter that cannot be replayed."""
     from ..api.build import configured
     from ..recipe.recipe import Strategy
-    from ..replay.doctor import examine, named, responses_needed, undecided
+    from ..replay.doctor import inconclusive, likely_causes, responses_needed, run_trials
     from ..replay.teacher_forcing.lazy_models import Target
 
     limits: dict[str, Limit] = {
@@ -175,7 +175,7 @@ def _json(result: Examined) -> dict[str, Any]:
 def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Sequence[str]) -> None:
     from tabulate import tabulate
 
-    from ..replay.doctor import undecided
+    from ..replay.doctor import inconclusive
     from ..report.table_utils import estimate_text
 
     base, lines = results[0], []
@@ -226,7 +226,7 @@ def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Seque
 def _too_few(results: Sequence[Examined]) -> str:
     """The conclusion if the intervals are too wide."""
     from ..metrics.intervals import LEAST_PIECES
-    from ..replay.doctor import responses_needed, undecided
+    from ..replay.doctor import inconclusive, responses_needed
 
     open_questions, needed = undecided(results), responses_needed(results)
     advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from .. import plugins
 from ..errors import ModelError, UsageError, first_line, printable, quoted
-from ..models.configs import checked_config
+from ..models.configs import check_config
 from ..models.quantization import refuse_quantized
 from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES
@@ -312,7 +312,7 @@ def read_shape(name: str) -> Shape:
         raise UsageError(
             f"{printable(name)} is no config.json, no model directory and no registered model; give one of them"
         )
-    config = checked_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
+    config = check_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
     try:
         return Shape.from_config(config, name=(path.name if directory else path.stem) or name)
     except ModelError as error:

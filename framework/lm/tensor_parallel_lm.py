@@ -38,11 +38,11 @@ class SplitLM(TransformersLM):
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int):
-        self._key, split = distributed.number(), split_of(model)
+        self._key, split = distributed.next_key(), split_of(model)
         sizes = batch_size, max_length, split not in _tried
-        distributed.everywhere(lambda: _fill(self, model, *sizes), "slots", split.key, self._key, *sizes)
+        distributed.run_everywhere(lambda: _fill(self, model, *sizes), "slots", split.key, self._key, *sizes)
         _tried.add(split)
-        finalize(self, distributed.drop, self._key)
+        finalize(self, distributed.release, self._key)
 
     def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
         return self._all("start", super().start, row, list(prompt))
@@ -59,7 +59,7 @@ class SplitLM(TransformersLM):
         self._all("commit", super().commit, list(counts), *([] if path is None else [path]))
 
     def free(self, row: int) -> None:
-        if distributed.broken():  # nothing is decoded after that, and clearing up must not hide what went wrong
+        if distributed.has_failed():  # nothing is decoded after that, and clearing up must not hide what went wrong
             self.lengths[row] = 0
         else:
             self._all("free", super().free, row)
@@ -80,9 +80,9 @@ class SplitLM(TransformersLM):
     def _all(self, name: str, mine: Callable[..., Any], *arguments: Any) -> Any:
         values = [one for one in arguments if not isinstance(one, Tensor)]
         tensors = [one for one in arguments if isinstance(one, Tensor)]
-        with distributed.together():
+        with distributed.collective():
             books = self._key, list(self.lengths), self.hidden_layers
-            distributed.tell("pass", *books, name, values, tensors=tensors)
+            distributed.broadcast_operation("pass", *books, name, values, tensors=tensors)
             return mine(*arguments)
 
 
@@ -128,8 +128,8 @@ class Tables:
     @property
     def _tables(self) -> list[Tensor]:
         if not self._found and is_split(self._model):
-            with distributed.together():
-                distributed.tell("tables", split_of(self._model).key)
+            with distributed.collective():
+                distributed.broadcast_operation("tables", split_of(self._model).key)
                 self._found = _tables(self._model)
         elif not self._found:
             self._found = [table.to(self.device) for table in _tables(self._model)]
@@ -168,12 +168,12 @@ def follow() -> int:
     logging.getLogger("crossdraft").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    distributed.join()
+    distributed.init_process_group()
     held: dict[int, Any] = {}
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     while True:
         try:
-            step, arguments, tensors, dropped = distributed.hear(device)
+            step, arguments, tensors, dropped = distributed.receive(device)
         except RuntimeError:  # the first process has ended, and said why
             return 0
         for key in dropped:
@@ -198,7 +198,7 @@ def _step(held: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: 
     elif step == "slots":
         model, key, *sizes = arguments
         lm = object.__new__(TransformersLM)
-        held[key] = distributed.everywhere(lambda: _fill(lm, held[model], *sizes), step)
+        held[key] = distributed.run_everywhere(lambda: _fill(lm, held[model], *sizes), step)
     elif step == "tables":
         _tables(held[arguments[0]])
     else:

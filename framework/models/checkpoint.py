@@ -1,9 +1,8 @@
-"""Checkpoints of heads: a config and tensors by name, in whatever layout they were published.
+"""Checkpoints of drafting heads: a config and tensors by name, in any published layout.
 
-Drafting heads are no models of their own: they read the target's features and come as bare tensors in a dozen
-layouts, many of them as PyTorch files. This module reads the tensors; which layout they are in, the drafter that
-knows it tells from the keys. PyTorch files are read with ``weights_only=True``: what is more than tensors, and could
-run code, is refused.
+Heads read the target's features and are published as bare tensors in a dozen layouts, many as PyTorch files. This
+module reads the tensors; drafters recognise the layout by its keys. PyTorch files are read with ``weights_only=True``,
+so pickles that could run code are rejected.
 """
 
 from __future__ import annotations
@@ -25,104 +24,104 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(name: str) -> Checkpoint:
-    """The heads called ``name``: a registered name, a directory or a Hub id, as :func:`resolve` reads it.
+    """Load the heads ``name``: a registered name, a directory or a Hub id, see :func:`resolve`.
 
-    Safetensors are preferred where both forms lie side by side.
+    Safetensors take precedence over PyTorch files.
 
     Raises:
-        UsageError, UnknownNameError: a name that cannot be any of these.
-        ModelError: no such heads, or files that are damaged, incomplete or more than tensors.
+        UsageError, UnknownNameError: invalid or unknown name.
+        ModelError: missing heads, or files that are damaged, incomplete or contain more than tensors.
     """
-    found = resolve(name, heads=True)
-    path = found.path
+    resolved = resolve(name, heads=True)
+    path = resolved.path
     config = read_config(path)
     files = weight_files(path)
     if files and files[0].suffix == ".safetensors":
-        tensors: Mapping[str, Tensor] = Shards(_places(path, files))
+        tensors: Mapping[str, Tensor] = Shards(_files(path, files))
     else:
         tensors = {}
         for file in files:
-            here = _pytorch(file)
-            _once(path, file, here.keys() & tensors.keys())
-            tensors |= here
+            file_tensors = _load_pytorch(file)
+            _check_duplicates(path, file, file_tensors.keys() & tensors.keys())
+            tensors |= file_tensors
     if not tensors:
-        raise ModelError(f"{path} holds no tensors; is it a directory of heads?")
-    return Checkpoint(name, path, config, tensors, found.source, weights_sha256(path))
+        raise ModelError(f"{path} does not contain tensors; give a directory of heads")
+    return Checkpoint(name, path, config, tensors, resolved.source, weights_sha256(path))
 
 
 class Shards(Mapping[str, "Tensor"]):
-    """The tensors of safetensors files by name, each read when it is asked for, and kept.
-
-    A module that lies in the checkpoint of a large model is read without the model.
+    """Lazily read tensors of safetensors files by name, so that a module of a large checkpoint is read by itself.
 
     Args:
-        places: the file of each tensor.
+        files: tensor name -> file.
     """
 
-    def __init__(self, places: Mapping[str, Path]):
-        self._places = places
+    def __init__(self, files: Mapping[str, Path]):
+        self._files = files
         self._open: dict[Path, Any] = {}
         self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
-            file = self._places[name]
+            file = self._files[name]
             if file not in self._open:
-                self._open[file] = _opened(file)
+                self._open[file] = _open_safetensors(file)
             try:
                 self._read[name] = self._open[file].get_tensor(name)
             except Exception as error:  # of safetensors, the disk
-                raise ModelError(f"{file} is damaged, or lacks {name}: {first_line(error)}") from None
+                raise ModelError(f"{file} is damaged, or {name} is missing: {first_line(error)}") from None
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._files
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._files)
 
 
-def _places(path: Path, files: list[Path]) -> dict[str, Path]:
-    """The file of each tensor; of files that an index names, from the index alone."""
-    index, places = path / "model.safetensors.index.json", {}
+def _files(path: Path, files: list[Path]) -> dict[str, Path]:
+    """Tensor name -> file; indexed files are not opened."""
+    index, file_of = path / "model.safetensors.index.json", {}
     if kind_of(index):
-        places = {name: path / shard for name, shard in weight_map(index).items()}
-    for file in sorted(set(files) - set(places.values())):
-        names = list(_opened(file).keys())
-        _once(path, file, places.keys() & set(names))
-        places |= dict.fromkeys(names, file)
-    return places
+        file_of = {name: path / shard for name, shard in weight_map(index).items()}
+    for file in sorted(set(files) - set(file_of.values())):
+        names = list(_open_safetensors(file).keys())
+        _check_duplicates(path, file, file_of.keys() & set(names))
+        file_of |= dict.fromkeys(names, file)
+    return file_of
 
 
-def _once(path: Path, file: Path, twice: set[str]) -> None:
-    if twice:
-        raise ModelError(f"{path} holds {min(twice)} in more than one file ({file.name} is one of them)")
+def _check_duplicates(path: Path, file: Path, duplicates: set[str]) -> None:
+    if duplicates:
+        raise ModelError(
+            f"{path} contains {min(duplicates)} in several files ({file.name} is one); remove the duplicates"
+        )
 
 
-def _opened(file: Path) -> Any:
+def _open_safetensors(file: Path) -> Any:
     from safetensors import safe_open
 
     try:
         return safe_open(file, "pt")
     except Exception as error:  # of safetensors, struct, the disk
-        raise ModelError(f"{file} is damaged or no safetensors file: {first_line(error)}") from None
+        raise ModelError(f"{file} is damaged or not a safetensors file: {first_line(error)}") from None
 
 
-def _pytorch(file: Path) -> dict[str, Tensor]:
+def _load_pytorch(file: Path) -> dict[str, Tensor]:
     import torch
 
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ModelError(
-            f"{file} is a pickle of more than tensors, which could run code when it is read; convert it to safetensors "
-            "where you trust it"
+            f"{file} is a pickle of more than tensors, which could run code when loaded; if you trust it, convert it "
+            "to safetensors"
         ) from None
-    except Exception as error:  # of zipfile, struct, the disk, and whatever a pickle's numbers lead to
-        raise ModelError(f"{file} is damaged or no PyTorch file: {first_line(error)}") from None
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise ModelError(f"{file} does not hold tensors by name; heads are a dictionary of tensors")
-    return {str(key): tensor for key, tensor in found.items()}
+    except Exception as error:  # of zipfile, struct, the disk, pickle
+        raise ModelError(f"{file} is damaged or not a PyTorch file: {first_line(error)}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ModelError(f"{file} is not a dictionary of tensors, as heads must be")
+    return {str(key): tensor for key, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""How long this process waited for a processor that another one had: Linux counts it for every thread."""
+"""CPU contention: time that threads of this process waited for a processor, as counted by Linux."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 _THREADS = Path("/proc/self/task")
 
 
-class Waiting:
-    """Seconds that the threads of this process were ready to run, and did not, all threads added up.
+class CpuWait:
+    """Seconds that threads of this process were runnable but not running, summed over threads.
 
-    As long as one other program takes one processor, no two threads wait at a time, and a step that all threads share
-    is that much later. Always 0 where the system does not say, and for work on another device, which goes on meanwhile.
+    If one other program occupies one processor, at most one thread waits at a time, and a step of all threads is
+    delayed by the same time. Always 0 on systems without these counters, and for other devices.
     """
 
     def __init__(self, device: torch.device):
@@ -26,7 +26,7 @@ class Waiting:
         self._before = 0
 
     def start(self) -> None:
-        """From here on; threads that begin later are not counted until the next start."""
+        """Start counting; threads created later are not counted until the next start."""
         self.close()
         if self._counted:
             for thread in os.listdir(_THREADS):
@@ -35,7 +35,7 @@ class Waiting:
             self._before = self._total()
 
     def since(self) -> float:
-        """Seconds since `start`, or since it was last asked."""
+        """Seconds of waiting since `start` or the last call."""
         if not self._files:
             return 0.0
         before, self._before = self._before, self._total()

@@ -1,8 +1,8 @@
-"""The processes of ``torchrun`` that hold one model between them, tensor-parallel: the first leads, the others follow.
+"""Processes of ``torchrun`` that hold one tensor-parallel model: rank 0 leads, the others follow.
 
-The first process runs the command: it decides, draws, drafts, writes and speaks. It tells the others each step that
-the model makes, and all of them make it together. So nothing can be decided in two ways, and a follower has no files,
-no clock and no drafter. This module is the telling; what the steps are is in `lm.tensor_parallel_lm`.
+Rank 0 runs the command: sampling, drafting, files and output. It broadcasts each operation of the model, and all ranks
+execute it collectively. Decisions are made in one process only; followers have no files, clock or drafter. This module
+is the broadcast; the operations are defined in `lm.tensor_parallel_lm`.
 """
 
 from __future__ import annotations
@@ -23,107 +23,107 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The device of a model that all processes hold together.
+#: Device name of a tensor-parallel model.
 SPLIT = "tp"
-#: How long a process waits for the next step; nobody is asked anything while a request is awaited.
-_PATIENCE = timedelta(days=30)
+#: Timeout of collectives: followers block while a server waits for requests.
+_TIMEOUT = timedelta(days=30)
 
 
 @dataclass
 class _State:
-    joined: bool = False
-    inside: bool = False
-    broken: bool = False
-    dropped: list[int] = field(default_factory=list)
+    initialized: bool = False
+    in_collective: bool = False
+    failed: bool = False
+    released: list[int] = field(default_factory=list)
 
 
 _state = _State()
-_numbers = itertools.count()
+_keys = itertools.count()
 
 
 def count() -> int:
-    """Processes that ``torchrun`` started together; 1 without it."""
+    """Number of processes started by ``torchrun``; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def rank() -> int:
-    """Which of them this is; 0 leads."""
+    """Rank of this process; 0 leads."""
     return int(os.environ.get("RANK", "0")) if count() > 1 else 0
 
 
 def local_rank() -> int:
-    """Which of those on this machine it is, and so which of its GPUs it takes."""
+    """Rank on this machine, which is the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0")) if count() > 1 else 0
 
 
 def check(device: Any) -> None:
-    """Raise UsageError where a target's ``device`` and the processes that were started do not fit each other."""
+    """Raise UsageError if a target's ``device`` does not match the number of processes."""
     if device == SPLIT and count() == 1:
         raise UsageError(
-            f"device {SPLIT} splits a model over several processes, and there is one; start them with "
+            f"device {SPLIT} needs several processes, but only one is running; start them with "
             "torchrun --nproc-per-node N -m crossdraft ..."
         )
-    if device == SPLIT and not _state.joined:
-        raise UsageError(f"device {SPLIT} is for the crossdraft command, not for scripts of your own")
+    if device == SPLIT and not _state.initialized:
+        raise UsageError(f"device {SPLIT} is supported by the crossdraft command only; use another device in scripts")
     if isinstance(device, str) and device != SPLIT and count() > 1:
         raise UsageError(
-            f"torchrun started {count()} processes, but device {device} is one of them alone; give device {SPLIT} to "
-            "split the target over them, or start one process"
+            f"torchrun started {count()} processes, but device {device} uses only one; set device {SPLIT} to split the "
+            "target over them, or start one process"
         )
 
 
-def join() -> None:
-    """Meet the other processes."""
+def init_process_group() -> None:
+    """Initialise the process group."""
     import torch
     from torch import distributed
 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    # What is told goes through gloo, so that telling waits for no device.
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
-    _state.joined = True
+    # Operations are broadcast by gloo, without waiting for devices.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_TIMEOUT)
+    _state.initialized = True
 
 
 @contextmanager
-def leading() -> Iterator[None]:
-    """The first process, while it runs a command; afterwards the others may go. Without others, nothing."""
+def lead_processes() -> Iterator[None]:
+    """Lead the other processes, and end them on exit; does nothing with one process."""
     if count() == 1:
         yield
         return
     from torch import distributed
 
-    join()
+    init_process_group()
     try:
         yield
     finally:
-        if not _state.broken:
-            with suppress(RuntimeError):  # they have been ended
-                tell("end")
+        if not _state.failed:
+            with suppress(RuntimeError):  # they were terminated
+                broadcast_operation("end")
                 distributed.destroy_process_group()
 
 
-def tell(step: str, *arguments: Any, tensors: Sequence[Tensor] = ()) -> None:
-    """Let the other processes make a step. Plain values are told as they are, tensors from device to device."""
+def broadcast_operation(operation: str, *arguments: Any, tensors: Sequence[Tensor] = ()) -> None:
+    """Broadcast an operation; plain values are pickled, tensors go from device to device."""
     from torch import distributed
 
-    dropped, _state.dropped = _state.dropped, []
-    shapes = [(tuple(one.shape), one.dtype) for one in tensors]
-    _send([(step, arguments, shapes, dropped)])
-    for one in tensors:
-        distributed.broadcast(one.contiguous(), 0)
+    released, _state.released = _state.released, []
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    _send([(operation, arguments, shapes, released)])
+    for tensor in tensors:
+        distributed.broadcast(tensor.contiguous(), 0)
 
 
-def hear(device: torch.device) -> tuple[str, tuple[Any, ...], list[Tensor], list[int]]:
-    """The next step, its arguments and its tensors, and which models and slots are not needed any more."""
+def receive(device: torch.device) -> tuple[str, tuple[Any, ...], list[Tensor], list[int]]:
+    """Receive the next operation, its arguments and tensors, and the keys of released models and slots."""
     import torch
     from torch import distributed
 
-    step, arguments, shapes, dropped = _send([None])
+    operation, arguments, shapes, released = _send([None])
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-    for one in tensors:
-        distributed.broadcast(one, 0)
-    return step, arguments, tensors, dropped
+    for tensor in tensors:
+        distributed.broadcast(tensor, 0)
+    return operation, arguments, tensors, released
 
 
 def _send(message: list[Any]) -> Any:
@@ -134,70 +134,70 @@ def _send(message: list[Any]) -> Any:
     return message[0]
 
 
-def number() -> int:
-    """By which all processes call a model, or slots, that they are about to make."""
-    return next(_numbers)
+def next_key() -> int:
+    """Return a key, equal in all processes, for a new model or slots."""
+    return next(_keys)
 
 
-def drop(key: int) -> None:
-    """Tell with the next step that a model, or slots, are not needed any more."""
-    _state.dropped.append(key)
+def release(key: int) -> None:
+    """Release a model or slots in all processes with the next operation."""
+    _state.released.append(key)
 
 
-def everywhere(make: Callable[[], T], step: str, *arguments: Any) -> T:
-    """``make()`` in every process: the first tells the others to make the ``step`` that calls this, too.
+def run_everywhere(make: Callable[[], T], operation: str, *arguments: Any) -> T:
+    """Call ``make()`` in every process; rank 0 broadcasts the operation ``step``, which calls this function.
 
-    Raises what ``make`` raises here, or a ModelError if it failed elsewhere. All are in step afterwards.
+    Raises the error of ``make`` in this process, or ModelError if it failed in another. All ranks stay in sync.
     """
-    with together() if rank() == 0 else nullcontext():
+    with collective() if rank() == 0 else nullcontext():
         if rank() == 0:
-            tell(step, *arguments)
-        made, mine = _tried(make)
-        others = _first_of_all(mine)
-    if mine is not None and rank() == 0:
-        raise mine
-    if others:
-        raise ModelError(others)
-    return made  # type: ignore[return-value]  # made, where nobody has anything against it
+            broadcast_operation(operation, *arguments)
+        result, error = _try(make)
+        other_error = _first_error(error)
+    if error is not None and rank() == 0:
+        raise error
+    if other_error:
+        raise ModelError(other_error)
+    return result  # type: ignore[return-value]  # set if no process failed
 
 
-def _tried(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _try(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return make(), None
     except Exception as error:
         return None, error
 
 
-def _first_of_all(error: Exception | None) -> str:
-    """The first sentence that any process has against a step, "" = all could make it. All have to ask."""
+def _first_error(error: Exception | None) -> str:
+    """First error message over all processes, "" if all succeeded; a collective call."""
     from torch import distributed
 
-    said = "" if error is None else str(error) if isinstance(error, CrossdraftError) else first_line(error)
-    found: list[Any] = [None] * count()
-    distributed.all_gather_object(found, said)
-    return next((f"{one} (process {i + 1} of {count()})" for i, one in enumerate(found) if one), "")
+    message = "" if error is None else str(error) if isinstance(error, CrossdraftError) else first_line(error)
+    messages: list[Any] = [None] * count()
+    distributed.all_gather_object(messages, message)
+    return next((f"{text} (process {i + 1} of {count()})" for i, text in enumerate(messages) if text), "")
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """A step of all processes. If it fails here, where the others stand is not known, and there is no further one."""
-    if _state.broken:
+def collective() -> Iterator[None]:
+    """Context of a collective operation. After an error the state of other ranks is unknown, so later ones fail."""
+    if _state.failed:
         raise ModelError(
-            "the processes that hold the target fell out of step when an earlier pass failed; run the command again"
+            "the processes of the target are out of sync since an earlier pass failed; run the command again"
         )
-    _state.inside = _state.broken = True
+    _state.in_collective = _state.failed = True
     try:
         yield
     finally:
-        _state.inside = False
-    _state.broken = False
+        _state.in_collective = False
+    _state.failed = False
 
 
-def broken() -> bool:
-    """Has a step failed?"""
-    return _state.broken
+def has_failed() -> bool:
+    """True if an operation has failed."""
+    return _state.failed
 
 
-def inside() -> bool:
-    """Is this process making a step that the others make, too?"""
-    return _state.inside
+def in_collective() -> bool:
+    """True inside of a collective operation."""
+    return _state.in_collective

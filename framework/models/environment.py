@@ -1,7 +1,6 @@
-"""What a result must say about the machine and the software that produced it.
+"""Description of machine and software, printed by ``crossdraft env`` and stored by every run.
 
-`describe` is what ``crossdraft env`` prints and what every run stores beside its numbers. Only `describe`
-imports PyTorch.
+Only `describe` imports PyTorch.
 """
 
 import os
@@ -21,7 +20,7 @@ PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")
 
 
 def describe() -> dict[str, Any]:
-    """Versions, machine, devices and the choices crossdraft makes from them; plain values, ready for JSON."""
+    """Versions, machine, devices and defaults derived from them, as JSON values."""
     import torch
 
     device = pick_device("auto")
@@ -41,7 +40,7 @@ def describe() -> dict[str, Any]:
         "gpus": [_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())],
         "device": str(device),
         "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
-        "attention": "sdpa",  # what transformers chooses unless a model or a recipe says otherwise
+        "attention": "sdpa",  # default of transformers
         "flash_attn": _version("flash-attn"),
         "cache_dir": str(cache_dir()),
         "git_commit": git_commit(),
@@ -49,7 +48,7 @@ def describe() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this runs from, ``+changes`` if files differ; None outside a checkout."""
+    """Commit of the checkout, with ``+changes`` if it is dirty; None outside a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -80,7 +79,7 @@ def _cpu_model() -> str:
 
 
 def _memory_gib() -> float | None:
-    """Physical memory; None where the system does not say (Windows)."""
+    """Physical memory; None on Windows."""
     if sys.platform == "win32":
         return None
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)

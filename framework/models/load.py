@@ -1,7 +1,6 @@
-"""Loading a model: by its backend, which for directories of transformers is `load_transformers`.
+"""Loading of models by their backend; for directories of transformers, by `load_transformers`.
 
-Weights are read from safetensors only: pickles can run code when they are read, so they are refused. Nothing here knows
-about drafting.
+Weights are read from safetensors only, because pickles can run code.
 """
 
 from __future__ import annotations
@@ -46,24 +45,22 @@ def load_model(
     attn_implementation: str | None = None,
     share_with: LoadedModel | None = None,
 ) -> LoadedModel:
-    """Load the causal language model called `name` (see `resolve`) for inference.
+    """Load the causal language model `name` (see `resolve`) for inference.
 
     Args:
         dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
-        device: a torch device or its name; for ``"auto"`` see `pick_device`. For models larger than one:
-            ``"spread"``, or a mapping from the names of its parts to devices (accelerate's ``device_map``); ``"tp"``
-            under ``torchrun``, see `models.distributed`.
-        trust_remote_code: let the model run Python code from its own directory. Consent is for this one model: not for
-            the owner of a shared embedding, nor for code that its files fetch from another repository.
-        attn_implementation: passed to transformers, which chooses if it is None.
-        share_with: for a model that leaves out its embedding, the loaded model to take it from: the very
-            same tensor is used. Without it, the model that ``crossdraft.json`` names is loaded for it.
-            An ``"auto"`` dtype or device is then that of this model.
+        device: a torch device or its name; for ``"auto"`` see `pick_device`. For models larger than one device:
+            ``"spread"``, or a mapping from module names to devices (accelerate's ``device_map``); ``"tp"`` under
+            ``torchrun``, see `models.distributed`.
+        trust_remote_code: allow the model to run Python code from its own directory. It does not extend to the owner of
+            a shared embedding, nor to code fetched from another repository.
+        attn_implementation: passed to transformers.
+        share_with: for a model without its own embedding, the loaded model whose tensor it shares, and whose dtype and
+            device are used for ``"auto"``; by default the model named in ``crossdraft.json`` is loaded.
 
     Raises:
-        UsageError: an unknown name, dtype or device, or one that cannot be had of this model.
-        ModelError: a model that is incomplete, damaged, pickled, or has weights missing: never run with
-            weights that were made up.
+        UsageError: unknown name, dtype or device, or an unsupported combination.
+        ModelError: the model is incomplete, damaged, pickled, or has missing weights.
     """
     distributed.check(device)
     options: Any = {
@@ -73,20 +70,20 @@ def load_model(
     }
 
     def load() -> LoadedModel:
-        found = resolve(name)
-        backend = plugins.get("backends", found.backend)()
-        return backend.load(found, device=device, share_with=share_with, **options)
+        resolved = resolve(name)
+        backend = plugins.get("backends", resolved.backend)()
+        return backend.load(resolved, device=device, share_with=share_with, **options)
 
     if device != distributed.SPLIT:
         return load()
-    key = distributed.number()
-    loaded = distributed.everywhere(load, "load", key, name, options)
-    placement.lead(loaded.model, key)
+    key = distributed.next_key()
+    loaded = distributed.run_everywhere(load, "load", key, name, options)
+    placement.register_split(loaded.model, key)
     return loaded
 
 
 def load_transformers(
-    found: ResolvedModel,
+    resolved: ResolvedModel,
     *,
     dtype: str | torch.dtype = "auto",
     device: Device = "auto",
@@ -94,74 +91,76 @@ def load_transformers(
     attn_implementation: str | None = None,
     share_with: LoadedModel | None = None,
 ) -> LoadedModel:
-    """`load_model` of a directory as transformers writes it."""
-    name = found.name
-    shares = share_with.model if share_with else None
-    place: torch.device = shares.device if device == "auto" and shares is not None else placement.first_device(device)
-    precision: torch.dtype = shares.dtype if dtype == "auto" and shares is not None else pick_dtype(dtype, place)
-    shared = shared_embedding_of(found.path)
+    """`load_model` for directories of transformers."""
+    name = resolved.name
+    shared_model: Any = share_with.model if share_with else None
+    first_device: torch.device = (
+        shared_model.device if device == "auto" and shared_model is not None else placement.first_device(device)
+    )
+    precision: torch.dtype = (
+        shared_model.dtype if dtype == "auto" and shared_model is not None else pick_dtype(dtype, first_device)
+    )
+    shared = shared_embedding_of(resolved.path)
     if trust_remote_code:
-        check_code_is_here(name, found.path)
+        check_code_is_here(name, resolved.path)
     if shared is not None and share_with is None:
-        check_owner(name, found.path)
-    config = read_config(found.path)
-    if attention := next(_fetched({"attn_implementation": attn_implementation}, config), None):
+        check_owner(name, resolved.path)
+    config = read_config(resolved.path)
+    if attention := next(_repository_attention({"attn_implementation": attn_implementation}, config), None):
         raise ModelError(
-            f"{name}: {quoted(attention)} is attention whose code would be fetched from a repository, unread; "
-            "take one of transformers' own, sdpa or eager"
+            f"{name}: the attention {quoted(attention)} would fetch unreviewed code from a repository; use one of "
+            "transformers, sdpa or eager"
         )
-    check_against_weights(found.path, config, without=("vocab_size",) if shared else ())
-    check_files(found.path)
-    if shared is not None and placement.larger(device):
+    check_against_weights(resolved.path, config, without=("vocab_size",) if shared else ())
+    check_files(resolved.path)
+    if shared is not None and placement.several_devices(device):
         raise UsageError(
-            f"{name} takes its embedding from {shared['model']}, so it has one device, that of the embedding; give cpu "
-            "or cuda"
+            f"{name} shares the embedding of {shared['model']}, so it must be on a single device; use cpu or cuda"
         )
     placement.check_divides(name, config, device)
-    placing = placement.load_options(name, device, found.quantization)
+    placement_options = placement.load_options(name, device, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    # Quiet, because transformers warns at length about the embedding that we are about to add.
-    # And of layers that cannot be quantised.
-    with _explained(name), _quiet if shared is not None or found.quantization else nullcontext():
+    # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
+    with _model_errors(name), _quiet if shared is not None or resolved.quantization else nullcontext():
         from transformers import AutoModelForCausalLM
 
         model: Any
         loading: Any
         model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            found.path,
+            resolved.path,
             dtype=precision,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             output_loading_info=True,
             **options,
-            **load_options(name, found.quantization, place),
-            **placing,
+            **load_options(name, resolved.quantization, first_device),
+            **placement_options,
         )
-        model = (model if placing else model.to(place)).eval()
-        if found.quantization:
+        model = (model if placement_options else model.to(first_device)).eval()
+        if resolved.quantization:
             model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
-            check_quantized(name, found.quantization, model)
+            check_quantized(name, resolved.quantization, model)
     missing, unexpected = set(loading["missing_keys"]), set(loading["unexpected_keys"])
     owner = None
     if shared is not None:
-        owner = share_with or _owner(name, shared["model"], dtype=precision, device=place)
+        owner = share_with or _owner(name, shared["model"], dtype=precision, device=first_device)
         missing -= adopt_embedding(name, model, owner, shared)
     elif unexpected:
-        logger.warning("crossdraft: %s: weights that its model does not use: %s", name, listed(unexpected))
+        logger.warning("crossdraft: %s: unused weights: %s", name, listed(unexpected))
         unexpected = set()
     if missing or unexpected:
         raise ModelError(
-            f"the weights of {name} do not fit its config.json: missing {listed(missing)}; "
+            f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
             f"unexpected {listed(unexpected)}"
         )
     placement.check_split(name, model, device)
-    tokenizer = _tokenizer(name, found.path, owner, options)
+    tokenizer = _tokenizer(name, resolved.path, owner, options)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
-        source=found.source,
-        sha256=model_sha256(found),
+        source=resolved.source,
+        sha256=model_sha256(resolved),
         eos_token_ids=eos_token_ids(
             name,
             *(
@@ -174,7 +173,7 @@ def load_transformers(
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
-    """None if both give every token the same id, else a sentence that says where they differ."""
+    """Return None if both vocabularies are equal, else a description of the difference."""
     left, right = a.get_vocab(), b.get_vocab()
     if left == right:
         return None
@@ -186,73 +185,70 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> st
 
 
 def _owner(name: str, model: str, **options: Any) -> LoadedModel:
-    """The model whose embedding ``name`` shares, loaded without anybody's consent to run code of its own."""
+    """Load the model whose embedding ``name`` shares, without trust_remote_code."""
     if shared_embedding_of(resolve(model).path) is not None:
-        raise ModelError(
-            f"{name} takes its embedding from {model}, which has none of its own; name that of a whole model"
-        )
+        raise ModelError(f"{name} shares the embedding of {model}, which does not have its own; name a complete model")
     try:
         return load_model(model, **options)
     except ModelError as error:
         raise ModelError(
-            f"{error}; {name} takes its embedding from it: where it needs options of its own, load it and give it as "
-            "share_with"
+            f"{error}; {name} shares its embedding: if it needs options, load it first and pass it as share_with"
         ) from error
 
 
-def _fetched(*configs: Any) -> Iterator[str]:
-    """Attention by the name of a repository (``org/name``), in a config at any depth, or in a call."""
+def _repository_attention(*configs: Any) -> Iterator[str]:
+    """Yield attention implementations that are repositories (``org/name``), at any depth of the configs."""
     for config in configs:
         for key, value in config.items() if isinstance(config, dict) else ():
             if "_implementation" in key:
-                for one in value.values() if isinstance(value, dict) else [value]:
-                    if isinstance(one, str) and "/" in one:
-                        yield one
+                for name in value.values() if isinstance(value, dict) else [value]:
+                    if isinstance(name, str) and "/" in name:
+                        yield name
             elif isinstance(value, dict):
-                yield from _fetched(value)
+                yield from _repository_attention(value)
 
 
 def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     if any((path / file).is_file() for file in _TOKENIZER_FILES):
-        with _explained(f"the tokenizer of {name}"):
+        with _model_errors(f"the tokenizer of {name}"):
             return AutoTokenizer.from_pretrained(path, **options)
     if owner is None:
-        raise ModelError(f"{name} has no tokenizer: {path} has none of {listed(_TOKENIZER_FILES)}")
+        raise ModelError(f"{name} does not have a tokenizer: {path} lacks {listed(_TOKENIZER_FILES)}")
     return owner.tokenizer
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what transformers and safetensors raise about a bad directory into one sentence."""
+def _model_errors(name: str) -> Iterator[None]:
+    """Convert errors of transformers and safetensors to ModelError."""
     try:
         yield
     except (CrossdraftError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # code of the model's own may raise anything, SystemExit too
+    except BaseException as error:  # custom model code may raise anything, SystemExit too
         reason = first_line(error)
         if "ignore_mismatched_sizes" in reason:
-            reason = "its weights have other shapes than its config.json describes"
+            reason = "the shapes of its weights do not match its config.json"
         if "automatic conversion of the weights" in reason:
-            reason = f"its linear layers cannot be quantised so; int4 takes widths that {GROUP} divides"
+            reason = f"its linear layers cannot be quantised; int4 requires widths divisible by {GROUP}"
         if "trust_remote_code" in str(error):
-            reason = "it brings Python code of its own; read that code, then allow it with trust_remote_code"
-        elif found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
+            reason = "it contains custom Python code; review it, then allow it with trust_remote_code"
+        elif match := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
             reason = (
-                f"{found[1]} belongs to no causal language model of transformers; "
-                "crossdraft decodes decoder-only causal models"
+                f"{match[1]} is not the config of a causal language model of transformers; crossdraft supports "
+                "decoder-only causal models"
             )
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 
 
-def _silence() -> Callable[[], None]:
+def _log_errors_only() -> Callable[[], None]:
     from transformers.utils import logging as transformers_logging
 
-    before = transformers_logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    return lambda: transformers_logging.set_verbosity(before)
+    return lambda: transformers_logging.set_verbosity(verbosity)
 
 
-#: Meanwhile transformers logs errors alone.
-_quiet = SharedPatch(_silence)
+#: Context in which transformers logs errors only.
+_quiet = SharedPatch(_log_errors_only)

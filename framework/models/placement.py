@@ -1,8 +1,8 @@
-"""Models larger than one device: their layers spread over several, or every layer split over several processes.
+"""Models larger than one device: layers spread over devices, or tensor-parallel over processes.
 
 ``device: spread`` and a mapping are a ``device_map`` (accelerate): a pass goes from device to device. ``device: tp`` is
-tensor parallelism by the plan that transformers has for the architecture, under ``torchrun``: every process has a part
-of each layer (`models.distributed`).
+tensor parallelism by transformers' plan for the architecture, under ``torchrun``: every process has a shard of each
+layer (`models.distributed`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from .distributed import SPLIT
 if TYPE_CHECKING:
     import torch
 
-#: The device of a model whose layers lie on as many devices as it takes.
+#: Device name of a model that is spread over all devices.
 SPREAD = "spread"
-#: Where `Device` says that weights are, and they are not in memory.
+#: Device map entry of offloaded weights.
 _DISK = "disk"
 
-#: A device, its name, `SPREAD`, `SPLIT`, or a device (or "disk") for each part of the model, by the part's name.
+#: A device, its name, `SPREAD`, `SPLIT`, or a mapping from module names to devices (or "disk").
 Device = Any
 
 
-def larger(device: Device) -> bool:
-    """Does it ask for more than one device?"""
+def several_devices(device: Device) -> bool:
+    """True if ``device`` means several devices."""
     return device in (SPREAD, SPLIT) or isinstance(device, Mapping)
 
 
 def first_device(device: Device) -> torch.device:
-    """Where tokens go in and logits come out of a model that is loaded with ``device``. Raises UsageError."""
+    """Device of inputs and logits of a model loaded with ``device``. Raises UsageError."""
     import torch
 
     if device == SPLIT:
         return torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if isinstance(device, Mapping):
         if not device:
-            raise UsageError("the device map is empty; name a device for every part of the model, {'': cpu} for all")
-        places = [_place(where) for where in device.values()]
-        return next((place for place in places if place is not None), torch.device("cpu"))
+            raise UsageError("the device map is empty; set a device for every module, or {'': cpu} for all")
+        devices = [_entry_device(entry) for entry in device.values()]
+        return next((torch_device for torch_device in devices if torch_device is not None), torch.device("cpu"))
     return pick_device("auto" if device == SPREAD else device)
 
 
-def described(device: Device) -> str:
-    """How it was loaded, for what a result depends on; "" for one device."""
+def describe_placement(device: Device) -> str:
+    """Placement as text for provenance; "" for one device."""
     import torch
 
     if device == SPREAD:
@@ -63,16 +63,16 @@ def described(device: Device) -> str:
 
 
 def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]:
-    """What ``from_pretrained`` is told about ``device``; nothing where it is one.
+    """Options of ``from_pretrained`` for ``device``; empty for one device.
 
     Raises:
         ModelError: accelerate is not installed.
-        UsageError: a quantised model.
+        UsageError: the model is quantised.
     """
-    if not larger(device):
+    if not several_devices(device):
         return {}
     if quantization:
-        raise UsageError(f"{printable(name)} is quantised as it is loaded, and then has one device; give cpu or cuda")
+        raise UsageError(f"{printable(name)} is quantised on load, which requires one device; use cpu or cuda")
     if device == SPLIT:
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -83,85 +83,84 @@ def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]
 
 
 def check_divides(name: str, config: Mapping[str, Any], device: Device) -> None:
-    """Raise ModelError for a model whose heads cannot be shared out evenly among the processes."""
+    """Raise ModelError if the number of attention heads is not divisible by the number of processes."""
     if device != SPLIT:
         return
     nested, n = config.get("text_config"), distributed.count()
-    text = nested if isinstance(nested, Mapping) else config
+    text_config = nested if isinstance(nested, Mapping) else config
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = text.get(key)
+        heads = text_config.get(key)
         if isinstance(heads, int) and heads % n:
             raise ModelError(
-                f"{printable(name)} has {heads} heads ({key}), which {n} processes cannot share evenly; start a number "
-                "of processes that divides them"
+                f"{printable(name)} has {heads} heads ({key}), which is not divisible by {n} processes; start another "
+                "number of processes"
             )
 
 
 def check_split(name: str, model: Any, device: Device) -> None:
-    """Raise ModelError if a model was to be split, and transformers has no plan for its architecture."""
+    """Raise ModelError if transformers does not have a tensor-parallel plan for the architecture."""
     if device == SPLIT and not any(hasattr(weight, "placements") for weight in model.parameters()):
         raise ModelError(
-            f"{printable(name)} cannot be split: transformers has no plan for {type(model).__name__}; take device "
-            f"{SPREAD}, or one device"
+            f"{printable(name)} cannot be split: transformers does not have a plan for {type(model).__name__}; use "
+            f"device {SPREAD}, or one device"
         )
 
 
-def lead(model: Any, key: int) -> None:
-    """See that nobody runs a split model, or a part of it, in this process alone: it would wait for the others."""
+def register_split(model: Any, key: int) -> None:
+    """Register a split model in rank 0, with hooks against passes outside of collective operations."""
     if distributed.rank():
         return
     model._crossdraft_split = Split(key)
-    finalize(model._crossdraft_split, distributed.drop, key)
+    finalize(model._crossdraft_split, distributed.release, key)
     for part in (model, model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
-        part.register_forward_pre_hook(_only_together)
+        part.register_forward_pre_hook(_require_collective)
 
 
 @dataclass(eq=False)
 class Split:
-    """What all processes call a split model; `own_modules` and the like share it with the model."""
+    """Key of a split model, shared with copies of its modules."""
 
     key: int
 
 
 def split_of(model: Any) -> Split:
-    """Raises AttributeError for a model that is not split, see `is_split`."""
+    """Return the `Split` of a model. Raises AttributeError if it is not split, see `is_split`."""
     return model._crossdraft_split
 
 
 def is_split(model: Any) -> bool:
-    """Do several processes hold ``model``, of which this is the first?"""
+    """True in rank 0 if ``model`` is split over processes."""
     return "_crossdraft_split" in vars(model)
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model takes tokens and says logits: with weights that are moved in when they are needed, not where they
-    lie."""
-    where = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    place = None if where is None else _place(where)
-    return model.device if place is None else place
+    """Device of a model's inputs and logits; with offloaded weights, the execution device."""
+    entry = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    torch_device = None if entry is None else _entry_device(entry)
+    return model.device if torch_device is None else torch_device
 
 
 def is_spread(model: Any) -> bool:
-    """Is it run by hooks that move what a layer needs to the layer's device?"""
+    """True if accelerate's hooks move inputs between the devices of layers."""
     return hasattr(model, "_hf_hook")
 
 
-def _only_together(module: Any, arguments: Any) -> None:
-    if not distributed.inside():
+def _require_collective(module: Any, arguments: Any) -> None:
+    if not distributed.in_collective():
         raise ModelError(
-            f"the target is split over {distributed.count()} processes (device {SPLIT}), which make its passes "
-            "together; what wants to run it by itself needs a target on one device"
+            f"the target is split over {distributed.count()} processes (device {SPLIT}) and runs in collective passes "
+            "only; use a target on one device"
         )
 
 
-def _place(where: Any) -> torch.device | None:
-    """The torch device of an entry of a device map, None for the disk. Raises UsageError for none."""
+def _entry_device(entry: Any) -> torch.device | None:
+    """Torch device of an entry of a device map, None for the disk. Raises UsageError for an invalid entry."""
     import torch
 
-    if where == _DISK:
+    if entry == _DISK:
         return None
-    if isinstance(where, int) and not isinstance(where, bool):
-        where = f"cuda:{where}"
-    if not isinstance(where, str | torch.device):
-        raise UsageError(f"{quoted(where)} in the device map is no device; write cpu, cuda:0 or {_DISK}")
-    return pick_device(where)
+    if isinstance(entry, int) and not isinstance(entry, bool):
+        entry = f"cuda:{entry}"
+    if not isinstance(entry, str | torch.device):
+        raise UsageError(f"{quoted(entry)} in the device map is not a device; use cpu, cuda:0 or {_DISK}")
+    return pick_device(entry)

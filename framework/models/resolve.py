@@ -1,7 +1,4 @@
-"""Finding a model by name: a registered name, a directory or another backend's file, or a Hub id.
-
-`resolve` turns a name into a path on this machine, fetching it if it must.
-"""
+"""Resolution of model names to local paths: registered names, directories or files, Hub ids."""
 
 from __future__ import annotations
 
@@ -20,85 +17,83 @@ from .configs import shards_of
 from .digests import PYTORCH_FILES
 from .quantization import refuse_quantized, split
 
-#: Files that transformers and tokenizers read whole.
+#: Files that transformers and tokenizers read into memory.
 _READ_WHOLE = ("*.json", "*.jinja", "*.txt", "*.model")
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
-    """Find the model called `name`, fetching it if necessary.
+    """Resolve the model `name`, downloading it if necessary.
 
-    `name` is, in this order: a registered name, an existing path, any of them with ``@int8``, ``@int4`` or ``@fp8``
-    behind it (`models.quantization`), a Hub id ``org/name`` (or ``org/name@revision``).
-    `heads`: what is wanted is not a model of its own but heads for another one, which are published as PyTorch files
-    too (see :mod:`crossdraft.framework.models.checkpoint`).
+    `name` is, in this order: a registered name, an existing path, any of them followed by ``@int8``, ``@int4`` or
+    ``@fp8`` (`models.quantization`), a Hub id ``org/name`` (or ``org/name@revision``).
+    `heads`: resolve drafting heads, which may be PyTorch files (see :mod:`crossdraft.framework.models.checkpoint`).
 
     Raises:
-        UsageError: a name that cannot be any of these.
-        ModelError: a model that is not whole, not safetensors, or cannot be fetched.
+        UsageError: invalid name.
+        ModelError: the model is incomplete, not in safetensors, or cannot be downloaded.
     """
     registered = plugins.entries("models")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{quoted(name)} is no name of a model; write a name, a directory, or a Hub id (org/name)")
+        raise UsageError(f"{quoted(name)} is not a model name; use a name, a directory, or a Hub id (org/name)")
     if name in registered:
         return _from_registered(name, heads)
     if kind_of(name):
         return from_path(name, path_of(name), heads=heads)
     stem, quantization = split(name)
     if quantization:
-        found = resolve(stem, heads=heads)
-        if heads or found.backend != TRANSFORMERS:
-            what = "heads and what training starts from" if heads else f"models of the backend {found.backend}"
-            refuse_quantized(name, f"{what} cannot be quantised as they are loaded")
-        if found.quantization:
-            raise UsageError(f"{printable(name)} is quantised twice; leave out one of the two")
-        source = f"{found.source}, quantised to {quantization} as it is loaded"
-        return replace(found, name=name, source=source, quantization=quantization)
+        resolved = resolve(stem, heads=heads)
+        if heads or resolved.backend != TRANSFORMERS:
+            what = "heads and initial checkpoints of training" if heads else f"models of the backend {resolved.backend}"
+            refuse_quantized(name, f"{what} cannot be quantised on load")
+        if resolved.quantization:
+            raise UsageError(f"{printable(name)} is quantised twice; remove one of the two suffixes")
+        source = f"{resolved.source}, quantised to {quantization} on load"
+        return replace(resolved, name=name, source=source, quantization=quantization)
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
-        here = f"check the path (it is relative to {Path.cwd()})"
-        raise UsageError(f"there is no model directory {printable(name)}; {here}")
+        raise UsageError(f"model directory {printable(name)} does not exist; check the path, relative to {Path.cwd()}")
     if _HUB_ID.fullmatch(name):
         return from_hub(name, name, heads=heads)
     raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
 
 
 def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
-    """The model at `path`: of the backend that takes it, else a directory of transformers, see `from_directory`."""
+    """Model at `path`: of the first other backend that accepts it, else of transformers, see `from_directory`."""
     if not heads and kind_of(path / "config.json") != "file":
         for backend in plugins.entries("backends"):
-            if backend != TRANSFORMERS and _takes(backend, path):
+            if backend != TRANSFORMERS and _accepts(backend, path):
                 what = "directory" if path.is_dir() else "file"
                 return ResolvedModel(name, path, source or f"{what} {path.resolve()}", backend=backend)
     if kind_of(path) in ("file", "other"):
         raise UsageError(
-            f"{printable(name)} is a file that no installed backend takes; a model is a directory with config.json and "
-            "safetensors weights"
+            f"{printable(name)} is a file that is not supported by any installed backend; give a directory with "
+            "config.json and safetensors weights"
         )
     return from_directory(name, path, source, heads=heads)
 
 
 def from_directory(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
-    """The model in the directory `path`. Raises `ModelError` if it is not whole, or not safetensors."""
+    """Model in the directory `path`. Raises `ModelError` if it is incomplete, or not in safetensors."""
     if kind_of(path) != "directory":
         raise ModelError(f"the directory of {printable(name)}, {path}, does not exist")
     check_entries(path)
     if kind_of(path / "config.json") != "file":
-        raise ModelError(f"{path} is no model directory: it has no config.json")
+        raise ModelError(f"{path} is not a model directory: config.json is missing")
     index = path / "model.safetensors.index.json"
     if kind_of(index):
         if absent := [shard for shard in shards_of(index) if not (path / shard).is_file()]:
-            raise ModelError(f"{path} is not whole: it lacks {listed(absent)}")
+            raise ModelError(f"{path} is incomplete: missing {listed(absent)}; download it again")
     elif not any(path.glob("*.safetensors")) and not (heads and any(any(path.glob(p)) for p in PYTORCH_FILES)):
         raise ModelError(
-            f"{path} has no safetensors weights. Pickled weights (.bin, .pt) can run code, so they are not "
-            "loaded; where you trust them, convert them once: "
+            f"{path} does not contain safetensors weights. Pickled weights (.bin, .pt) can run code, so they are not "
+            "loaded; if you trust them, convert them once: "
             "AutoModelForCausalLM.from_pretrained(OLD, use_safetensors=False).save_pretrained(NEW)"
         )
     return ResolvedModel(name, path, source or f"directory {path.resolve()}")
 
 
 def check_entries(path: Path) -> None:
-    """Refuse a model directory in which a library would wait for ever or fill the memory. Raises ModelError."""
+    """Raise ModelError for special or oversized files that would block a library or exhaust memory."""
     refuse_special_files(path, error=ModelError)
     for pattern in _READ_WHOLE:
         for file in path.glob(pattern):
@@ -107,65 +102,67 @@ def check_entries(path: Path) -> None:
 
 
 def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
-    """The Hub model ``org/name`` or ``org/name@revision``, downloaded if the Hub's cache lacks it."""
+    """Hub model ``org/name`` or ``org/name@revision``, downloaded unless it is cached."""
     from huggingface_hub import errors, snapshot_download
 
-    parts = _HUB_ID.fullmatch(hub_id)
-    if parts is None:
+    match = _HUB_ID.fullmatch(hub_id)
+    if match is None:
         raise UsageError(f"{hub_id!r} is not a Hub id; write org/name or org/name@revision")
     try:
         path = snapshot_download(
-            parts["id"],
-            revision=parts["revision"],
+            match["id"],
+            revision=match["revision"],
             allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", *PYTORCH_FILES * heads],
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
         )
     except errors.GatedRepoError:
-        reason = "its owner asks you to accept a licence: do so on its page, then run `hf auth login`"
+        reason = "its licence must be accepted: do so on its Hub page, then run `hf auth login`"
     except errors.RepositoryNotFoundError:
-        reason = "the Hub has no such public model; check the spelling, or run `hf auth login` if it is private"
+        reason = "it is not a public model of the Hub; check the spelling, or run `hf auth login` if it is private"
     except errors.RevisionNotFoundError:
-        reason = f"it has no revision {parts['revision']!r}"
+        reason = f"revision {match['revision']!r} does not exist"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = (
             "it is not in the local cache and the Hub cannot be reached; connect (and unset HF_HUB_OFFLINE), "
             "or give a directory"
         )
-    except Exception as error:  # the Hub's, the network's and the disk's
+    except Exception as error:  # of the Hub, the network, the disk
         reason = first_line(error)
     else:
         return ResolvedModel(
             name,
             from_directory(name, Path(path), heads=heads).path,
-            f"Hub {parts['id']} at {Path(path).name}",
-            parts["id"],
+            f"Hub {match['id']} at {Path(path).name}",
+            match["id"],
         )
-    raise ModelError(f"the model {hub_id} could not be fetched: {reason}")
+    raise ModelError(f"the model {hub_id} could not be downloaded: {reason}")
 
 
-def _takes(backend: str, path: Path) -> bool:
-    made = plugins.get("backends", backend)
+def _accepts(backend: str, path: Path) -> bool:
+    backend_class = plugins.get("backends", backend)
     with plugins.guarded("backends", backend, "takes()"):
-        return bool(made().takes(path))
+        return bool(backend_class().takes(path))
 
 
 def _from_registered(name: str, heads: bool) -> ResolvedModel:
-    found: Any = plugins.get("models", name)
+    resolved: Any = plugins.get("models", name)
     with plugins.guarded("models", name):
-        # A ModelSource may well be callable; a function gives one, or a path.
-        found = found() if callable(found) and not isinstance(found, ModelSource) else found
-    if isinstance(found, ModelSource):
+        # A function returns a ModelSource or a path; a ModelSource may be callable, too.
+        resolved = resolved() if callable(resolved) and not isinstance(resolved, ModelSource) else resolved
+    if isinstance(resolved, ModelSource):
         with plugins.guarded("models", name, "fetch()"):
-            found = found.fetch(name)
-        if not isinstance(found, ResolvedModel):
-            raise plugins.unusable("models", name, f"fetch() must return a ResolvedModel, not {quoted(found)}")
-        return found
-    if not isinstance(found, str | Path):
-        raise plugins.unusable("models", name, f"its function must give a path or a ModelSource, not {quoted(found)}")
-    return from_path(name, Path(found), f"plug-in {plugins.entries('models')[name].provider}", heads=heads)
+            resolved = resolved.fetch(name)
+        if not isinstance(resolved, ResolvedModel):
+            raise plugins.unusable("models", name, f"fetch() must return a ResolvedModel, not {quoted(resolved)}")
+        return resolved
+    if not isinstance(resolved, str | Path):
+        raise plugins.unusable(
+            "models", name, f"its function must return a path or a ModelSource, not {quoted(resolved)}"
+        )
+    return from_path(name, Path(resolved), f"plug-in {plugins.entries('models')[name].provider}", heads=heads)
 
 
 def listed(names: Iterable[str]) -> str:
-    """At most eight names, for a sentence."""
+    """Format at most eight names."""
     shown = sorted(names)
     return (", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")) or "none"

@@ -1,6 +1,6 @@
-"""Models that leave out the token embedding they share with another one, usually their target.
+"""Models saved without their token embedding, which they share with another model, usually their target.
 
-A small student of a large-vocabulary model is mostly embedding. Its ``crossdraft.json`` says whose it is::
+A small student of a large-vocabulary model is mostly embedding. Its ``crossdraft.json`` names the owner::
 
     {"shared_embedding": {"model": "smollm2-135m-instruct", "sha256": "<embedding_sha256 of that tensor>"}}
 """
@@ -28,28 +28,28 @@ SHARED = "crossdraft.json"
 
 
 def shared_embedding_of(path: Path) -> dict[str, str] | None:
-    """What ``crossdraft.json`` says about the embedding, or None if the directory has its own."""
+    """Content of ``crossdraft.json``, or None if the model has its own embedding."""
     file = path / SHARED
     if not kind_of(file):
         return None
-    found = read_json(file, CONFIG_BYTES, error=ModelError)
-    shared = found.get("shared_embedding")
-    if len(found) == 1 and isinstance(shared, dict) and shared.keys() == {"model", "sha256"}:
+    content = read_json(file, CONFIG_BYTES, error=ModelError)
+    shared = content.get("shared_embedding")
+    if len(content) == 1 and isinstance(shared, dict) and shared.keys() == {"model", "sha256"}:
         owner, digest = shared["model"], shared["sha256"]
         if isinstance(owner, str) and isinstance(digest, str):
             return shared
-    raise ModelError(f'{file} must read {{"shared_embedding": {{"model": ..., "sha256": ...}}}}')
+    raise ModelError(f'{file} must be {{"shared_embedding": {{"model": ..., "sha256": ...}}}}')
 
 
 def check_owner(name: str, path: Path) -> None:
-    """Follow ``crossdraft.json`` to a model that has its own embedding. Raises ModelError where there is none."""
+    """Follow ``crossdraft.json`` to a model with its own embedding. Raises ModelError for a cycle."""
     seen = [path.resolve()]
     while (shared := shared_embedding_of(seen[-1])) is not None:
         owner = resolve(shared["model"]).path.resolve()
         if owner in seen:
             raise ModelError(
-                f"{seen[-1] / SHARED} says that the embedding of {name} is in {shared['model']}, which leaves it out, "
-                "too, and leads back: no model has it"
+                f"{seen[-1] / SHARED} names {shared['model']} as owner of the embedding of {name}, which is a cycle; "
+                "name a model with its own embedding"
             )
         seen.append(owner)
 
@@ -59,23 +59,23 @@ def adopt_embedding(name: str, model: Any, owner: LoadedModel, shared: dict[str,
     import torch
 
     weight: Any = owner.model.get_input_embeddings().weight
-    own = model.get_input_embeddings().weight
-    if weight.shape != own.shape:
+    own_weight = model.get_input_embeddings().weight
+    if weight.shape != own_weight.shape:
         raise ModelError(
-            f"{name} needs a token embedding of shape {list(own.shape)}, "
+            f"{name} needs a token embedding of shape {list(own_weight.shape)}, "
             f"but that of {owner.name} has {list(weight.shape)}"
         )
-    # A float16 model was rounded once already, so its digest proves nothing.
+    # A float16 weight is rounded differently, so its digest is not comparable.
     if weight.dtype != torch.float16 and embedding_sha256(weight) != shared["sha256"]:
         logger.warning(
-            "crossdraft: %s was made for another token embedding than that of %s (%s); "
-            "its drafts may be accepted less often",
+            "crossdraft: %s was trained with another token embedding than that of %s (%s); "
+            "its acceptance rate may be lower",
             name,
             owner.name,
             owner.source,
         )
-    if (weight.dtype, weight.device) != (own.dtype, own.device):
-        weight = torch.nn.Parameter(weight.detach().to(own.device, own.dtype), requires_grad=False)
+    if (weight.dtype, weight.device) != (own_weight.dtype, own_weight.device):
+        weight = torch.nn.Parameter(weight.detach().to(own_weight.device, own_weight.dtype), requires_grad=False)
     model.get_input_embeddings().weight = weight
     model.tie_weights()
     return {key for key, tensor in model.state_dict(keep_vars=True).items() if tensor is weight}
@@ -92,8 +92,8 @@ def save_sharing_embedding(model: PreTrainedModel, directory: Path | str, *, emb
     directory.mkdir(parents=True, exist_ok=True)
     embedding: Any = model.get_input_embeddings().weight
     state = model.state_dict(keep_vars=True)
-    kept = {key: t.detach().cpu().contiguous() for key, t in state.items() if t is not embedding}
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    state_dict = {key: t.detach().cpu().contiguous() for key, t in state.items() if t is not embedding}
+    save_file(state_dict, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.generation_config is not None:
@@ -103,11 +103,11 @@ def save_sharing_embedding(model: PreTrainedModel, directory: Path | str, *, emb
 
 
 def shares_embedding(name: str, target: LoadedModel) -> bool:
-    """Whether the model `name` leaves out an embedding that is the target's; if not, it finds its own."""
+    """True if the model `name` shares the embedding of the target."""
     try:
         shared = shared_embedding_of(resolve(name).path)
     except ModelError:
-        return False  # loading it will complain
+        return False  # loading it raises the error
     if shared is None:
         return False
     weight: Any = target.model.get_input_embeddings().weight

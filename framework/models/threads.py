@@ -1,11 +1,11 @@
-"""The number of CPU threads that decode, and how they wait for each other.
+"""Number of CPU threads for decoding, and the OpenMP wait policy.
 
-OpenMP's threads meet after every matrix product. By default they spin until all have arrived, for milliseconds; beside
-a busy program they spin for a thread that has no core. Two remedies: passive waiting (`choose_wait_policy`), which
-OpenMP reads once, when PyTorch is loaded; and fewer threads (`ThreadCount`), which may change at any time.
+OpenMP threads synchronise after every matrix product. By default they spin for milliseconds until all have arrived;
+beside a busy program they spin for a thread without a core. Two remedies: passive waiting (`choose_wait_policy`), which
+OpenMP reads once, when PyTorch is loaded; and fewer threads (`ThreadCount`), which can change at any time.
 
-Settings of the user are never changed: the environment variables in `NUMBER` and `POLICY`, and a number set by
-`torch.set_num_threads` that is neither that of the cores nor that of their hardware threads.
+User settings are never changed: the environment variables in `NUMBER` and `POLICY`, and a number set by
+`torch.set_num_threads` that differs from the numbers of cores and hardware threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import distributed
-from .cpu_contention import Waiting
+from .cpu_contention import CpuWait
 from .device import lines_of, pick_device, pick_dtype
 
 if TYPE_CHECKING:
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: Environment variables by which users choose the number of threads, and how threads wait.
+#: Environment variables of the number of threads, and of the wait policy.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-#: What makes threads wait passively: of libgomp, and of any OpenMP.
+#: Settings of passive waiting, of OpenMP and of libgomp.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-#: Marks a wait policy as chosen by crossdraft, for processes that this one starts; holds the processors that were free.
+#: Variable that marks a wait policy as chosen by crossdraft, for child processes; its value is the free processors.
 CHOSEN = "CROSSDRAFT_FREE_PROCESSORS"
-#: Another number of threads is chosen only if it is so many times as fast.
+#: Minimum speed-up for another number of threads.
 GAIN = 1.15
-#: A measurement ends after so many seconds, once every number was measured `LEAST` times, at most `MOST` times.
+#: Seconds of a measurement after `LEAST` repetitions of every number, and maximum repetitions.
 BUDGET, LEAST, MOST = 0.4, 3, 9
-#: A number of threads is not measured any further if it takes so many times as long as the best.
+#: Slow-down relative to the best at which a number of threads is no longer measured.
 HOPELESS = 3
-#: Bytes of weights that a measurement reads.
+#: Bytes of weights read by a measurement.
 SAMPLE = 64 << 20
-#: Seconds between two looks at the wait counters.
+#: Seconds between reads of the wait counters.
 INTERVAL = 0.5
-#: Threads are disturbed if they waited for processors for more than this share of the time, all threads added up.
+#: Share of time, summed over threads, above which waiting for processors counts as contention.
 DISTURBED = 0.1
-#: Least and most seconds between two measurements of the same target; they double while nothing changes.
+#: Minimum and maximum seconds between measurements of a target; the interval doubles while nothing changes.
 PATIENCE, MOST_PATIENCE = 5.0, 120.0
 
 
@@ -57,54 +57,54 @@ PATIENCE, MOST_PATIENCE = 5.0, 120.0
 
 
 def choose_wait_policy(read: Callable[[], list[str]] = lambda: lines_of("/proc/stat"), seconds: float = 0.2) -> None:
-    """Let OpenMP's threads wait passively if other programs use this process's processors at the moment.
+    """Set OpenMP's wait policy to passive if other programs currently use this process's processors.
 
-    Must be called before PyTorch is loaded; does nothing after that, if the user has set a variable of `NUMBER` or
-    `POLICY`, and where the system does not report the load of processors.
+    Must be called before PyTorch is loaded. Does nothing after that, if a variable of `NUMBER` or `POLICY` is set, and
+    on systems that do not report processor load.
     """
-    if CHOSEN in os.environ:  # chosen by the process that started this one, at another time
+    if CHOSEN in os.environ:  # an outdated choice of the parent process
         for name in (CHOSEN, *PASSIVE):
             os.environ.pop(name, None)
     if "torch" in sys.modules or distributed.count() > 1 or any(name in os.environ for name in NUMBER + POLICY):
         return
-    mine = _processors()
-    before = read()
+    processors = _processors()
+    previous = read()
     time.sleep(seconds)
-    free = free_processors(before, read(), mine)
+    free = free_processors(previous, read(), processors)
     if free is None:
         return
     os.environ[CHOSEN] = f"{free:.1f}"
-    if free < len(mine) - 0.5:
+    if free < len(processors) - 0.5:
         os.environ.update(PASSIVE)
 
 
-def free_processors(before: Sequence[str], after: Sequence[str], among: Iterable[int]) -> float | None:
-    """Number of processors ``among`` these that were idle between two readings of ``/proc/stat``; None if unknown."""
+def free_processors(previous: Sequence[str], after: Sequence[str], among: Iterable[int]) -> float | None:
+    """Number of the given processors that were idle between two reads of ``/proc/stat``; None if unknown."""
     free, names = 0.0, {f"cpu{i}" for i in among}
-    old, new = _times(before, names), _times(after, names)
+    old, new = _times(previous, names), _times(after, names)
     for name in old.keys() & new.keys():
         spent = [b - a for a, b in zip(old[name], new[name], strict=True)]
         if sum(spent) <= 0:
             return None
-        free += (spent[3] + spent[4]) / sum(spent)  # idle, and idle until a disk answers
+        free += (spent[3] + spent[4]) / sum(spent)  # idle and iowait
     return free if old else None
 
 
 def _times(lines: Iterable[str], names: set[str]) -> dict[str, list[int]]:
     fields = (line.split() for line in lines)
-    # Times of guests, the last two, are counted among those of users.
+    # Guest times, the last two, are part of user times.
     return {name: list(map(int, times[:8])) for name, *times in filter(None, fields) if name in names}
 
 
 def wait_policy() -> str:
-    """The wait policy: ``passive``, ``spin``, or what the user's variables are."""
+    """Wait policy: ``passive``, ``spin``, or the user's variables."""
     if CHOSEN in os.environ:
         return "passive" if "OMP_WAIT_POLICY" in os.environ else "spin"
     return " ".join(f"{name}={os.environ[name]}" for name in POLICY if name in os.environ) or "spin"
 
 
 def settings() -> dict[str, Any]:
-    """Most threads, the wait policy, and who decides: part of what ``crossdraft env`` prints."""
+    """Maximum number of threads, wait policy and their origin, for ``crossdraft env``."""
     most, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
     chosen = CHOSEN in os.environ
     return {
@@ -120,7 +120,7 @@ def settings() -> dict[str, Any]:
 
 @dataclass
 class Choice:
-    """A number of threads, when it was measured (None: not yet), and how long it is not measured again."""
+    """A number of threads, the time of its measurement (or None), and seconds until the next one."""
 
     number: int
     measured: float | None = None
@@ -128,12 +128,12 @@ class Choice:
 
 
 class ThreadCount:
-    """The number of threads that decode with one target: measured when it is first used, and again when it should be.
+    """Number of threads for decoding with one target, measured on first use and again under contention.
 
     Args:
-        most: the number of threads that PyTorch has.
-        measure: return seconds of repetitions of the same work, by number of threads; None leaves nothing to choose.
-        waiting: wait counters; see `Waiting`.
+        most: PyTorch's number of threads.
+        measure: returns seconds of repetitions of the same work, by number of threads; None fixes the number.
+        waiting: wait counters; see `CpuWait`.
         choice: shared by all users of the target.
         clock: seconds.
     """
@@ -142,13 +142,13 @@ class ThreadCount:
         self,
         most: int,
         measure: Callable[[Sequence[int]], Mapping[int, Sequence[float]]] | None = None,
-        waiting: Waiting | None = None,
+        waiting: CpuWait | None = None,
         choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.most, self.choice = most, choice or Choice(most)
         self._measure, self._waiting, self._clock = measure, waiting, clock
-        self._looked = 0.0
+        self._last_look = 0.0
 
     @property
     def number(self) -> int:
@@ -157,24 +157,24 @@ class ThreadCount:
 
     @property
     def fixed(self) -> bool:
-        """True if the user or the system leaves nothing to choose."""
+        """True if the number is fixed by the user or the system."""
         return self._measure is None or self.most == 1
 
     def choose(self) -> None:
-        """Measure, and take the fastest number of threads."""
+        """Measure and select the fastest number of threads."""
         if self._measure is None or self.fixed:
             return
-        choice, before = self.choice, self.number
-        choice.number = fastest(self._measure(candidates(self.most)), before)
-        unchanged = choice.number == before and choice.measured is not None
+        choice, previous = self.choice, self.number
+        choice.number = fastest(self._measure(candidates(self.most)), previous)
+        unchanged = choice.number == previous and choice.measured is not None
         choice.patience = min(2 * choice.patience, MOST_PATIENCE) if unchanged else PATIENCE
         choice.measured = self._clock()
-        if choice.number != before:
-            why = "fewer are faster beside what else runs" if choice.number < before else "more are faster again"
-            logger.warning("crossdraft: decoding with %d of %d threads: %s", choice.number, self.most, why)
+        if choice.number != previous:
+            reason = "faster beside other programs" if choice.number < previous else "faster again"
+            logger.warning("crossdraft: decoding with %d of %d threads: %s", choice.number, self.most, reason)
 
     def start(self) -> None:
-        """Begin to watch the wait counters; `stop` ends that."""
+        """Start reading the wait counters, until `stop`."""
         if self.fixed:
             return
         if self.choice.measured is None:
@@ -186,8 +186,8 @@ class ThreadCount:
             self._waiting.close()
 
     def step(self) -> None:
-        """Measure again if threads waited for processors, or are fewer than there may be; called after each step."""
-        if self.fixed or (passed := self._clock() - self._looked) < INTERVAL:
+        """Measure again if threads waited for processors, or are fewer than `most`; called after each step."""
+        if self.fixed or (passed := self._clock() - self._last_look) < INTERVAL:
             return
         waited = self._waiting.since() if self._waiting is not None else 0.0
         measured = self.choice.measured
@@ -198,11 +198,11 @@ class ThreadCount:
 
     def _look(self) -> None:
         if self._waiting is not None:
-            self._waiting.start()  # threads that have begun since are counted
-        self._looked = self._clock()
+            self._waiting.start()  # include new threads
+        self._last_look = self._clock()
 
     def applied(self, steps: Iterable[T]) -> Iterator[T]:
-        """The items of ``steps``, each made with this number of threads; between them PyTorch has its own number."""
+        """Yield the items of ``steps``, each computed with this number of threads; it is reset between items."""
         if self.fixed:
             yield from steps
             return
@@ -224,18 +224,18 @@ class ThreadCount:
 
 
 def candidates(most: int) -> list[int]:
-    """Numbers of threads to compare: all, a half, a quarter, .. and one."""
-    found = [most]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found
+    """Numbers of threads to compare: all, half, a quarter, .. and one."""
+    numbers = [most]
+    while numbers[-1] > 1:
+        numbers.append(numbers[-1] // 2)
+    return numbers
 
 
 def fastest(seconds: Mapping[int, Sequence[float]], current: int) -> int:
-    """The number of threads with the least median; ``current`` unless that is `GAIN` times as fast."""
+    """Number of threads with the smallest median, if it is `GAIN` times as fast as ``current``, else ``current``."""
     if not seconds:
         return current
-    medians = {number: median(found) for number, found in seconds.items()}
+    medians = {number: median(times) for number, times in seconds.items()}
     best = min(medians, key=lambda number: (medians[number], number))
     return best if current not in medians or medians[best] * GAIN < medians[current] else current
 
@@ -244,90 +244,90 @@ _choices: dict[tuple[Any, ...], Choice] = {}
 
 
 def thread_count(lm: Any) -> ThreadCount:
-    """The one of a target; targets with equal layers share their choice, so that not every call measures anew."""
+    """`ThreadCount` of a target; targets with equal layers share their choice."""
     most = _threads()
     layers = [] if most == 1 or _set_by_user(most) or distributed.count() > 1 else sampled_layers(lm)
     if not layers:
         return ThreadCount(most)
     key = (most, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))
     choice = _choices.setdefault(key, Choice(most))
-    return ThreadCount(most, lambda numbers: measured(layers, numbers), Waiting(lm.device), choice)
+    return ThreadCount(most, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
 
 
 def sampled_layers(lm: Any) -> list[nn.Linear]:
-    """The first linear layers of a target on the CPU, up to `SAMPLE` bytes of weights; none of any other target."""
+    """First linear layers of a target on the CPU, up to `SAMPLE` bytes of weights; empty for other targets."""
     from torch import nn
 
     model = getattr(lm, "model", None)
     if lm.device.type != "cpu" or not isinstance(model, nn.Module):
         return []
-    found, size = [], 0
+    layers, size = [], 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu" and layer.weight.is_floating_point():
             if size >= SAMPLE:
                 break
-            found.append(layer)
+            layers.append(layer)
             size += layer.weight.numel() * layer.weight.element_size()
-    return found
+    return layers
 
 
-def measured(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, list[float]]:
+def measure_threads(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, list[float]]:
     """Seconds of a pass of one token through ``layers``, for each number of threads in turn."""
     import torch
 
     seconds: dict[int, list[float]] = {number: [] for number in numbers}
-    began = time.perf_counter()
+    start = time.perf_counter()
     with torch.inference_mode(), restored():
         inputs = [torch.ones(1, layer.in_features, dtype=layer.weight.dtype) for layer in layers]
         for repeat in range(MOST):
-            if repeat >= LEAST and time.perf_counter() - began > BUDGET:
+            if repeat >= LEAST and time.perf_counter() - start > BUDGET:
                 break
             for number in numbers:
-                if hopeless(seconds, number):
+                if is_hopeless(seconds, number):
                     continue
                 set_threads(number)
-                layers[0](inputs[0])  # its threads are there now
-                started = time.perf_counter()
-                for layer, one in zip(layers, inputs, strict=True):
-                    layer(one)
-                seconds[number].append(time.perf_counter() - started)
+                layers[0](inputs[0])  # start the threads
+                layer_start = time.perf_counter()
+                for layer, x in zip(layers, inputs, strict=True):
+                    layer(x)
+                seconds[number].append(time.perf_counter() - layer_start)
     return seconds
 
 
-def hopeless(seconds: Mapping[int, Sequence[float]], number: int) -> bool:
-    """True if all times of ``number`` are more than `HOPELESS` times the best one: not measured any further."""
-    best = min((min(found) for found in seconds.values() if found), default=0.0)
+def is_hopeless(seconds: Mapping[int, Sequence[float]], number: int) -> bool:
+    """True if all times of ``number`` exceed `HOPELESS` times the best one."""
+    best = min((min(times) for times in seconds.values() if times), default=0.0)
     return bool(seconds[number]) and min(seconds[number]) > HOPELESS * best
 
 
 def example() -> str:
-    """The number of threads for a small model on this machine at the moment, with what was measured."""
+    """Number of threads for a small model on this machine now, with the measurements."""
     import torch
 
     device = pick_device("auto")
-    settled = settings()
-    if device.type != "cpu" or settled["most"] == 1 or settled["number"] != "measured before decoding":
-        return str(settled["most"])
+    current = settings()
+    if device.type != "cpu" or current["most"] == 1 or current["number"] != "measured before decoding":
+        return str(current["most"])
     dtype = pick_dtype("auto", device)
     layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
-    seconds = measured(layers, candidates(settled["most"]))
-    each = ", ".join(f"{number}: {median(found) * 1e3:.1f} ms" for number, found in seconds.items())
-    return f"{fastest(seconds, settled['most'])} ({each})"
+    seconds = measure_threads(layers, candidates(current["most"]))
+    medians = ", ".join(f"{number}: {median(times) * 1e3:.1f} ms" for number, times in seconds.items())
+    return f"{fastest(seconds, current['most'])} ({medians})"
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Give PyTorch its number of threads back at the end."""
-    before = _threads()
+    """Restore PyTorch's number of threads on exit."""
+    previous = _threads()
     try:
         yield
     finally:
-        set_threads(before)
+        set_threads(previous)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread, for models so tiny that more threads cost more than they gain."""
+    """Use one thread, for models so tiny that more threads are slower."""
     with restored():
         set_threads(1)
         yield
@@ -340,7 +340,7 @@ def _threads() -> int:
 
 
 def set_threads(number: int) -> None:
-    """Set PyTorch's number of threads, if it is another one."""
+    """Set PyTorch's number of threads if it differs."""
     import torch
 
     if torch.get_num_threads() != number:
@@ -348,7 +348,7 @@ def set_threads(number: int) -> None:
 
 
 def _set_by_user(number: int) -> bool:
-    """True if the number of threads is not the one that PyTorch takes by itself, or a variable sets it."""
+    """True if the number of threads is not PyTorch's default, or a variable sets it."""
     processors = _processors()
     siblings = {tuple(lines_of(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list")) for i in processors}
     return any(name in os.environ for name in NUMBER) or number not in (len(processors), len(siblings))
@@ -364,15 +364,15 @@ def _processors() -> set[int]:
 
 
 def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
-    """Set PyTorch's number of threads for all cells of a group, and return it with the wait policy.
+    """Set PyTorch's number of threads for all cells of a group; returns it with the wait policy.
 
     Args:
-        kept: what an earlier process returned for the group; its number is taken again, for the cells' comparison.
+        kept: result of an earlier process for the group; its number is reused, so that cells compare.
     """
     count = thread_count(lm)
-    before = kept.get("number") if isinstance(kept, Mapping) else None
-    if isinstance(before, int) and not count.fixed and 1 <= before <= count.most:
-        count.choice.number = before
+    previous = kept.get("number") if isinstance(kept, Mapping) else None
+    if isinstance(previous, int) and not count.fixed and 1 <= previous <= count.most:
+        count.choice.number = previous
     else:
         count.choose()
     set_threads(count.number)
@@ -380,28 +380,28 @@ def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
 
 
 def number_used(provenance: Mapping[str, Any]) -> int | None:
-    """The number of threads that a cell was measured with; None if unknown, or if it was resumed with another."""
+    """Number of threads that a cell was measured with; None if unknown or changed on resume."""
     used = provenance.get("decoding_threads")
-    numbers = {one.get("number") for one in used if isinstance(one, dict)} if isinstance(used, list) else set()
+    numbers = {group.get("number") for group in used if isinstance(group, dict)} if isinstance(used, list) else set()
     return next(iter(numbers or {provenance.get("threads")})) if len(numbers) <= 1 else None
 
 
-def described(group: Mapping[str, Any]) -> str:
-    """Text for a result of `choose_for_group`; empty for anything else."""
+def describe_threads(group: Mapping[str, Any]) -> str:
+    """Format a result of `choose_for_group`; empty for anything else."""
     if not {"number", "most", "wait_policy"} <= group.keys():
         return ""
     return f"{group['number']} of {group['most']}, {group['wait_policy']}"
 
 
 def disturbance(waited: float, seconds: float, number: int) -> str:
-    """A sentence for a group whose threads wait for processors; empty if they do not.
+    """Warning for a group whose threads waited for processors; empty without contention.
 
     Args:
-        waited: seconds that threads waited, of ``seconds`` of decoding.
+        waited: seconds of waiting during ``seconds`` of decoding.
     """
     if number == 1 or waited <= DISTURBED * seconds:
         return ""
     return (
-        f"threads waited {waited / seconds:.0%} of the time for processors that other programs use; this group keeps "
-        f"its {number} threads, so that its cells compare; interrupt and run again to wait passively"
+        f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; this group keeps "
+        f"its {number} threads, so that its cells compare; interrupt and run again for passive waiting"
     )

@@ -1,4 +1,4 @@
-"""The tokenizer of a model without its weights: what turning texts into token ids takes."""
+"""Loading of tokenizers and end-of-sequence ids without weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..errors import ModelError, first_line, quoted
 from ..util.limits import MOST_WIDTH
 from .resolve import resolve
 
-#: Files that may name the ids that end a sequence.
+#: Files with end-of-sequence ids.
 _FILES = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True)
 class TokenizerOf:
-    """A model's tokenizer and the ids that end its sequences."""
+    """Tokenizer of a model and its end-of-sequence ids."""
 
     model: str
     tokenizer: Any
@@ -27,68 +27,70 @@ class TokenizerOf:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> TokenizerOf:
-    """That of the model called ``name``, see `resolve`.
+    """Load the tokenizer of the model ``name``, see `resolve`.
 
-    ``trust_remote_code``: see `load_model`. Raises ModelError for one that is missing or damaged.
+    ``trust_remote_code``: see `load_model`. Raises ModelError if it is missing or damaged.
     """
     from transformers import AutoTokenizer
 
-    found = resolve(name)
-    if found.backend != TRANSFORMERS:  # its file may hold weights and tokenizer in one
-        plain = {"dtype": "auto", "device": "auto", "attn_implementation": None, "share_with": None}
-        loaded = plugins.get("backends", found.backend)().load(found, trust_remote_code=trust_remote_code, **plain)
+    resolved = resolve(name)
+    if resolved.backend != TRANSFORMERS:  # weights and tokenizer may be one file
+        load_options = {"dtype": "auto", "device": "auto", "attn_implementation": None, "share_with": None}
+        loaded = plugins.get("backends", resolved.backend)().load(
+            resolved, trust_remote_code=trust_remote_code, **load_options
+        )
         if loaded.tokenizer is None:
-            raise ModelError(f"{name} has no tokenizer")
+            raise ModelError(f"{name} does not have a tokenizer")
         return TokenizerOf(name, loaded.tokenizer, loaded.eos_token_ids)
     if trust_remote_code:
-        check_code_is_here(name, found.path)
+        check_code_is_here(name, resolved.path)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(found.path, **options)
-    except Exception as error:  # whatever transformers and its backends raise about a bad directory
+        tokenizer = AutoTokenizer.from_pretrained(resolved.path, **options)
+    except Exception as error:  # of transformers and its backends
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
-    ends = [tokenizer.eos_token_id]
+    eos_settings = [tokenizer.eos_token_id]
     for file in _FILES:
         try:
-            config = json.loads((found.path / file).read_text(encoding="utf-8"))
+            config = json.loads((resolved.path / file).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
         nested = config.get("text_config") if isinstance(config, dict) else None
-        ends += [holder.get("eos_token_id") for holder in (config, nested) if isinstance(holder, dict)]
-    return TokenizerOf(name, tokenizer, eos_token_ids(name, *ends))
+        eos_settings += [holder.get("eos_token_id") for holder in (config, nested) if isinstance(holder, dict)]
+    return TokenizerOf(name, tokenizer, eos_token_ids(name, *eos_settings))
 
 
-def eos_token_ids(name: str, *said: Any) -> tuple[int, ...]:
-    """The ids that end a sequence, in order, of all that a model says: an id, several or None each.
+def eos_token_ids(name: str, *settings: Any) -> tuple[int, ...]:
+    """Sorted end-of-sequence ids from all settings of a model; each is an id, a list of ids or None.
 
-    Raises ModelError for what is no token id.
+    Raises ModelError for an invalid token id.
     """
-    found: set[int] = set()
-    for ids in said:
-        for one in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
-            if type(one) is not int or not 0 <= one < MOST_WIDTH:
-                raise ModelError(f"{name}: eos_token_id holds {quoted(one)}, which is no token id")
-            found.add(one)
-    return tuple(sorted(found))
+    resolved: set[int] = set()
+    for ids in settings:
+        for token_id in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
+            if type(token_id) is not int or not 0 <= token_id < MOST_WIDTH:
+                raise ModelError(f"{name}: eos_token_id contains {quoted(token_id)}, which is not a valid token id")
+            resolved.add(token_id)
+    return tuple(sorted(resolved))
 
 
 def check_code_is_here(name: str, path: Path) -> None:
-    """Raise ModelError for a model at ``path`` that asks for another repository's Python code, which nobody read."""
-    if elsewhere := _code_elsewhere(path):
+    """Raise ModelError if the model at ``path`` requires Python code of another repository."""
+    if repository := _external_code(path):
         raise ModelError(
-            f"{name} asks for Python code of another repository, {elsewhere}, which trust_remote_code does not cover: "
-            f"copy that code into {path} and take '{elsewhere}--' out of the auto_map there"
+            f"{name} requires Python code of another repository, {repository}, which trust_remote_code does not cover: "
+            f"copy that code into {path} and remove '{repository}--' from its auto_map"
         )
 
 
-def _code_elsewhere(path: Path) -> str | None:
-    """The other repository whose Python code the model at ``path`` asks for (``org/name--module.Class``), if any."""
+def _external_code(path: Path) -> str | None:
+    """Other repository whose Python code the model at ``path`` requires (``org/name--module.Class``), or None."""
     for file in ("config.json", "tokenizer_config.json"):
         try:
-            found = json.loads((path / file).read_text(encoding="utf-8"))["auto_map"]
+            resolved = json.loads((path / file).read_text(encoding="utf-8"))["auto_map"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        references = found.values() if isinstance(found, dict) else [found]
+        references = resolved.values() if isinstance(resolved, dict) else [resolved]
         for reference in (r for entry in references for r in (entry if isinstance(entry, list) else [entry])):
             if isinstance(reference, str) and "--" in reference:
                 return reference.partition("--")[0]

@@ -1,7 +1,7 @@
-"""What replay adds up over responses, by prompt: memory does not grow with their number.
+"""Sums over replayed responses, grouped by prompt; memory does not grow with the number of responses.
 
-Intervals are over prompts (`metrics.intervals`). Prompts beyond the first `MOST_PIECES` of a category join those that
-are there, by a digest of their names: pieces that hold several prompts are as independent as prompts are.
+Confidence intervals are over prompts (`metrics.intervals`). Beyond `MAX_GROUPS` prompts per category, a prompt is
+assigned to an existing group by a hash of its name; groups of prompts are as independent as single prompts.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ import numpy as np
 from ..metrics.intervals import Estimate, estimate
 from .step_chain import Steps
 
-#: Pieces of a category that intervals are over, and categories that are told apart.
-MOST_PIECES, MOST_CATEGORIES = 1024, 64
-#: Where categories beyond those are counted.
+#: Groups of prompts per category, and categories.
+MAX_GROUPS, MAX_CATEGORIES = 1024, 64
+#: Category of all further ones.
 OTHERS = "(others)"
-#: Columns of what is added up by prompt: tokens and steps counted, all tokens and all steps.
+#: Columns of the sums by group: tokens and steps that count towards block efficiency, all tokens and all steps.
 _EMITTED, _COUNTED, _TOKENS, _STEPS = range(4)
 
 
 @dataclass
-class Pieces:
-    """Numbers for prompts, by category; shared by all tallies of a replay, so that they can be paired."""
+class PromptGroups:
+    """Group index of each prompt; shared by all tallies of a replay, so that their differences can be paired."""
 
-    of_category: dict[str, dict[str, int]] = field(default_factory=dict)
+    by_category: dict[str, dict[str, int]] = field(default_factory=dict)
     category: list[str] = field(default_factory=list)
     _full: dict[str, list[int]] = field(default_factory=dict)
 
     def number(self, category: str, prompt: str) -> int:
-        """The piece that a prompt belongs to."""
-        if category not in self.of_category and len(self.of_category) >= MOST_CATEGORIES:
+        """Return the index of the group that a prompt belongs to."""
+        if category not in self.by_category and len(self.by_category) >= MAX_CATEGORIES:
             category = OTHERS
-        known = self.of_category.setdefault(category, {})
-        if prompt not in known and len(known) >= MOST_PIECES:
-            return self._listed(category)[zlib.crc32(prompt.encode(errors="surrogatepass")) % MOST_PIECES]
-        if prompt not in known:
-            known[prompt] = len(self.category)
+        members = self.by_category.setdefault(category, {})
+        if prompt not in members and len(members) >= MAX_GROUPS:
+            return self._listed(category)[zlib.crc32(prompt.encode(errors="surrogatepass")) % MAX_GROUPS]
+        if prompt not in members:
+            members[prompt] = len(self.category)
             self.category.append(category)
-        return known[prompt]
+        return members[prompt]
 
     def _listed(self, category: str) -> list[int]:
         if category not in self._full:
-            self._full[category] = list(self.of_category[category].values())
+            self._full[category] = list(self.by_category[category].values())
         return self._full[category]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a pair does at one draft length, over all responses or those of a category.
+    """Result of a drafter and verifier at one draft length, over all responses or one category.
 
     Attributes:
-        block_efficiency: tokens emitted per target call, of the steps in which a draft of gamma tokens had room; None
-            where there was no such step. ``block_efficiency_all_steps``: with the others.
-        steps: expected number of all steps; drafted: tokens drafted in them; target_rows: positions evaluated, of
-            several sequences at most (where they agree, a node is evaluated once).
-        marginal: Pr(tau >= i), i = 1 .. gamma, over the steps that count; conditional: Pr(tau >= i | tau >= i - 1).
+        block_efficiency: tokens emitted per target call over the steps with enough remaining tokens for a draft of
+            gamma; None without such steps. ``block_efficiency_all_steps``: over all steps.
+        steps: expected number of all steps; drafted: tokens drafted in them; target_rows: positions evaluated by the
+            target (an upper bound for K > 1: shared prefixes are evaluated once).
+        marginal: Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
     """
 
     gamma: int
@@ -82,27 +82,27 @@ class Row:
 
 
 class Tally:
-    """The sums of one drafter, rule and K at every draft length.
+    """Sums of one drafter, verifier and K at every draft length.
 
     Args:
-        pieces: those of the replay.
+        groups: shared by all tallies of the replay.
         gammas: draft lengths.
-        k: sequences of a draft.
-        by_prompt: keep what `by_prompt` says.
+        k: sequences per draft.
+        by_prompt: keep the sums that `by_prompt` returns.
     """
 
-    def __init__(self, pieces: Pieces, gammas: Sequence[int], k: int = 1, by_prompt: bool = False):
-        self.pieces, self.gammas, self.k = pieces, list(gammas), k
+    def __init__(self, groups: PromptGroups, gammas: Sequence[int], k: int = 1, by_prompt: bool = False):
+        self.groups, self.gammas, self.k = groups, list(gammas), k
         self._sums = np.zeros((0, len(self.gammas), 4))
         deepest = max(self.gammas)
         self._at_least = np.zeros((0, len(self.gammas), deepest)) if by_prompt else None
-        #: By category: tokens drafted, and sums of Pr(tau >= i).
+        # By category: drafted tokens, and sums of Pr(tau >= i).
         self._drafted: dict[str, np.ndarray] = {}
         self._accepted: dict[str, np.ndarray] = {}
 
     def add(self, steps: Steps, numbers: Sequence[int]) -> None:
-        """Add responses, whose prompts have these numbers (`Pieces.number`)."""
-        if missing := len(self.pieces.category) - len(self._sums):
+        """Add responses; ``numbers`` are the groups of their prompts (`PromptGroups.number`)."""
+        if missing := len(self.groups.category) - len(self._sums):
             self._sums = np.concatenate([self._sums, np.zeros((missing, *self._sums.shape[1:]))])
         np.add.at(
             self._sums, np.array(numbers), np.stack([steps.emitted, steps.counted, steps.tokens, steps.steps], -1)
@@ -111,26 +111,26 @@ class Tally:
             missing = len(self._sums) - len(self._at_least)
             self._at_least = np.concatenate([self._at_least, np.zeros((missing, *self._at_least.shape[1:]))])
             np.add.at(self._at_least, np.array(numbers), steps.accepted)
-        categories = np.array([self.pieces.category[number] for number in numbers])
+        categories = np.array([self.groups.category[number] for number in numbers])
         for category in dict.fromkeys(categories.tolist()):
-            mine = categories == category
-            drafted, accepted = steps.drafted[mine].sum(0), steps.accepted[mine].sum(0)
+            selected = categories == category
+            drafted, accepted = steps.drafted[selected].sum(0), steps.accepted[selected].sum(0)
             self._drafted[category] = self._drafted.get(category, 0.0) + drafted
             self._accepted[category] = self._accepted.get(category, 0.0) + accepted
 
     def by_prompt(self, gamma: int) -> np.ndarray:
-        """``[pieces, 1 + gamma]``: of each prompt the steps that count, and in how many of them tau >= 1 .. gamma."""
+        """``[groups, 1 + gamma]``: counted steps of each group, and the number of them with tau >= 1 .. gamma."""
         assert self._at_least is not None
         column = self.gammas.index(gamma)
         return np.concatenate([self._sums[:, column, _COUNTED, None], self._at_least[:, column, :gamma]], 1)
 
     @property
     def categories(self) -> list[str]:
-        """Those of its responses, in the order in which they came."""
+        """Categories of the responses, in order of first appearance."""
         return list(self._drafted)
 
     def row(self, gamma: int, category: str = "") -> Row:
-        """What it comes to at one of its draft lengths; of all categories by default."""
+        """Return the result at one draft length, over all categories by default."""
         column, sums = self.gammas.index(gamma), self.sums(gamma, category)
         total = sums.sum(0)
         drafted = self.k * sum(v[column] for name, v in self._drafted.items() if category in ("", name))
@@ -152,17 +152,19 @@ class Tally:
         )
 
     def sums(self, gamma: int, category: str = "") -> np.ndarray:
-        """``[pieces, 4]``: tokens and steps that count, all tokens and steps, by prompt."""
-        found = self._sums[:, self.gammas.index(gamma)]
+        """``[groups, 4]``: counted tokens and steps, all tokens and steps."""
+        rows = self._sums[:, self.gammas.index(gamma)]
         if category:
-            of = np.array(self.pieces.category[: len(found)])
-            found = found[of == category]
-        return found
+            categories = np.array(self.groups.category[: len(rows)])
+            rows = rows[categories == category]
+        return rows
 
 
-def difference(mine: Tally, gamma: int, other: Tally, other_gamma: int) -> Estimate | None:
-    """Block efficiency of one minus that of the other, on the same texts; None without steps of both."""
-    sums = np.concatenate([one.sums(g)[:, : _COUNTED + 1] for one, g in ((mine, gamma), (other, other_gamma))], axis=1)
+def difference(tally: Tally, gamma: int, other: Tally, other_gamma: int) -> Estimate | None:
+    """Block efficiency of ``tally`` minus that of ``other`` on the same responses; None if either has none counted."""
+    sums = np.concatenate(
+        [item.sums(g)[:, : _COUNTED + 1] for item, g in ((tally, gamma), (other, other_gamma))], axis=1
+    )
     if not (sums[:, _COUNTED].sum() and sums[:, 2 + _COUNTED].sum()):
         return None
     return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)

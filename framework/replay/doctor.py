@@ -1,7 +1,7 @@
-"""Why does a drafter agree so little with its target? Usual mistakes, each undone and replayed on the same responses.
+"""Diagnosis of low acceptance: common misconfigurations, each undone and replayed on the same responses.
 
-How often the token at a place is accepted, min(1, Q/P) averaged over responses that the target drew, is an unbiased
-estimate of the overlap sum_v min(P, Q) there. A mistake is named if the drafter agrees clearly more without it.
+min(1, Q/P), averaged over responses sampled from the target, is an unbiased estimate of the overlap sum_v min(P, Q) at
+a position. A misconfiguration is a likely cause if undoing it clearly increases block efficiency.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from ..contracts.sampling import Sampling
 from ..errors import CrossdraftError, UsageError
 from ..metrics.intervals import LEAST_PIECES, Estimate, pieces_needed
 from .aggregate import Row, Tally, difference
-from .replay import Candidate, replay, rules_for
+from .replay import Candidate, replay, verifiers_for
 from .response import Response
-from .teacher_forcing.forcing import Asked, deepened
 from .teacher_forcing.lazy_models import Target
-from .teacher_forcing.shared_passes import SideBySide
+from .teacher_forcing.scoring import ScoringRequest, with_gamma
+from .teacher_forcing.shared_passes import SharedPasses
 
-#: What undoing a mistake has to add to the tokens accepted a step, as a share of them, to explain anything.
+#: Relative increase of accepted tokens per step above which a misconfiguration is a likely cause.
 CLEAR = 0.2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A drafter as it may be meant, on a target, along responses."""
+    """A misconfiguration to undo, and the target and responses to replay it on."""
 
-    suspect: Misconfiguration
+    misconfiguration: Misconfiguration
     target: Target
     responses: Sequence[Response]
 
 
 @dataclass(frozen=True)
-class Examined:
-    """What came of a trial.
+class TrialResult:
+    """Result of a trial.
 
     Attributes:
-        tally: of drafts of gamma tokens; None where it cannot draft so, for the ``reason``.
-        warning: about the log-probabilities that were recorded with the responses.
-        gain: block efficiency, more than as it is, with an interval over prompts; None as it is, or without either.
+        tally: of drafts of gamma tokens; None if the trial failed, see ``reason``.
+        warning: about the recorded log-probabilities of the responses.
+        gain: increase of block efficiency over the drafter as configured, with an interval over prompts; None for the
+            drafter itself, and if either block efficiency is missing.
     """
 
-    suspect: Misconfiguration
+    misconfiguration: Misconfiguration
     gamma: int
     tally: Tally | None = None
     gain: Estimate | None = None
@@ -57,120 +58,121 @@ class Examined:
         return None if self.tally is None else self.tally.row(self.gamma)
 
 
-def examine(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterator[Examined]:
-    """Each of ``trials``, of which the first is the drafter as it is; the others are compared with that, by prompt.
+def run_trials(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterator[TrialResult]:
+    """Replay ``trials``: the first is the drafter as configured, the others are compared with it by prompt.
 
     Args:
-        gamma: draft length; heads that draft fewer tokens draft those.
+        gamma: draft length; heads with fewer tokens draft their maximum.
 
     Raises:
-        UsageError: a drafter that cannot be replayed, or does not draft chains.
-        CrossdraftError: one that does not load, where no other heads are tried with which it might.
+        UsageError: the drafter cannot be replayed or does not draft chains.
+        CrossdraftError: the drafter fails to load and no trial changes its heads.
     """
     first: Tally | None = None
     for number, trial in enumerate(trials):
         try:
             gamma, tally, warning = _tally(drafter, trial, gamma)
         except CrossdraftError as error:
-            if number == 0 and (isinstance(error, UsageError) or all(one.suspect.change is None for one in trials)):
+            if number == 0 and (
+                isinstance(error, UsageError) or all(result.misconfiguration.change is None for result in trials)
+            ):
                 raise
-            yield Examined(trial.suspect, gamma, reason=str(error))
+            yield TrialResult(trial.misconfiguration, gamma, reason=str(error))
             continue
         gain = difference(tally, gamma, first, gamma) if first is not None else None
         first = tally if number == 0 else first
-        yield Examined(trial.suspect, gamma, tally, gain, warning=warning)
+        yield TrialResult(trial.misconfiguration, gamma, tally, gain, warning=warning)
 
 
-def named(found: Sequence[Examined]) -> list[Examined]:
-    """The trials that explain something, those that gain most first: by `CLEAR`, and with an interval above 0."""
-    base, clear = found[0].row, _clear(found)
+def likely_causes(results: Sequence[TrialResult]) -> list[TrialResult]:
+    """Trials that gain more than `CLEAR` with an interval above 0, the largest gain first."""
+    base, clear = results[0].row, _clear(results)
 
-    def explains(one: Examined) -> bool:
-        if one.row is None or one.row.block_efficiency is None:
+    def explains(result: TrialResult) -> bool:
+        if result.row is None or result.row.block_efficiency is None:
             return False
-        if base is None:  # as it is, it does not draft at all
+        if base is None:  # the drafter as configured failed
             return True
-        low, _ = _interval(found, one)
-        return one.gain is not None and one.gain.value > clear and low is not None and low > 0
+        low, _ = _interval(results, result)
+        return result.gain is not None and result.gain.value > clear and low is not None and low > 0
 
-    def gain(one: Examined) -> float:
-        return one.gain.value if one.gain is not None else 0.0
+    def gain(result: TrialResult) -> float:
+        return result.gain.value if result.gain is not None else 0.0
 
-    return sorted((one for one in found[1:] if explains(one)), key=gain, reverse=True)
-
-
-def undecided(found: Sequence[Examined]) -> list[Examined]:
-    """The trials that are neither `named` nor shown to gain less than `CLEAR`."""
-    likely, clear = named(found), _clear(found)
-    open_: list[Examined] = []
-    for one in found[1:]:
-        _, high = _interval(found, one)
-        if one not in likely and one.row is not None and (high is None or high > clear):
-            open_.append(one)
-    return open_
+    return sorted((result for result in results[1:] if explains(result)), key=gain, reverse=True)
 
 
-def responses_needed(found: Sequence[Examined]) -> int | None:
-    """About how many responses would decide all that is `undecided`; None if that cannot be foreseen.
+def inconclusive(results: Sequence[TrialResult]) -> list[TrialResult]:
+    """Trials that are neither `likely_causes` nor shown to gain less than `CLEAR`."""
+    likely, clear = likely_causes(results), _clear(results)
+    open_trials: list[TrialResult] = []
+    for result in results[1:]:
+        _, high = _interval(results, result)
+        if result not in likely and result.row is not None and (high is None or high > clear):
+            open_trials.append(result)
+    return open_trials
 
-    A trial is decided when its interval excludes no gain or excludes a clear one, whichever is farther from the gain
-    that was found.
+
+def responses_needed(results: Sequence[TrialResult]) -> int | None:
+    """Approximate number of responses that would decide all `inconclusive` trials; None if it cannot be estimated.
+
+    A trial is decided if its interval excludes 0 or excludes a clear gain, whichever is farther from the estimate.
     """
-    pieces, clear, needed = _pieces(found), _clear(found), 0.0
-    for one in undecided(found):
-        low, high = _interval(found, one)
-        if one.gain is None or low is None or high is None:
+    groups, clear, needed = _pieces(results), _clear(results), 0.0
+    for result in inconclusive(results):
+        low, high = _interval(results, result)
+        if result.gain is None or low is None or high is None:
             return None
-        if (far := max(abs(one.gain.value), abs(clear - one.gain.value))) == 0:
+        if (distance := max(abs(result.gain.value), abs(clear - result.gain.value))) == 0:
             return None
-        needed = max(needed, pieces_needed((high - low) / 2, far, pieces))
-    return max(math.ceil(needed), pieces + 1)
+        needed = max(needed, pieces_needed((high - low) / 2, distance, groups))
+    return max(math.ceil(needed), groups + 1)
 
 
-def _clear(found: Sequence[Examined]) -> float:
-    """The gain in block efficiency that explains something."""
-    base = found[0].row
+def _clear(results: Sequence[TrialResult]) -> float:
+    """Gain in block efficiency above which a trial is a likely cause."""
+    base = results[0].row
     return CLEAR * (base.block_efficiency.value - 1) if base is not None and base.block_efficiency is not None else 0.0
 
 
-def _pieces(found: Sequence[Examined]) -> int:
-    return len(found[0].tally.pieces.category) if found[0].tally is not None else 0
+def _pieces(results: Sequence[TrialResult]) -> int:
+    return len(results[0].tally.groups.category) if results[0].tally is not None else 0
 
 
-def _interval(found: Sequence[Examined], one: Examined) -> tuple[float | None, float | None]:
-    """The interval of a gain, below what a draft has room for; a point where enough responses differ by the same."""
-    base = found[0].row
-    if one.gain is None or base is None or base.block_efficiency is None:
+def _interval(results: Sequence[TrialResult], result: TrialResult) -> tuple[float | None, float | None]:
+    """Interval of a gain, capped at the largest possible one; a point if enough prompts differ by the same amount."""
+    base = results[0].row
+    if result.gain is None or base is None or base.block_efficiency is None:
         return None, None
     room = base.gamma + 1 - base.block_efficiency.value
-    if one.gain.low is None and _pieces(found) >= LEAST_PIECES:
-        return one.gain.value, one.gain.value
-    return one.gain.low, room if one.gain.high is None else min(one.gain.high, room)
+    if result.gain.low is None and _pieces(results) >= LEAST_PIECES:
+        return result.gain.value, result.gain.value
+    return result.gain.low, room if result.gain.high is None else min(result.gain.high, room)
 
 
 def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Misconfiguration]:
-    """Drafts that are the drafter's most probable tokens, where the target samples."""
+    """Yield a misconfiguration if the drafter is greedy and the target samples."""
     if sampling.temperature and getattr(drafter[1], "temperature", None) == 0:
         yield Misconfiguration(
-            f"drafts are greedy (temperature: 0), and the target samples at {sampling.temperature:g}",
-            "leave temperature out of the drafter's options",
+            f"drafts are greedy (temperature: 0), but the target samples at {sampling.temperature:g}",
+            "remove temperature from the drafter's options",
             {"temperature": None},
         )
 
 
 def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, str | None]:
-    cls, given = drafter
+    cls, options = drafter
     sampling = trial.target.sampling
-    config = cls.Config(**{**given.model_dump(exclude_unset=True), **trial.suspect.options})
+    config = cls.Config(**{**options.model_dump(exclude_unset=True), **trial.misconfiguration.options})
     traits = cls.traits(config, sampling)
-    if not traits.is_chain:
-        raise UsageError(f"drafter '{cls.name}' drafts no single chains here; give it options with which it does")
-    config = deepened(cls, config, gamma)
+    if traits.drawn != "chain":
+        raise UsageError(f"drafter '{cls.name}' does not draft single chains with these options; choose others")
+    config = with_gamma(cls, config, gamma)
     gamma = min(gamma, cls.traits(config, sampling).depth)
-    change = trial.suspect.change
-    beside = SideBySide(trial.target if change is None else trial.target.with_heads(change))
-    one = beside.add(Asked((cls, config), gamma))
-    rule = next(iter(rules_for(cls.name, (cls, config), (), (1,), sampling)))
-    candidate = Candidate(cls.name, (cls, config), {rule: (1,)}, (gamma,), beside.forced(one))
-    found = replay(trial.responses, [candidate])
-    return gamma, candidate.tallies[rule, 1], found.log_p.warning
+    change = trial.misconfiguration.change
+    passes = SharedPasses(trial.target if change is None else trial.target.with_heads(change))
+    index = passes.add(ScoringRequest((cls, config), gamma))
+    verifier = next(iter(verifiers_for(cls.name, (cls, config), (), (1,), sampling)))
+    candidate = Candidate(cls.name, (cls, config), {verifier: (1,)}, (gamma,), passes.scores(index))
+    results = replay(trial.responses, [candidate])
+    return gamma, candidate.tallies[verifier, 1], results.log_p.warning

@@ -1,11 +1,11 @@
-"""Policies of how long a draft should be, from one replay of the longest: see ``policy`` of the drafters.
+"""Draft-length policies (``policy`` of the drafters), evaluated from one replay of the longest draft.
 
-*Confidence.* Along the drafted tokens, a row stops where the drafter is unsure: what a threshold does follows from the
-probabilities of the tokens and of the most probable ones. Along the response that says which tokens can be accepted,
-along drafts that were drawn (`force.drafted`) how many are drafted.
+*Confidence.* A draft stops at a token of low probability, so its length follows from the probabilities of the drafted
+and the most probable tokens: teacher-forced scores give the acceptance, sampled drafts (`scoring.sample_drafts`) the
+number of drafted tokens.
 
-*Heuristic* (J. Gante, "Assisted Generation", 2023). More after a draft that was accepted whole, fewer after another:
-the length is a second state of the chain that steps are (`steps`).
+*Heuristic* (J. Gante, "Assisted Generation", 2023). Longer after a fully accepted draft, shorter after any other: the
+length is a second state variable of the Markov chain of steps (`step_chain`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import Literal
 
 import numpy as np
 
-from .step_chain import Acceptance, Steps, expected
+from .step_chain import StepAcceptance, Steps, expected_steps
 
-#: Tokens more after a draft that was accepted whole, and fewer after another, as the heuristic policy has it.
+#: Change of the draft length after a fully accepted draft, and after any other.
 MORE, FEWER = 2, 1
 
 
 def confident(
     log_q: np.ndarray, log_top: np.ndarray, threshold: float, stop: Literal["after", "before"] = "after"
 ) -> np.ndarray:
-    """int64 [T], tokens of each draft under a confidence policy that drafts at most G.
+    """Draft lengths, int64 [T], under a confidence policy of at most G tokens.
 
     Args:
-        log_q: [T, G], log Q of the drafted tokens; at temperature 0 ``log_top`` again, which is what those are.
-        log_top: [T, G], of the most probable ones, see `Forced`.
-        threshold: of probability.
-        stop: ``after`` the first token below it, which is kept; ``before`` the first law without one that reaches it.
+        log_q: [T, G], log Q of the drafted tokens; at temperature 0 equal to ``log_top``.
+        log_top: [T, G], the largest log Q, see `DraftScores`.
+        threshold: a probability.
+        stop: ``after`` the first token below the threshold, which is kept; ``before`` the first distribution without a
+            token that reaches it.
     """
     with np.errstate(under="ignore"):
         unsure = np.exp(log_q if stop == "after" else log_top) < threshold
@@ -39,53 +40,56 @@ def confident(
     return np.minimum(first, unsure.shape[1]).astype(np.int64)
 
 
-def oracle(responses: Sequence[Acceptance], gammas: Sequence[int]) -> Steps:
-    """The `Steps` of drafts that are just as long as what will be accepted, at most gamma: the best length known after
-    the fact. A bound on what a policy could save, no method."""
-    found = expected(responses, gammas)
-    return replace(found, drafted=found.taken)
+def oracle(responses: Sequence[StepAcceptance], gammas: Sequence[int]) -> Steps:
+    """`Steps` of drafts that contain the accepted tokens only, at most gamma: a bound on every length policy."""
+    result = expected_steps(responses, gammas)
+    return replace(result, drafted=result.taken)
 
 
-def heuristic(responses: Sequence[Acceptance], gamma: int, start: int) -> Steps:
-    """The `Steps` of responses under the heuristic policy: one column.
+def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> Steps:
+    """`Steps` of responses under the heuristic policy, one column.
 
     Args:
-        responses: from a static replay at least ``gamma`` deep.
-        gamma: most tokens of a draft.
-        start: tokens of a sequence's first one.
+        responses: from a static replay of at least ``gamma`` tokens.
+        gamma: largest draft length.
+        start: draft length of the first step of a sequence.
     """
-    found = [_heuristic(one, gamma, start) for one in responses]
-    size = np.array([[float(len(one.survival))] for one in responses])
-    totals = np.array([numbers for *numbers, _ in found])
+    result = [_heuristic(response, gamma, start) for response in responses]
+    size = np.array([[float(len(response.survival))] for response in responses])
+    totals = np.array([numbers for *numbers, _ in result])
     steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(5))
-    return Steps(size, steps, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in found])[:, None])
+    return Steps(
+        size, steps, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in result])[:, None]
+    )
 
 
-def _heuristic(one: Acceptance, gamma: int, start: int) -> tuple[float, float, float, float, float, np.ndarray]:
-    t, depth = one.survival.shape
-    limit = np.iinfo(np.int64).max if one.limit is None else one.limit
-    at_least = np.concatenate([np.ones((t, 1)), one.survival, np.zeros((t, 1))], 1)
+def _heuristic(
+    response: StepAcceptance, gamma: int, start: int
+) -> tuple[float, float, float, float, float, np.ndarray]:
+    t, depth = response.survival.shape
+    limit = np.iinfo(np.int64).max if response.limit is None else response.limit
+    at_least = np.concatenate([np.ones((t, 1)), response.survival, np.zeros((t, 1))], 1)
     reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a step starts at t while the length is L)
     reached[0, start] = 1
     steps = drafted = taken = counted = emitted = 0.0
     accepted = np.zeros(depth)
-    for at in range(t):
-        room = limit - 1 - at
-        bonus = np.arange(1, depth + 1) <= t - 1 - at  # after an accepted last token comes nothing
-        for length in np.flatnonzero(reached[at]):
-            weight, n = reached[at, length], int(min(length, room, one.lengths[at]))
-            most = min(n, t - at)  # that can be accepted
-            tau = at_least[at, : most + 1] - np.append(at_least[at, 1 : most + 1], 0)
-            ends = at + 1 + np.arange(most + 1)
+    for start in range(t):
+        room = limit - 1 - start
+        bonus = np.arange(1, depth + 1) <= t - 1 - start  # an accepted last token has no bonus token
+        for length in np.flatnonzero(reached[start]):
+            weight, n = reached[start, length], int(min(length, room, response.lengths[start]))
+            most = min(n, t - start)  # acceptable tokens
+            tau = at_least[start, : most + 1] - np.append(at_least[start, 1 : most + 1], 0)
+            ends = start + 1 + np.arange(most + 1)
             shorter = max(1, length - FEWER) if n else length
             whole = max(1, min(n + MORE, gamma)) if n else length
             reached[ends[:n], shorter] += weight * tau[:n]
             reached[ends[n:], whole] += weight * tau[n:]
             steps += weight
             drafted += weight * n
-            taken += weight * at_least[at, 1 : most + 1].sum()
+            taken += weight * at_least[start, 1 : most + 1].sum()
             if room >= gamma:
-                survival = one.survival[at] * (np.arange(1, depth + 1) <= most)
+                survival = response.survival[start] * (np.arange(1, depth + 1) <= most)
                 counted += weight
                 emitted += weight * (1 + (survival * bonus).sum())
                 accepted += weight * survival

@@ -1,7 +1,7 @@
-"""Replay: what drafters and rules would have made of recorded responses, in one pass over them.
+"""Replay of drafters and verifiers on recorded responses, in one pass.
 
-Candidates with their rules go along the same responses side by side, a window of them at a time; nothing but sums is
-kept, and a line of Parquet for every token where they are asked for.
+All candidates read the same responses, one window at a time. Only sums are kept; optionally, one Parquet row per token
+is written.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, UsageError
 from ..util.output_files import writing_output
-from .acceptance_formulas import RULES, SEQUENCES, certain, no_identity, survival
-from .aggregate import Pieces, Tally
+from .acceptance_formulas import IID_VERIFIERS, VERIFIERS, no_formula, point_mass_survival, survival
+from .aggregate import PromptGroups, Tally
 from .recorded_logprobs import RecordedLogP
 from .response import Response
-from .step_chain import Acceptance, Steps, expected
-from .teacher_forcing.forced_draft import Forced
+from .step_chain import StepAcceptance, Steps, expected_steps
+from .teacher_forcing.draft_scores import DraftScores
 
-#: Responses that are added up together.
+#: Responses per window.
 WINDOW = 256
-#: In the file's metadata: `util.output_files.check_output` recognises it by that.
+#: Marker in the file's metadata, recognised by `util.output_files.check_output`.
 MARK = b"crossdraft replay"
 _POSITIONS = pa.schema(
     [
@@ -54,164 +54,168 @@ _POSITIONS = pa.schema(
 
 @dataclass
 class Candidate:
-    """A drafter with the rules and draft lengths that it is replayed with.
+    """A drafter with the verifiers and draft lengths to replay it with.
 
     Attributes:
-        title: what tables call it.
-        drafter: class and config; its own gamma is at least the largest of ``gammas``.
-        rules: names, and for each the numbers of sequences K. Rules of a point mass accept alike and share a tally.
+        title: name in tables.
+        drafter: class and config; its gamma is at least the largest of ``gammas``.
+        verifiers: name -> numbers of sequences K.
         gammas: draft lengths.
-        forced: gives its `Forced` for each of some texts, in order; asks for them as it needs them.
-        drafted: the same of how many tokens it drafts, int64 [T], where that hangs on what it draws; None = as many as
-            `Forced` says.
-        steps: expectations over steps from what is accepted of each; another policy of lengths has its own.
-        tallies: what came out, by rule and K.
+        scores: yields the `DraftScores` of each response, in order.
+        lengths: yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens;
+            None = `DraftScores.lengths`.
+        steps: computes `Steps` from acceptance; depends on the length policy.
+        tallies: results by verifier and K.
     """
 
     title: str
     drafter: Configured
-    rules: dict[str, tuple[int, ...]]
+    verifiers: dict[str, tuple[int, ...]]
     gammas: tuple[int, ...]
-    forced: Callable[[Iterable[Response]], Iterator[Forced]]
-    drafted: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
-    steps: Callable[[Sequence[Acceptance], Sequence[int]], Steps] = expected
+    scores: Callable[[Iterable[Response]], Iterator[DraftScores]]
+    lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
+    steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
         return max(self.gammas)
 
-    def tally(self, found: Replayed, rule: str, k: int) -> Tally:
-        """That of a rule and K, made when it is first asked for."""
-        return self.tallies.setdefault((rule, k), Tally(found.pieces, self.gammas, k, found.by_prompt))
+    def tally(self, result: ReplayResult, verifier: str, k: int) -> Tally:
+        """Return the tally of a verifier and K, created on first use."""
+        return self.tallies.setdefault((verifier, k), Tally(result.groups, self.gammas, k, result.by_prompt))
 
 
 @dataclass
-class Replayed:
-    """Result of a replay: counts, candidates with their tallies, and the plausibility of recorded log P."""
+class ReplayResult:
+    """Result of a replay: counts, candidates with their tallies, and the check of recorded log P."""
 
     candidates: list[Candidate]
-    pieces: Pieces
+    groups: PromptGroups
     responses: int = 0
     tokens: int = 0
     by_prompt: bool = False
     log_p: RecordedLogP = field(default_factory=RecordedLogP)
 
 
-def rules_for(
+def verifiers_for(
     title: str, drafter: Configured, names: Sequence[str], ks: Sequence[int], sampling: Sampling
 ) -> dict[str, tuple[int, ...]]:
-    """The rules to replay a drafter with, and for each the numbers of sequences: ``names``, or those that fit.
+    """Verifiers to replay a drafter with -> numbers of sequences K; ``names``, by default all that are compatible.
 
-    Raises UsageError for a pair that cannot run, and for a rule or a draft without an identity.
+    Raises UsageError for an incompatible pair, and for a verifier or drafter that cannot be replayed.
     """
     cls, config = drafter
     traits = plugins.traits_of("drafters", cls, config, sampling)
-    if traits.kind is None:
-        raise UsageError(f"drafter '{title}' never drafts; there is nothing to replay")
-    if INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
+    if traits.drawn is None:
+        raise UsageError(f"drafter '{title}' does not draft with these options, so it cannot be replayed")
+    if traits.drawn not in ("chain", "iid"):
         raise UsageError(
-            f"drafter '{title}' drafts trees ('{traits.kind}'), of which no identity is known; measure it with "
-            "crossdraft run"
+            f"drafter '{title}' drafts trees ('{traits.drawn}'), which cannot be replayed; measure it with crossdraft "
+            "run"
         )
-    several = traits.kind.merged_sequences
+    multi = traits.drawn == "iid"
     if not names:
-        # Of a point mass every rule accepts the same.
+        # All verifiers accept a point mass alike.
         single = ("token",) if traits.point_mass else ("token", "block")
-        names = SEQUENCES if several else ("greedy",) if sampling.temperature == 0 else single
+        names = IID_VERIFIERS if multi else ("greedy",) if sampling.temperature == 0 else single
     for name in names:
-        if name not in RULES:
+        if name not in VERIFIERS:
             plugins.get("verifiers", name)
-            raise UsageError(no_identity(name))
+            raise UsageError(no_formula(name))
         verifier, options = configured("verifiers", name)
         if reason := incompatible(title, traits, name, plugins.traits_of("verifiers", verifier, options), sampling):
             raise UsageError(reason)
-    return {name: tuple(ks) if several else (1,) for name in dict.fromkeys(names)}
+    return {name: tuple(ks) if multi else (1,) for name in dict.fromkeys(names)}
 
 
 def replay(
     responses: Iterable[Response], candidates: Sequence[Candidate], out: Path | None = None, by_prompt: bool = False
-) -> Replayed:
-    """Replay ``candidates`` along ``responses``, which are asked for once.
+) -> ReplayResult:
+    """Replay ``candidates`` on ``responses``, which are iterated once.
 
     Args:
-        out: write a line for every token, drafter, rule and K there (Parquet): ``drafted`` tokens, and ``survival``,
+        out: Parquet file with a row for each token, drafter, verifier and K: ``drafted`` tokens, and ``survival``,
             Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
-        by_prompt: keep acceptance by prompt, too, see `Tally.by_prompt`.
+        by_prompt: keep acceptance by prompt, see `Tally.by_prompt`.
 
     Raises:
-        UsageError: no responses; what the sources and the candidates raise.
+        UsageError: without responses, and for errors of the sources and candidates.
     """
-    found = Replayed(list(candidates), Pieces(), by_prompt=by_prompt)
-    mine, *others = tee(responses, 1 + 2 * len(candidates))
+    result = ReplayResult(list(candidates), PromptGroups(), by_prompt=by_prompt)
+    remaining, *others = tee(responses, 1 + 2 * len(candidates))
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr))  # a plug-in's code may print
-        sources = [_of(one, *others[2 * i : 2 * i + 2]) for i, one in enumerate(candidates)]
-        del others  # what nobody reads would be kept
+        stack.enter_context(redirect_stdout(sys.stderr))  # plug-in code may print
+        sources = [_scores_and_lengths(item, *others[2 * i : 2 * i + 2]) for i, item in enumerate(candidates)]
+        del others  # an unread iterator would keep all responses alive
         writer = None
         if out is not None:
             file = stack.enter_context(writing_output(out, "--out"))
             writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
-        while window := list(islice(mine, WINDOW)):
-            numbers = [found.pieces.number(one.category, one.id) for one in window]
-            compared: dict[int, Forced] = {}
+        while window := list(islice(remaining, WINDOW)):
+            numbers = [result.groups.number(item.category, item.id) for item in window]
+            compared: dict[int, DraftScores] = {}
             for candidate, source in zip(candidates, sources, strict=True):
-                forced = list(islice(source, len(window)))
-                if len(forced) != len(window):
-                    raise ContractError(f"drafter '{candidate.title}' gave fewer drafts than there are responses")
-                _add(found, candidate, window, forced, numbers, writer)
-                for i, (one, _) in enumerate(forced):
-                    if i not in compared or one.own_log_p is not None:
-                        compared[i] = one
-            for i, one in compared.items():
-                found.log_p.add(window[i], one)
-            found.responses += len(window)
-            found.tokens += sum(len(one.tokens) for one in window)
-    if not found.responses:
-        raise UsageError("there is no response to replay")
-    return found
+                scores = list(islice(source, len(window)))
+                if len(scores) != len(window):
+                    raise ContractError(
+                        f"drafter '{candidate.title}' returned {len(scores)} drafts for {len(window)} responses"
+                    )
+                _add(result, candidate, window, scores, numbers, writer)
+                for i, (item, _) in enumerate(scores):
+                    if i not in compared or item.own_log_p is not None:
+                        compared[i] = item
+            for i, item in compared.items():
+                result.log_p.add(window[i], item)
+            result.responses += len(window)
+            result.tokens += sum(len(item.tokens) for item in window)
+    if not result.responses:
+        raise UsageError("the sources do not contain a response to replay")
+    return result
 
 
-def _of(
-    candidate: Candidate, texts: Iterable[Response], again: Iterable[Response]
-) -> Iterator[tuple[Forced, np.ndarray]]:
-    """What a candidate would draft along each text if it drew the text, and how many tokens it drafts."""
-    if candidate.drafted is None:
-        del again
-        return ((one, one.lengths) for one in candidate.forced(texts))
-    return zip(candidate.forced(texts), candidate.drafted(again), strict=True)
+def _scores_and_lengths(
+    candidate: Candidate, texts: Iterable[Response], responses_again: Iterable[Response]
+) -> Iterator[tuple[DraftScores, np.ndarray]]:
+    """`DraftScores` of a candidate for each response, and the number of drafted tokens at each position."""
+    if candidate.lengths is None:
+        del responses_again
+        return ((scores, scores.lengths) for scores in candidate.scores(texts))
+    return zip(candidate.scores(texts), candidate.lengths(responses_again), strict=True)
 
 
 def _add(
-    found: Replayed,
+    result: ReplayResult,
     candidate: Candidate,
     window: Sequence[Response],
-    replayed: Sequence[tuple[Forced, np.ndarray]],
+    scored: Sequence[tuple[DraftScores, np.ndarray]],
     numbers: Sequence[int],
     writer: _Positions | None,
 ) -> None:
-    forced, lengths = zip(*replayed, strict=True)
-    point_mass, steps = certain(forced), {}
-    for rule, ks in candidate.rules.items():
+    scores, lengths = zip(*scored, strict=True)
+    point_mass, steps = point_mass_survival(scores), {}
+    for verifier, ks in candidate.verifiers.items():
         if point_mass is None:
             steps = {}
-            at_least = [survival(rule, one, ks) for one in forced]
-        else:  # every rule accepts the same of it, whatever K is
-            at_least = [dict.fromkeys(ks, one) for one in point_mass]
+            at_least = [survival(verifier, item, ks) for item in scores]
+        else:  # all verifiers accept point masses alike, for any K
+            at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
             if k not in steps:
-                given = [
-                    Acceptance(values[k], drafted, response.limit)
-                    for values, drafted, response in zip(at_least, lengths, window, strict=True)
+                acceptances = [
+                    StepAcceptance(values[k], draft_lengths, response.limit)
+                    for values, draft_lengths, response in zip(at_least, lengths, window, strict=True)
                 ]
-                steps[k] = candidate.steps(given, candidate.gammas)
-            candidate.tally(found, rule, k).add(steps[k], numbers)
+                steps[k] = candidate.steps(acceptances, candidate.gammas)
+            candidate.tally(result, verifier, k).add(steps[k], numbers)
             if writer is not None:
-                writer.add(found.responses, candidate.title, rule, k, window, lengths, [one[k] for one in at_least])
+                writer.add(
+                    result.responses, candidate.title, verifier, k, window, lengths, [item[k] for item in at_least]
+                )
 
 
 class _Positions:
-    """Writes the numbers of every position to a Parquet file."""
+    """Parquet writer of the acceptance at every position."""
 
     def __init__(self, writer: parquet.ParquetWriter):
         self._writer = writer
@@ -220,23 +224,25 @@ class _Positions:
         self,
         first: int,
         drafter: str,
-        rule: str,
+        verifier: str,
         k: int,
         window: Sequence[Response],
         lengths: Sequence[np.ndarray],
         at_least: Sequence[np.ndarray],
     ) -> None:
-        sizes = [len(one.tokens) for one in window]
+        sizes = [len(response.tokens) for response in window]
         n, depth = sum(sizes), at_least[0].shape[1]
         values = pa.array(np.concatenate(at_least).ravel())
         columns = {
             "response": np.repeat(np.arange(first, first + len(window)), sizes),
-            "prompt": pa.array([one.id for one in window]).take(pa.array(np.repeat(np.arange(len(window)), sizes))),
-            "category": [one.category for one, size in zip(window, sizes, strict=True) for _ in range(size)],
+            "prompt": pa.array([response.id for response in window]).take(
+                pa.array(np.repeat(np.arange(len(window)), sizes))
+            ),
+            "category": [response.category for response, size in zip(window, sizes, strict=True) for _ in range(size)],
             "position": np.concatenate([np.arange(size) for size in sizes]),
-            "token": np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in window]),
+            "token": np.concatenate([np.asarray(response.tokens, dtype=np.int64) for response in window]),
             "drafter": [drafter] * n,
-            "rule": [rule] * n,
+            "rule": [verifier] * n,
             "k": np.full(n, k),
             "drafted": np.concatenate(lengths),
             "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),

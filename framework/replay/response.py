@@ -1,4 +1,4 @@
-"""One recorded response, and the values of a row that are made into one."""
+"""Recorded responses, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import UsageError, quoted
 from ..models.tokenizer import TokenizerOf, load_tokenizer
 from ..util.limits import MOST_TOKENS, MOST_WIDTH
 
-#: A log-probability below this is no drawn token's (engines write -9999 for minus infinity).
-LEAST = -100.0
+#: Smallest log-probability of a sampled token (engines write -9999 for minus infinity).
+MIN_LOG_P = -100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Response:
     """One recorded response.
 
     Attributes:
-        id: of its prompt: intervals are over prompts.
-        category: what results are grouped by.
-        prompt, tokens: token ids; the response's own include the end-of-sequence token that ended it.
-        log_p: float64 [T], log P of each token as the target samples, None where that is not known.
-        ended: its last token is an end-of-sequence token.
-        most: most tokens that it could have had, None where that is not known.
-        sampling: what it was sampled with, None where that is not known.
-        where: it stands, for sentences.
+        id: prompt id; confidence intervals are over prompts.
+        category: group of the prompt in tables.
+        prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token.
+        log_p: float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown.
+        ended: the last token is an end-of-sequence token.
+        most: maximum number of tokens of the request; None if unknown.
+        sampling: sampling parameters; None if unknown.
+        where: file and line, for error messages.
     """
 
     id: str
@@ -46,20 +46,20 @@ class Response:
 
     @property
     def limit(self) -> int | None:
-        """Most tokens that it could have had, as far as is known: one that did not end by itself was cut."""
+        """Maximum length if known; a response without an end-of-sequence token was truncated at its length."""
         return self.most if self.most is not None or self.ended else len(self.tokens)
 
 
 @dataclass
-class Reading:
-    """What is known while responses are read.
+class ParseContext:
+    """Settings and state shared by the parsers of responses.
 
     Attributes:
-        target: whose tokenizer turns texts into token ids; empty = no text may have to be.
-        sampling: what responses that do not say were sampled with; None = that is not known.
-        processed: log-probabilities of a file are of the law that was sampled from, after temperature and truncation.
-        trust_remote_code: let the target's tokenizer run Python code of its own.
-        assumed: what was taken for granted, and of how many responses.
+        target: model whose tokenizer encodes texts; empty if responses consist of token ids only.
+        sampling: default sampling parameters of the responses; None if unknown.
+        processed: log-probabilities in files are those after temperature and truncation.
+        trust_remote_code: allow the target's tokenizer to run custom Python code.
+        assumed: assumption -> number of responses that it was made for.
     """
 
     target: str = ""
@@ -70,18 +70,16 @@ class Reading:
     _tokenizer: TokenizerOf | None = None
 
     def tokenizer(self, where: str) -> TokenizerOf:
-        """The target's, loaded when a text first needs it."""
+        """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
         if self._tokenizer is None:
             if not self.target:
-                raise UsageError(
-                    f"{where}: it holds text, not token ids; name the model whose tokenizer it takes: --target MODEL"
-                )
+                raise UsageError(f"{where}: a text needs a tokenizer; set --target MODEL, or record token ids")
             self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
 
-def described(sampling: Sampling) -> str:
-    """Sampling parameters for people."""
+def describe(sampling: Sampling) -> str:
+    """Sampling parameters as text."""
     given = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
     return ", ".join(f"{key} {value:g}" for key, value in sorted(given.items(), reverse=True))
 
@@ -90,45 +88,45 @@ def described(sampling: Sampling) -> str:
 
 
 def token_ids(values: Any, key: str, where: str) -> list[int]:
-    """A list of token ids. Raises UsageError naming the key."""
+    """Validate a list of token ids. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise UsageError(f"{where}: {key!r} must be a list of token ids, whole numbers")
+        raise UsageError(f"{where}: {key!r} must be a list of integer token ids")
     if values and not 0 <= min(values) <= max(values) < MOST_WIDTH:
-        strange = min(values) if min(values) < 0 else max(values)
-        raise UsageError(f"{where}: {key!r} holds {quoted(strange)}, which is no token id")
+        invalid = min(values) if min(values) < 0 else max(values)
+        raise UsageError(f"{where}: {key!r} contains {quoted(invalid)}, which is not a valid token id")
     if reason := MOST_TOKENS.refusal(values):
         raise UsageError(f"{where}: {key!r} has {len(values)} tokens; {reason}")
     return values
 
 
 def log_probabilities(values: Any, key: str, count: int, where: str) -> np.ndarray:
-    """``count`` log-probabilities as float64. Raises UsageError naming the key."""
+    """Validate ``count`` log-probabilities; returns float64. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
-        raise UsageError(f"{where}: {key!r} must be a list of numbers, one for each token of the response")
+        raise UsageError(f"{where}: {key!r} must be a list of numbers, one per token of the response")
     if len(values) != count:
         raise UsageError(f"{where}: {key!r} has {len(values)} numbers, but the response has {count} tokens")
-    found = np.array(values, dtype=np.float64)
-    wrong = ~((found <= 1e-3) & (found >= LEAST))
-    if wrong.any():
-        at = int(np.argmax(wrong))
+    result = np.array(values, dtype=np.float64)
+    invalid = ~((result <= 1e-3) & (result >= MIN_LOG_P))
+    if invalid.any():
+        index = int(np.argmax(invalid))
         raise UsageError(
-            f"{where}: {key!r} holds {values[at]!r} for token {at + 1}, which is no logarithm (base e) of the "
-            "probability of a token that was drawn"
+            f"{where}: {key!r} contains {values[index]!r} for token {index + 1}, which is not a valid natural "
+            f"log-probability of a sampled token; it must lie between {MIN_LOG_P:g} and 0"
         )
-    return np.minimum(found, 0.0)
+    return np.minimum(result, 0.0)
 
 
 def sampling_of(row: dict[str, Any], given: Sampling | None, where: str) -> Sampling | None:
-    """What a row says that it was sampled with, or what was ``given``. Raises UsageError where the two differ."""
-    said = {key: row[key] for key in Sampling.model_fields if row.get(key) is not None}
-    if said.get("top_k") == -1:  # off, in some engines
-        said["top_k"] = 0
-    if not said:
+    """Sampling parameters of a row, by default ``given``. Raises UsageError if the two differ."""
+    fields = {key: row[key] for key in Sampling.model_fields if row.get(key) is not None}
+    if fields.get("top_k") == -1:  # off, in some engines
+        fields["top_k"] = 0
+    if not fields:
         return given
     try:
-        found = Sampling.model_validate(said)
+        result = Sampling.model_validate(fields)
     except ValidationError:
-        raise UsageError(f"{where}: {', '.join(said)} are no sampling parameters: {quoted(said)}") from None
-    if given is not None and found != given:
-        raise UsageError(f"{where}: it was sampled at {described(found)}, not at {described(given)} as asked for")
-    return found
+        raise UsageError(f"{where}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
+    if given is not None and result != given:
+        raise UsageError(f"{where}: sampled at {describe(result)}, but the options request {describe(given)}")
+    return result

@@ -1,10 +1,8 @@
-"""Recorded responses: what they are, and where they come from.
+"""Sources of recorded responses, read lazily, one line at a time.
 
 - the directory of a finished run, or of one of its cells: the responses of plain decoding, or of that cell;
-- a JSONL file, a response a line (`lines`);
-- a data set in ``datasets``, or a file of rows with a text: each text is cut into a prompt and what follows it.
-
-Everything is read as it is asked for: no more than a line is in memory.
+- a JSONL file, one response per line (`jsonl_formats`);
+- a dataset of the ``datasets`` library, or a file of rows with a text: each text is split into prompt and response.
 """
 
 from __future__ import annotations
@@ -20,20 +18,20 @@ from ..runs.run_directory import RunDirectory, read_config
 from ..util.input_files import kind_of, parse_json, path_of, read_lines
 from ..util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 from .jsonl_formats import response_of
-from .response import Reading, Response, described, log_probabilities, token_ids
+from .response import ParseContext, Response, describe, log_probabilities, token_ids
 
-#: Said of texts that nobody knows to be a target's.
-TEXTS = "texts of a data set: taken for what the target would say, which they need not be"
+#: Assumption made for dataset texts.
+TEXTS = "texts of a dataset, assumed to be samples of the target"
 
 
 @dataclass
-class Reader(Reading):
-    """Reads responses; see `Reading`.
+class Reader(ParseContext):
+    """Reader of recorded responses; see `ParseContext`.
 
     Attributes:
-        prompt_tokens, tokens: of a text of a data set: of its prompt, and most of what follows.
-        split, column: of a data set.
-        limit: read so many responses; None = all.
+        prompt_tokens, tokens: length of the prompt, and maximum length of the response, of a dataset text.
+        split, column: of a dataset.
+        limit: maximum number of responses; None = all.
     """
 
     prompt_tokens: int = 64
@@ -43,15 +41,15 @@ class Reader(Reading):
     limit: int | None = None
 
     def read(self, sources: Sequence[str]) -> Iterator[Response]:
-        """The responses of all sources, one after the other. Raises UsageError, naming file and line."""
+        """Yield the responses of all sources. Raises UsageError with file and line."""
         count = 0
         for source in sources:
             for response in self._source(source):
                 if not len(response.tokens):
-                    self.assumed["left out: they have no token"] += 1
+                    self.assumed["skipped: without tokens"] += 1
                     continue
                 if not len(response.prompt):
-                    raise UsageError(f"{response.where}: the prompt is empty; a response follows at least one token")
+                    raise UsageError(f"{response.where}: the prompt is empty; it must have at least one token")
                 if self.limit is not None and count >= self.limit:
                     return
                 count += 1
@@ -62,7 +60,7 @@ class Reader(Reading):
         if kind == "directory":
             path = path_of(source)
             if (path / "cells").is_dir() or (path / "recipe.json").is_file():
-                yield from self._cell(self._chosen(path))
+                yield from self._cell(self._baseline_cell(path))
                 return
             if (path / "config.json").is_file() and (path / "responses.jsonl").is_file():
                 yield from self._cell(path)
@@ -78,36 +76,41 @@ class Reader(Reading):
 
     # -- the directory of a run ------------------------------------------------------------------------------
 
-    def _chosen(self, run: Path) -> Path:
-        """The cell whose responses stand for a run: plain decoding, at the sampling asked for."""
+    def _baseline_cell(self, run: Path) -> Path:
+        """The plain-decoding cell of a run with the requested sampling."""
         cells = {}
         for path in RunDirectory(run).cell_paths():
             config, _ = read_config(path)
             if config.is_baseline and (path / "responses.jsonl").exists():
                 cells[path] = config
-        fitting = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
-        if not fitting:
-            had = ", ".join(sorted({described(c.sampling) for c in cells.values()})) or "none"
-            raise UsageError(f"the run {run} has no finished cell of plain decoding at that sampling; it has: {had}")
-        different = {(c.target, c.sampling, c.max_new_tokens, c.seed) for c in fitting.values()}
-        if len({(c.target, c.sampling) for c in fitting.values()}) > 1:
-            had = ", ".join(sorted({f"{c.target} at {described(c.sampling)}" for c in fitting.values()}))
+        matching = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
+        if not matching:
+            available = ", ".join(sorted({describe(c.sampling) for c in cells.values()})) or "none"
             raise UsageError(
-                f"the run {run} decoded in several ways, {had}; choose one with --temperature, or name the directory "
-                "of a cell"
+                f"the run {run} does not have a finished plain-decoding cell with that sampling; available: {available}"
             )
-        if any(path.parent.parent != run for path in fitting):
-            self.assumed["the run is not finished: its cells have answered a part of the prompts"] += 1
-        if len(different) > 1:
-            self.assumed["of several groups of the run, the first one's responses are taken"] += 1
-        return min(fitting, key=lambda path: (fitting[path].batch_size, path.name))
+        groups = {(c.target, c.sampling, c.max_new_tokens, c.seed) for c in matching.values()}
+        if len({(c.target, c.sampling) for c in matching.values()}) > 1:
+            available = ", ".join(sorted({f"{c.target} at {describe(c.sampling)}" for c in matching.values()}))
+            raise UsageError(
+                f"the run {run} has several plain-decoding cells: {available}; choose one with --temperature, or give "
+                "the directory of a cell"
+            )
+        if any(path.parent.parent != run for path in matching):
+            self.assumed["the run is not finished: its cells contain a part of the prompts"] += 1
+        if len(groups) > 1:
+            self.assumed["the run has several groups: responses are taken from the first"] += 1
+        return min(matching, key=lambda path: (matching[path].batch_size, path.name))
 
     def _cell(self, path: Path) -> Iterator[Response]:
         config, file = read_config(path)[0], path / "responses.jsonl"
         if self.sampling is not None and config.sampling != self.sampling:
-            raise UsageError(f"the cell {path} was decoded at {described(config.sampling)}, not as --temperature says")
+            raise UsageError(
+                f"the cell {path} was sampled at {describe(config.sampling)}, not at {describe(self.sampling)}; "
+                "change the sampling options"
+            )
         if self.target and config.target != self.target:
-            raise UsageError(f"the cell {path} was decoded by {config.target}, not by {self.target}")
+            raise UsageError(f"the cell {path} was decoded by {config.target}, not by --target {self.target}")
         self.target = config.target
         prompts: dict[str, Prompt] = {}
         answers: dict[str, list[str]] = {}
@@ -118,24 +121,26 @@ class Reader(Reading):
                 not isinstance(row, dict)
                 or not {"question_id", "turn", "tokens", "finish_reason", "text"} <= row.keys()
             ):
-                raise UsageError(f"{where}: this is no response as a run records it")
+                raise UsageError(f"{where}: not a response record of a run; rerun the cell")
             prompts = prompts or {str(prompt.question_id): prompt for prompt in config.prompts.load()}
             name, turn = str(row["question_id"]), row["turn"]
             prompt = prompts.get(name)
             if prompt is None or not (isinstance(turn, int) and 0 <= turn < len(prompt.turns)):
-                raise UsageError(f"{where}: the prompts of the run have no turn {turn} of {quoted(name)} any more")
-            before = answers.setdefault(name, [])
+                raise UsageError(
+                    f"{where}: turn {turn} of {quoted(name)} is not in the run's prompts; the prompt file has changed"
+                )
+            earlier = answers.setdefault(name, [])
             tokenizer = self.tokenizer(where).tokenizer
-            ids = encode(tokenizer, prompt.turns[: turn + 1], before) if len(before) == turn else []
+            ids = encode(tokenizer, prompt.turns[: turn + 1], earlier) if len(earlier) == turn else []
             if len(prompt.turns) > 1:
-                before.append(str(row["text"]))
+                earlier.append(str(row["text"]))
             if len(ids) != row.get("prompt_tokens"):
                 if turn == 0:
                     raise UsageError(
-                        f"{where}: the prompt {quoted(name)} has {len(ids)} tokens now and had "
-                        f"{row.get('prompt_tokens')} in the run; the prompts or the tokenizer are others"
+                        f"{where}: the prompt {quoted(name)} has {len(ids)} tokens, but had "
+                        f"{row.get('prompt_tokens')} in the run; the prompts or the tokenizer have changed"
                     )
-                self.assumed["left out: later turns whose conversation the run had to cut"] += 1
+                self.assumed["skipped: later turns of conversations that the run truncated"] += 1
                 continue
             tokens = token_ids(row["tokens"], "tokens", where)
             log_p = (
@@ -154,12 +159,12 @@ class Reader(Reading):
             texts = row.get("turns") if isinstance(row, dict) else None
             text = texts[0] if isinstance(texts, list) and texts else row.get("text") if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise UsageError(f"{where}: there is no text; name the column that holds it: --column NAME")
+                raise UsageError(f"{where}: the row does not contain a text; set its column with --column NAME")
             ids = encode_text(self.tokenizer(where).tokenizer, text, special=True)
             start = self.prompt_tokens
-            said = ids[start : start + self.tokens]
-            if len(said) < self.tokens:
-                self.assumed[f"texts with fewer than {start} + {self.tokens} tokens, taken as far as they go"] += 1
+            response = ids[start : start + self.tokens]
+            if len(response) < self.tokens:
+                self.assumed[f"texts shorter than {start} + {self.tokens} tokens"] += 1
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
-            yield Response(str(i), str(category), ids[:start], said, None, False, None, self.sampling, where)
+            yield Response(str(i), str(category), ids[:start], response, None, False, None, self.sampling, where)

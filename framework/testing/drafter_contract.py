@@ -23,7 +23,7 @@ from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
 from ..plugins import get
 from ..replay.response import Response as Recorded
-from ..replay.teacher_forcing.forcing import forced
+from ..replay.teacher_forcing.scoring import score_drafter
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .one_thread import OneThread
@@ -166,7 +166,7 @@ class DrafterContract(OneThread):
                 for toy in self.setting.toys:
                     traits = self.drafting.traits(self.config, Sampling(temperature=temperature))
                     learns = self.drafting.remembers(self.config)
-                    lengths = effort.replayed(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
+                    lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
                     options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
                     found = certify(toy, lambda context, _: self.make(context), rule, **options)
                     assert found.tv <= TOLERANCE, (
@@ -178,8 +178,8 @@ class DrafterContract(OneThread):
     def test_rows_do_not_share_state(self) -> None:
         """A sequence says and accepts the same alone and in a batch of ragged rows, whatever its slot."""
         for temperature in self.where_text_is_settled():
-            together = self.decode(3, temperature)
-            for i, response in together.items():
+            score_drafters = self.decode(3, temperature)
+            for i, response in score_drafters.items():
                 alone = self.decode(1, temperature, [i])[i]
                 assert alone.tokens == response.tokens, (
                     f"rows share state: at temperature {temperature:g} prompt {i} is answered {response.tokens} in a "
@@ -328,7 +328,7 @@ class DrafterContract(OneThread):
 
     def test_the_law_of_a_text(self) -> None:
         """The distributions of `text_distribution` are those of the drafts from each token of a text."""
-        drafts = type("Forced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
+        drafts = type("TeacherForced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
             if (
@@ -341,9 +341,9 @@ class DrafterContract(OneThread):
                 continue
             texts = [Recorded("", "", prompt, [*prompt[::-1], *prompt]) for prompt in self.setting.prompts]
             make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)
-            both = [list(forced((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
-            for told, drafted in zip(*both, strict=True):
-                off = abs(np.exp(told.log_q) - np.exp(drafted.log_q)).max()
+            both = [list(score_drafter((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
+            for told, sample_drafts in zip(*both, strict=True):
+                off = abs(np.exp(told.log_q) - np.exp(sample_drafts.log_q)).max()
                 assert off < 1e-3, (
                     f"text_distribution() differs from the drafts by {off:.3g} in a token's probability. Leave it out "
                     "if the distribution depends on more than the tokens before"

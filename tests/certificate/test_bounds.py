@@ -15,7 +15,7 @@ from crossdraft.framework.certificate import bounds as module
 from crossdraft.framework.certificate import table_lm
 from crossdraft.framework.certificate.bounds import (
     Bounds,
-    DraftLaw,
+    DraftDistribution,
     bounds,
 )
 from crossdraft.framework.certificate.certify import certify
@@ -242,7 +242,7 @@ def test_too_many_drafts_are_refused(toys: dict[str, Toy], monkeypatch: Any) -> 
     monkeypatch.setattr(module, "MOST_DRAFTS", 44)
     mine = bounds(toys["G1"], DRAFTS["iid-2"].build, 2)
     assert mine == Bounds(missing=mine.missing)
-    assert "toy G1: there are more than 44 different drafts" in mine.missing[0]
+    assert "toy G1: bounds require at most 44 distinct drafts" in mine.missing[0]
     monkeypatch.setattr(module, "MOST_DRAFTS", 45)
     assert bounds(toys["G1"], DRAFTS["iid-2"].build, 2).lp is not None
 
@@ -279,7 +279,7 @@ def test_largest_built_in_case(found: Found) -> None:
 
 
 def test_draft_law_of_nothing() -> None:
-    drafts = DraftLaw(gamma=2, trees={frozenset(): 1.0})
+    drafts = DraftDistribution(gamma=2, trees={frozenset(): 1.0})
     joint = {(0,): 0.5, (1,): 0.5}
     assert drafts.is_chain
     assert module.linear_program(drafts, joint) == module.full_information(drafts, joint) == 0

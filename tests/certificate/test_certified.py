@@ -15,7 +15,7 @@ from wrong_verifiers import accepts_from
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate import effort
 from crossdraft.framework.certificate.drafts import DRAFTS
-from crossdraft.framework.certificate.rows import TooMuch, certify_row
+from crossdraft.framework.certificate.rows import PairTooLarge, certify_row
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft_kind import CHAIN, IID, WITHOUT_REPLACEMENT
@@ -182,8 +182,8 @@ def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
 
     monkeypatch.setattr(certify, "MOST_PATHS", 20.0)
     row = certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"))
-    assert row.bad and row.error is not None and "more than 20 decision paths" in row.error
-    with pytest.raises(TooMuch, match="toy G2, chain: there may be 8,589,934,592 decision paths"):
+    assert row.bad and row.error is not None and "limited to 20 decision paths" in row.error
+    with pytest.raises(PairTooLarge, match="toy G2, chain: there may be 8,589,934,592 decision paths"):
         certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"), gamma=16)
 
 

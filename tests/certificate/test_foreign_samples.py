@@ -35,17 +35,17 @@ def noise_used_twice(uniform: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_draft_noise_used_twice_is_caught(tmp_path: Path, capsys: Any, seed: int) -> None:
     uniform = np.random.default_rng(seed).random(N)
-    wrong = write(tmp_path / "wrong.jsonl", {"law": [0.6, 0.4], "samples": noise_used_twice(uniform)})
+    wrong = write(tmp_path / "wrong.jsonl", {"probs": [0.6, 0.4], "samples": noise_used_twice(uniform)})
     assert main(["certify", "--samples", wrong, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "no" and found["p_value"] < 1e-9
-    right = write(tmp_path / "right.jsonl", {"law": [0.6, 0.4], "samples": np.where(uniform < 0.6, 0, 1).tolist()})
+    right = write(tmp_path / "right.jsonl", {"probs": [0.6, 0.4], "samples": np.where(uniform < 0.6, 0, 1).tolist()})
     assert main(["certify", "--samples", right]) == 0
     assert "yes: within TV 0.02 at 95 %" in capsys.readouterr().out
 
 
 def test_too_few_draws_are_answered_with_a_number(tmp_path: Path, capsys: Any) -> None:
-    file = write(tmp_path / "few.jsonl", {"law": [0.6, 0.4], "counts": {"0": 61, "1": 39}})
+    file = write(tmp_path / "few.jsonl", {"probs": [0.6, 0.4], "counts": {"0": 61, "1": 39}})
     assert main(["certify", "--samples", file]) == 3
     out = capsys.readouterr().out
     more = int(out.split("too few draws: ")[1].split(" more draws needed")[0].replace(",", ""))
@@ -53,7 +53,7 @@ def test_too_few_draws_are_answered_with_a_number(tmp_path: Path, capsys: Any) -
     # As many more are enough for an exact sampler.
     n = 100 + more
     file = write(
-        tmp_path / "enough.jsonl", {"law": [0.6, 0.4], "counts": {"0": round(0.6 * n), "1": n - round(0.6 * n)}}
+        tmp_path / "enough.jsonl", {"probs": [0.6, 0.4], "counts": {"0": round(0.6 * n), "1": n - round(0.6 * n)}}
     )
     assert main(["certify", "--samples", file]) == 0
 
@@ -139,7 +139,7 @@ def test_a_million_tokens_and_many_lines(tmp_path: Path, capsys: Any) -> None:
     rows = []
     for _ in range(1000):
         p = rng.dirichlet(np.ones(3))
-        rows.append({"law": p.tolist(), "samples": rng.choice(3, 3, p=p).tolist()})
+        rows.append({"probs": p.tolist(), "samples": rng.choice(3, 3, p=p).tolist()})
     assert main(["certify", "--samples", write(tmp_path / "many.jsonl", *rows), "--deviation", "0.1"]) == 0
     assert "3,000 draws after 1,000 prefixes" in capsys.readouterr().out
 
@@ -193,12 +193,12 @@ def test_error_rates(capsys: Any) -> None:
 
 
 def test_a_token_that_the_law_cannot_say(capsys: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "it.jsonl", {"law": [1, 0], "counts": {"0": 50, "1": 1}})
+    file = write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 50, "1": 1}})
     assert main(["certify", "--samples", file]) == 1
     assert "1 draws have probability 0" in capsys.readouterr().out
-    assert main(["certify", "--samples", write(tmp_path / "it.jsonl", {"law": [1, 0], "counts": {"0": 50}})]) == 3
+    assert main(["certify", "--samples", write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 50}})]) == 3
     assert "99 more draws needed" in capsys.readouterr().out
-    assert main(["certify", "--samples", write(tmp_path / "it.jsonl", {"law": [1, 0], "counts": {"0": 150}})]) == 0
+    assert main(["certify", "--samples", write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 150}})]) == 0
 
 
 def test_on_a_model(tmp_path: Path, capsys: Any) -> None:
@@ -275,25 +275,25 @@ def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("[]", "must hold a JSON object"),
+        ("[]", "must be a JSON object"),
         ("{", "not JSON"),
-        ('{"law": [0.5, 0.5]}', "one of counts and samples"),
-        ('{"law": [0.5, 0.6], "samples": [0]}', "probabilities that sum to 1"),
-        ('{"law": [NaN, 1], "samples": [0]}', "probabilities that sum to 1"),
-        ('{"law": [1' + "0" * 30 + ', 1], "samples": [0]}', "probabilities that sum to 1"),
-        ('{"law": [0.5, 0.5], "samples": [2]}', "token 2 is beyond the vocabulary, which has 2"),
-        ('{"law": [0.5, 0.5], "samples": [[1, 1]]}', "must be single tokens"),
-        ('{"law": [0.5, 0.5], "samples": [-1]}', "which is no token id"),
-        ('{"law": [0.5, 0.5], "samples": [true]}', "which is no token id"),
-        ('{"law": [0.5, 0.5], "counts": {"0": -1}}', "no number of draws"),
-        ('{"law": [0.5, 0.5], "counts": {"0": 0}}', "no draws"),
-        ('{"law": [0.5, 0.5], "counts": {"a": 1}}', "'a', which is no token id"),
+        ('{"probs": [0.5, 0.5]}', "one of counts and samples"),
+        ('{"probs": [0.5, 0.6], "samples": [0]}', "probabilities that sum to 1"),
+        ('{"probs": [NaN, 1], "samples": [0]}', "probabilities that sum to 1"),
+        ('{"probs": [1' + "0" * 30 + ', 1], "samples": [0]}', "probabilities that sum to 1"),
+        ('{"probs": [0.5, 0.5], "samples": [2]}', "token 2 is outside of the vocabulary of 2"),
+        ('{"probs": [0.5, 0.5], "samples": [[1, 1]]}', "must be single tokens"),
+        ('{"probs": [0.5, 0.5], "samples": [-1]}', "which is not a valid token id"),
+        ('{"probs": [0.5, 0.5], "samples": [true]}', "which is not a valid token id"),
+        ('{"probs": [0.5, 0.5], "counts": {"0": -1}}', "not a valid number of draws"),
+        ('{"probs": [0.5, 0.5], "counts": {"0": 0}}', "at least one draw"),
+        ('{"probs": [0.5, 0.5], "counts": {"a": 1}}', "'a', which is not a valid token id"),
         ('{"prompt": "", "samples": [1]}', "prompt must be a text"),
         (r'{"prompt": "\ud800", "samples": [1]}', "half of a surrogate pair"),
-        ('{"prefix": [], "samples": [1]}', "prefix must be a list"),
-        ('{"prefix": [1], "samples": [[]]}', "a sequence without tokens"),
+        ('{"prefix": [], "samples": [1]}', "prefix must be a non-empty list"),
+        ('{"prefix": [1], "samples": [[]]}', "an empty sequence"),
         ('{"prefix": [1], "samples": [1], "token": 1}', "unknown key 'token'"),
-        ('{"prefix": [1], "samples": [1]}', "give the target as --model"),
+        ('{"prefix": [1], "samples": [1]}', "set --model"),
     ],
 )
 def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence: str) -> None:
@@ -305,7 +305,7 @@ def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence
 
 
 def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any) -> None:
-    file = write(tmp_path / "it.jsonl", {"law": [0.6, 0.4], "samples": [0]})
+    file = write(tmp_path / "it.jsonl", {"probs": [0.6, 0.4], "samples": [0]})
     for option in (["--gamma", "3"], ["--draws", "5"], ["--bounds"], ["--prompt", "x"], ["--verifier", "token"]):
         assert main(["certify", "--samples", file, *option]) == 2
         assert f"{option[0]} has no effect with --samples" in capsys.readouterr().err
@@ -313,4 +313,4 @@ def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any)
     assert main(["certify", "--deviation", "0.1"]) == 2
     assert main(["certify", "--first-tokens"]) == 2
     assert main(["certify", "--samples", file, "--model", "x"]) == 2
-    assert "has its own distribution (law); remove --model" in capsys.readouterr().err
+    assert "contains probs; remove --model" in capsys.readouterr().err

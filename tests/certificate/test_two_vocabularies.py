@@ -43,7 +43,7 @@ def test_the_drafter_has_as_many_rows_as_tokens(tmp_path: Path) -> None:
         ({"draft_tokens": None}, "draft_tokens must be a list of texts"),
         ({"target_tokens": ["a", 5]}, "target_tokens must be a list of texts"),
         ({"target_tokens": ["a", ""]}, "target_tokens must be a list of texts"),
-        ({"draft_tokens": ["b", "b", "a"]}, "draft_tokens must be texts that differ"),
+        ({"draft_tokens": ["b", "b", "a"]}, "draft_tokens must be distinct texts"),
         ({"target_tokens": ["a"]}, "target_tokens must have V = 2 texts"),
         ({"draft_tokens": ["b", "a"]}, "draft_rows must have V = 2 rows"),
         ({"draft_start": ["1/2", "1/2"]}, "draft_start must hold V = 3 probabilities"),

@@ -23,7 +23,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.replay.response import Response as Recorded
-from crossdraft.framework.replay.teacher_forcing.forcing import forced
+from crossdraft.framework.replay.teacher_forcing.scoring import score_drafter
 
 MODES = ["tli", "slem"]
 #: Ragged prompts: characters of several bytes, a mark of no token's, code, one token.
@@ -83,9 +83,9 @@ def answers(target: Any, drafter: Any, batch_size: int, **more: Any) -> list[Any
 def test_greedy_decoding_is_the_targets_own(loaded: Any, models: Any, alone: Any, mode: str, other: str) -> None:
     for batch_size in (1, 8):
         drafter = {"name": "universal", "mode": mode, "model": models[other], "gamma": 4}
-        drafted = answers(loaded["target"], drafter, batch_size)
-        assert [one.tokens for one in drafted] == [one.tokens for one in alone]
-        assert sum(round.nodes for one in drafted for round in one.steps) > 50
+        sample_drafts = answers(loaded["target"], drafter, batch_size)
+        assert [one.tokens for one in sample_drafts] == [one.tokens for one in alone]
+        assert sum(round.nodes for one in sample_drafts for round in one.steps) > 50
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,8 +95,8 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
 ) -> None:
     """Single bytes are tokens in one way alone. So whatever is rejected is a mistake: of ids, of the cache, of rows."""
     drafter = {"name": "universal", "mode": mode, "model": models["renumbered"], "gamma": 4}
-    drafted = answers(loaded["single"], drafter, batch_size)
-    steps = [round for one in drafted for round in one.steps]
+    sample_drafts = answers(loaded["single"], drafter, batch_size)
+    steps = [round for one in sample_drafts for round in one.steps]
     assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
     full = np.mean([round.nodes == 4 for round in steps])
     assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
@@ -104,8 +104,8 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
 
 def test_sampled_drafts_of_the_same_law_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
-    drafted = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
-    steps = [round for one in drafted for round in one.steps]
+    sample_drafts = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
+    steps = [round for one in sample_drafts for round in one.steps]
     # Ids that no token has are the target's alone: they are as good as never said here.
     assert np.mean([round.tau == min(round.nodes, round.emitted) for round in steps]) > 0.95
 
@@ -189,7 +189,7 @@ def test_replay_is_what_is_drafted_there() -> None:
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, words=toy.words)  # noqa: E731
     text = Recorded("", "", [0, 1], [2, 1, 1, 2, 0, 1][:new])
     config = universal().Config(model="toy", gamma=2)
-    (told,) = forced((universal(), config), [text], make, depth=2)
+    (told,) = score_drafter((universal(), config), [text], make, depth=2)
     for t in range(new):
         drafter, history = universal()(config, make(1)), [*text.prompt, *text.tokens[:t]]
         drafter.start(0, history)
@@ -197,8 +197,8 @@ def test_replay_is_what_is_drafted_there() -> None:
         draft = drafter.propose(sequences, CounterRng(0).for_step([0], [len(history)], sequences.device))
         expected = draft.q[0, 0, text.tokens[t]]
         assert np.exp(told.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
-    with pytest.raises(UsageError, match="no beginning of a longer one"):
-        list(forced((universal(), universal().Config(model="toy", mode="slem")), [text], make))
+    with pytest.raises(UsageError, match="not prefixes of longer ones"):
+        list(score_drafter((universal(), universal().Config(model="toy", mode="slem")), [text], make))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

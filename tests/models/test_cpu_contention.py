@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from crossdraft.framework.models import cpu_contention
-from crossdraft.framework.models.cpu_contention import Waiting
+from crossdraft.framework.models.cpu_contention import CpuWait
 
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count it")
@@ -22,9 +22,9 @@ def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     program = f"""
 import os, time
 from types import SimpleNamespace
-from {cpu_contention.__name__} import Waiting
+from {cpu_contention.__name__} import CpuWait
 os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-waiting = Waiting(SimpleNamespace(type="cpu"))
+waiting = CpuWait(SimpleNamespace(type="cpu"))
 waiting.start()
 if not os.fork():
     end = time.monotonic() + 1
@@ -45,11 +45,11 @@ print(waiting.since())
 
 
 def test_other_devices_are_not_waited_for(monkeypatch: Any) -> None:
-    other = Waiting(torch.device("meta"))
+    other = CpuWait(torch.device("meta"))
     other.start()
     assert other.since() == 0.0
     monkeypatch.setattr(cpu_contention, "_THREADS", Path("/nowhere"))
-    nothing = Waiting(CPU)
+    nothing = CpuWait(CPU)
     nothing.start()
     assert nothing.since() == 0.0
 
@@ -57,7 +57,7 @@ def test_other_devices_are_not_waited_for(monkeypatch: Any) -> None:
 @needs_linux
 def test_files_are_closed_again() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    one = Waiting(CPU)
+    one = CpuWait(CPU)
     for _ in range(3):
         one.start()
         time.sleep(0.001)

@@ -12,7 +12,7 @@ import torch
 
 from crossdraft import generate, load_model
 from crossdraft.framework.models import threads
-from crossdraft.framework.models.cpu_contention import Waiting
+from crossdraft.framework.models.cpu_contention import CpuWait
 from crossdraft.framework.models.threads import (
     MOST_PATIENCE,
     PATIENCE,
@@ -45,7 +45,7 @@ class Cores:
         return count.number
 
 
-class Counters(Waiting):
+class Counters(CpuWait):
     def __init__(self, cores: Cores):
         super().__init__(torch.device("meta"))
         self.cores = cores
@@ -161,18 +161,18 @@ def test_equal_targets_share_a_measurement(all_cores: int, monkeypatch: Any) -> 
 
 
 def test_every_number_is_measured_and_none_is_left_behind(all_cores: int) -> None:
-    seconds = threads.measured(list(Target().model), [2, 1])
+    seconds = threads.measure_threads(list(Target().model), [2, 1])
     assert all(seconds.values()) and max(map(len, seconds.values())) >= threads.LEAST
     assert torch.get_num_threads() == 2
 
 
 def test_a_hopeless_number_is_not_measured_any_further() -> None:
-    assert threads.hopeless({2: [9.0], 1: [1.0, 2.0]}, 2) and not threads.hopeless({2: [9.0], 1: [1.0]}, 1)
-    assert not threads.hopeless({2: [9.0, 1.5], 1: [1.0]}, 2) and not threads.hopeless({2: [], 1: []}, 2)
+    assert threads.is_hopeless({2: [9.0], 1: [1.0, 2.0]}, 2) and not threads.is_hopeless({2: [9.0], 1: [1.0]}, 1)
+    assert not threads.is_hopeless({2: [9.0, 1.5], 1: [1.0]}, 2) and not threads.is_hopeless({2: [], 1: []}, 2)
 
 
 def test_generate_decodes_with_the_fastest_number(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(threads, "measured", lambda layers, numbers: {2: [9.0], 1: [1.0]})
+    monkeypatch.setattr(threads, "measure_threads", lambda layers, numbers: {2: [9.0], 1: [1.0]})
     inside: list[int] = []
     options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 4, "batch_size": 1, "ignore_eos": True}
     target = load_model(models["target"], device="cpu")

@@ -23,15 +23,15 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import Estimate, pieces_needed
 from crossdraft.framework.models.checkpoint import load_checkpoint
-from crossdraft.framework.replay.aggregate import Pieces, Tally
+from crossdraft.framework.replay.aggregate import PromptGroups, Tally
 from crossdraft.framework.replay.doctor import (
-    Examined,
     Trial,
-    examine,
+    TrialResult,
     greedy_drafts,
-    named,
+    inconclusive,
+    likely_causes,
     responses_needed,
-    undecided,
+    run_trials,
 )
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.teacher_forcing.lazy_models import Target
@@ -230,10 +230,10 @@ def test_the_mistake_is_named(
         Misconfiguration("", ""),
         *drafter[0].misconfigurations(drafter[1], load_checkpoint(str(path)), target.loaded.model),
     ]
-    found = list(examine(drafter, [Trial(one, target, responses) for one in misconfigurations], 4))
+    found = list(run_trials(drafter, [Trial(one, target, responses) for one in misconfigurations], 4))
     assert len(found) == len(misconfigurations) > 1
-    likely = named(found)
-    assert likely and likely[0].suspect.mistake.startswith(sentence)
+    likely = likely_causes(found)
+    assert likely and likely[0].misconfiguration.mistake.startswith(sentence)
     # Without the mistake the head knows the text; what is said of a sound head is nothing.
     assert likely[0].row is not None and likely[0].row.block_efficiency is not None
     assert likely[0].row.block_efficiency.value > 3.5
@@ -250,8 +250,8 @@ def test_nothing_is_said_of_a_sound_head(
         drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)
     )
     few = [Misconfiguration("", ""), misconfigurations[0], misconfigurations[-1]]
-    found = list(examine(drafter, [Trial(one, target, responses) for one in few], 4))
-    assert named(found) == []
+    found = list(run_trials(drafter, [Trial(one, target, responses) for one in few], 4))
+    assert likely_causes(found) == []
     assert found[1].gain is not None and found[1].gain.value < 0
 
 
@@ -265,28 +265,28 @@ def test_greedy_drafts_are_suspected_where_the_target_samples() -> None:
 
 def test_a_change_that_adds_little_explains_nothing(target: Target, responses: list[Response]) -> None:
     drafter = configured("draft-model", model=target.name)
-    found = list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
+    found = list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
     assert found[1].gain is not None and found[1].gain.value == 0
-    assert named(found) == [] and found[0].row is not None and found[0].row.marginal == [1.0, 1.0, 1.0]
-    assert named([Examined(Misconfiguration("", ""), 3, reason="it does not load"), found[1]]) == [found[1]]
+    assert likely_causes(found) == [] and found[0].row is not None and found[0].row.marginal == [1.0, 1.0, 1.0]
+    assert likely_causes([TrialResult(Misconfiguration("", ""), 3, reason="it does not load"), found[1]]) == [found[1]]
 
 
 def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
     drafter = configured("draft-model-tree", model=target.name, branching=(2, 1))
-    with pytest.raises(UsageError, match="drafts no single chains here"):
-        list(examine(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
+    with pytest.raises(UsageError, match="does not draft single chains"):
+        list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
 
 
-def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> Examined:
+def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
     """A trial as it comes out: so many prompts, each with two steps."""
-    pieces = Pieces()
+    groups = PromptGroups()
     for i in range(prompts):
-        pieces.number("", str(i))
-    tally = Tally(pieces, [4])
+        groups.number("", str(i))
+    tally = Tally(groups, [4])
     tally._sums = np.array([[[2 * efficiency, 2.0, 2 * efficiency, 2.0]]] * prompts)
     tally._accepted[""] = np.full((1, 4), prompts * (efficiency - 1) / 2)
     tally._drafted[""] = np.full(1, 8.0 * prompts)
-    return Examined(Misconfiguration(mistake, ""), 4, tally, gain)
+    return TrialResult(Misconfiguration(mistake, ""), 4, tally, gain)
 
 
 def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
@@ -297,15 +297,15 @@ def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
         for interval in ((0.19, -1.25, 1.62), (0.3, 0.05, 0.55), (-0.1, -0.15, 0.05), (0.05, 0.01, 0.09))
     )
     unknown, nothing = made(Estimate(0.4), prompts=2, efficiency=1.9), made(Estimate(0.0))
-    assert named([base, wide]) == [] and undecided([base, wide]) == [wide]
+    assert likely_causes([base, wide]) == [] and inconclusive([base, wide]) == [wide]
     # The interval is to be as narrow as the gain: half of it is 1.435 now, 4.6 (Student's quantile) standard errors.
     needed = responses_needed([base, wide])
     assert needed == math.ceil(pieces_needed(1.435, 0.19, 3)) and 20 < needed < 60
-    assert named([base, above]) == [above] and undecided([base, above]) == []
-    assert named([base, below, small, nothing]) == [] and undecided([base, below, small, nothing]) == []
+    assert likely_causes([base, above]) == [above] and inconclusive([base, above]) == []
+    assert likely_causes([base, below, small, nothing]) == [] and inconclusive([base, below, small, nothing]) == []
     two = made(None, "", prompts=2)
-    assert named([two, unknown]) == [] and undecided([two, unknown]) == [unknown]
+    assert likely_causes([two, unknown]) == [] and inconclusive([two, unknown]) == [unknown]
     assert responses_needed([two, unknown]) is None
     # Where nearly all is accepted, nothing can add a clear gain: 0.02 tokens are left, and 0.796 would be one.
     best = made(None, "", efficiency=4.98)
-    assert undecided([best, made(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []
+    assert inconclusive([best, made(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []

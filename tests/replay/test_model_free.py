@@ -20,7 +20,7 @@ from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftT
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, UsageError
-from crossdraft.framework.replay.teacher_forcing.model_free import forced, needs_no_model, of_drafts
+from crossdraft.framework.replay.teacher_forcing.model_free import is_model_free, score_chains, score_model_free
 
 SAMPLING = Sampling()
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
@@ -62,9 +62,9 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
-    together = list(drafts_along(texts, 4, range(3, 0, -1), False))
+    score_drafters = list(drafts_along(texts, 4, range(3, 0, -1), False))
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for one, other in zip(together, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
+    for one, other in zip(score_drafters, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -78,7 +78,7 @@ def test_texts_are_asked_for_as_they_are_needed(monkeypatch: Any) -> None:
             asked.append(i)
             yield SimpleNamespace(prompt=[1, 2, 3], tokens=[1, 2] * 10)
 
-    found = forced(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
+    found = score_model_free(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
     next(found)
     assert len(asked) < 10
 
@@ -129,7 +129,7 @@ def text(tokens: list[int]) -> Any:
 def test_a_drafter_without_a_fast_path_is_asked_itself() -> None:
     config = Echo.Config(gamma=2)
     tokens = [5, 5, 6, 6] * 30
-    found = next(forced(Echo, config, [text(tokens)], 4, SAMPLING))
+    found = next(score_model_free(Echo, config, [text(tokens)], 4, SAMPLING))
     assert found.lengths.tolist() == [2] * 120
     agrees = np.isfinite(found.log_q)
     assert agrees[:4].tolist() == [
@@ -149,42 +149,46 @@ def test_the_same_by_propose_and_by_the_fast_path() -> None:
     texts = [text(random.integers(0, 3, 80).tolist()) for _ in range(3)]
     config = PromptLookup.Config(gamma=4)
     for fast, slow in zip(
-        forced(PromptLookup, config, texts, 4, SAMPLING), forced(Slow, config, texts, 4, SAMPLING), strict=True
+        score_model_free(PromptLookup, config, texts, 4, SAMPLING),
+        score_model_free(Slow, config, texts, 4, SAMPLING),
+        strict=True,
     ):
         assert np.array_equal(fast.log_q, slow.log_q) and np.array_equal(fast.lengths, slow.lengths)
 
 
 def test_who_needs_no_model() -> None:
-    assert needs_no_model(PromptLookup, PromptLookup.Config(), SAMPLING)
-    assert needs_no_model(Echo, Echo.Config(), SAMPLING)
+    assert is_model_free(PromptLookup, PromptLookup.Config(), SAMPLING)
+    assert is_model_free(Echo, Echo.Config(), SAMPLING)
     small = plugins.get("drafters", "draft-model")
-    assert not needs_no_model(small, small.Config(model="x"), SAMPLING)
-    assert not needs_no_model(small, small.Config(model="x", temperature=0), SAMPLING)  # a point mass, of a model
+    assert not is_model_free(small, small.Config(model="x"), SAMPLING)
+    assert not is_model_free(small, small.Config(model="x", temperature=0), SAMPLING)  # a point mass, of a model
     none = plugins.get("drafters", "none")
-    assert not needs_no_model(none, none.Config(), SAMPLING)
+    assert not is_model_free(none, none.Config(), SAMPLING)
     for name in ("jacobi", "early-exit", "layer-skip"):  # one adapts, the others run layers of a target
         own = plugins.get("drafters", name)
         config = own.Config(**({"skip_mlp": [1]} if name == "layer-skip" else {}))
-        assert not needs_no_model(own, config, Sampling(temperature=0)), name
+        assert not is_model_free(own, config, Sampling(temperature=0)), name
 
 
 def test_who_cannot_be_replayed_is_told_so() -> None:
-    with pytest.raises(UsageError, match="'learner' remembers what earlier sequences said"):
-        next(forced(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
+    with pytest.raises(UsageError, match="'learner' remembers earlier sequences"):
+        next(score_model_free(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
 
     class Off(Learner):
         @classmethod
         def remembers(cls, config: Any) -> bool:
             return False
 
-    assert next(forced(Off, Off.Config(), [text([1])], 2, SAMPLING)).lengths.shape == (1,), "its memory is off"
-    with pytest.raises(ContractError, match=r"'liar'.*must give int64 \[2, 3\] for each text"):
-        next(forced(Liar, Liar.Config(), [text([1, 2])], 3, SAMPLING))
+    assert next(score_model_free(Off, Off.Config(), [text([1])], 2, SAMPLING)).lengths.shape == (1,), (
+        "its memory is off"
+    )
+    with pytest.raises(ContractError, match=r"'liar'.*must yield int64 \[2, 3\] for each text"):
+        next(score_model_free(Liar, Liar.Config(), [text([1, 2])], 3, SAMPLING))
     with pytest.raises(ContractError, match=r"'broken'.*propose\(\) raised ValueError: no idea"):
-        next(forced(Broken, Broken.Config(), [text([1, 2])], 3, SAMPLING))
+        next(score_model_free(Broken, Broken.Config(), [text([1, 2])], 3, SAMPLING))
 
 
 def test_a_draft_with_a_hole_ends_there() -> None:
-    found = of_drafts([np.array([[7, -1, 7], [8, 8, -1]])], [[7, 8]])[0]
+    found = score_chains([np.array([[7, -1, 7], [8, 8, -1]])], [[7, 8]])[0]
     assert found.lengths.tolist() == [1, 2]
     assert np.isfinite(found.log_q).tolist() == [[True, False, False], [True, False, False]]

@@ -15,7 +15,7 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.replay.recorded_logprobs import RecordedLogP
 from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
+from crossdraft.framework.replay.teacher_forcing.draft_scores import DraftScores
 
 PROMPT = [5, 6, 7]
 
@@ -55,7 +55,7 @@ def test_a_target_that_is_run_is_compared_with_the_record(
     found, err = warnings(capsys, write(tmp_path / "right.jsonl", target, lambda p: p), *options)
     assert found == [] and "warning" not in err
     found, err = warnings(capsys, write(tmp_path / "wrong.jsonl", target, lambda p: p - 1.7), *options)
-    assert "not those of the target" in found[0] and "(mean absolute difference 1.70)" in found[0]
+    assert "differ from the target's" in found[0] and "(mean absolute difference 1.70)" in found[0]
     assert f"crossdraft: warning: {found[0]}" in err
 
 
@@ -67,7 +67,7 @@ def test_without_the_target_a_floor_decides(models: dict[str, str], target: Any,
         options = [*options, "--gamma", "1-2"]
         assert warnings(capsys, write(tmp_path / "a.jsonl", target, lambda p: p), *options)[0] == []
         found, _ = warnings(capsys, write(tmp_path / "b.jsonl", target, lambda p: 0 * p - 11.1), *options)
-        assert "implausible: -11.10 a token, below -6" in found[0]
+        assert "implausible: -11.10 per token is below -6" in found[0]
     cold = write(tmp_path / "c.jsonl", target, lambda p: 0 * p - 11.1, temperature=0.0)
     assert warnings(capsys, cold, "--drafter", "prompt-lookup", "--gamma", "1-2")[0] == []
 
@@ -78,7 +78,7 @@ def test_without_the_target_a_floor_decides(models: dict[str, str], target: Any,
         (-2.27, None, 1.0, None),  # SmolLM2-135M-Instruct on its own samples
         (-11.1, None, 1.0, "implausible"),  # drafted positions of an engine with an undefined temperature
         (-4.2, None, 1.0, None),  # the same over all positions: not impossible by itself,
-        (-4.2, -2.5, 1.0, "not those of the target"),  # but not what the target has
+        (-4.2, -2.5, 1.0, "differ from the target's"),  # but not what the target has
         (-2.5, -2.48, 1.0, None),  # bfloat16 against float32
         (-7.0, None, 1.5, None),  # a high temperature makes flat distributions
         (-12.5, None, 1.5, "implausible"),
@@ -89,7 +89,7 @@ def test_real_numbers(recorded: float, own: float | None, temperature: float, ex
     found, n = RecordedLogP(), 40
     response = Response("a", "all", [1], [2] * n, np.full(n, recorded), sampling=Sampling(temperature=temperature))
     known = None if own is None else np.full(n, own)
-    found.add(response, Forced(np.zeros((n, 1)), np.ones(n, dtype=np.int64), np.zeros(n), own_log_p=known))
+    found.add(response, DraftScores(np.zeros((n, 1)), np.ones(n, dtype=np.int64), np.zeros(n), own_log_p=known))
     assert (found.warning is None) == (expected is None)
     assert expected is None or expected in str(found.warning)
 
@@ -97,5 +97,5 @@ def test_real_numbers(recorded: float, own: float | None, temperature: float, ex
 def test_a_few_tokens_decide_nothing() -> None:
     found = RecordedLogP()
     response = Response("a", "all", [1], [2] * 3, np.full(3, -11.1), sampling=Sampling())
-    found.add(response, Forced(np.zeros((3, 1)), np.ones(3, dtype=np.int64), np.zeros(3)))
+    found.add(response, DraftScores(np.zeros((3, 1)), np.ones(3, dtype=np.int64), np.zeros(3)))
     assert found.warning is None

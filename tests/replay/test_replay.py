@@ -15,10 +15,10 @@ from crossdraft.framework.metrics.cell_metrics import StepRecord, paired_differe
 from crossdraft.framework.replay import replay as module
 from crossdraft.framework.replay.acceptance_formulas import survival
 from crossdraft.framework.replay.aggregate import difference
-from crossdraft.framework.replay.replay import Candidate, replay, rules_for
+from crossdraft.framework.replay.replay import Candidate, replay, verifiers_for
 from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.step_chain import Acceptance, expected
-from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced, ahead
+from crossdraft.framework.replay.step_chain import StepAcceptance, expected_steps
+from crossdraft.framework.replay.teacher_forcing.draft_scores import DraftScores, shifted_windows
 from crossdraft.framework.replay.teacher_forcing.iid_chains import sums
 
 V, DEPTH = 5, 4
@@ -38,18 +38,20 @@ def law(tokens: list[int], seed: int) -> torch.Tensor:
     return rows[torch.tensor([0, *tokens[:-1]])]
 
 
-def forced_one(response: Response) -> Forced:
+def forced_one(response: Response) -> DraftScores:
     p, q = law(list(response.tokens), 1), law(list(response.tokens), 2)
     found = sums(p, q, torch.tensor(response.tokens), 3)
-    return Forced(ahead(np.log(found.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(found.p), found)
+    return DraftScores(
+        shifted_windows(np.log(found.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(found.p), found
+    )
 
 
-def forced(texts: Iterable[Response]) -> Iterator[Forced]:
+def forced(texts: Iterable[Response]) -> Iterator[DraftScores]:
     return map(forced_one, texts)
 
 
-def candidate(rules: dict[str, tuple[int, ...]], **options: Any) -> Candidate:
-    return Candidate("it", (object, None), rules, (1, 2, DEPTH), options.pop("forced", forced), **options)
+def candidate(verifiers: dict[str, tuple[int, ...]], **options: Any) -> Candidate:
+    return Candidate("it", (object, None), verifiers, (1, 2, DEPTH), options.pop("forced", forced), **options)
 
 
 def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
@@ -61,8 +63,10 @@ def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
         for (rule, k), tally in one.tallies.items():
             at_least = [survival(rule, forced_one(text), [k])[k] for text in texts]
             lengths = [np.full(len(text.tokens), DEPTH) for text in texts]
-            given = [Acceptance(*values) for values in zip(at_least, lengths, [t.limit for t in texts], strict=True)]
-            whole = expected(given, [1, 2, DEPTH])
+            given = [
+                StepAcceptance(*values) for values in zip(at_least, lengths, [t.limit for t in texts], strict=True)
+            ]
+            whole = expected_steps(given, [1, 2, DEPTH])
             for column, gamma in enumerate((1, 2, DEPTH)):
                 row = tally.row(gamma)
                 assert row.steps == pytest.approx(whole.steps[:, column].sum())
@@ -86,11 +90,11 @@ def test_differences_are_paired_by_prompt() -> None:
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
     def certain(every: int) -> Any:
-        def along(given: Iterable[Response]) -> Iterator[Forced]:
+        def along(given: Iterable[Response]) -> Iterator[DraftScores]:
             for one in given:
                 t = len(one.tokens)
                 agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % every > 0
-                yield Forced(np.where(agrees, 0.0, -np.inf), np.full(t, DEPTH), np.zeros(t))
+                yield DraftScores(np.where(agrees, 0.0, -np.inf), np.full(t, DEPTH), np.zeros(t))
 
         return along
 
@@ -115,16 +119,16 @@ def test_differences_are_paired_by_prompt() -> None:
 def test_lengths_that_are_drawn_cost_what_they_are() -> None:
     texts = responses(5)
     usual = replay(texts, [candidate({"token": (1,)})]).candidates[0].tallies["token", 1].row(DEPTH)
-    shorter = candidate({"token": (1,)}, drafted=lambda texts: (np.ones(len(one.tokens), dtype=int) for one in texts))
+    shorter = candidate({"token": (1,)}, lengths=lambda texts: (np.ones(len(one.tokens), dtype=int) for one in texts))
     drawn = replay(texts, [shorter]).candidates[0].tallies["token", 1].row(DEPTH)
     assert drawn.block_efficiency == usual.block_efficiency and drawn.drafted < usual.drafted
 
 
 def test_a_drafter_that_gives_too_little_is_named() -> None:
     short = candidate({"token": (1,)}, forced=lambda texts: iter([forced_one(responses(1)[0])]))
-    with pytest.raises(ContractError, match="'it' gave fewer drafts than there are responses"):
+    with pytest.raises(ContractError, match="'it' returned 1 drafts for 2 responses"):
         replay(responses(2), [short])
-    with pytest.raises(UsageError, match="there is no response to replay"):
+    with pytest.raises(UsageError, match="do not contain a response to replay"):
         replay([], [candidate({"token": (1,)})])
 
 
@@ -135,9 +139,11 @@ def test_which_rules_fit() -> None:
     several = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
     lookup = configured("drafters", "prompt-lookup")
     warm, cold = Sampling(), Sampling(temperature=0)
-    assert rules_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}
-    assert rules_for("it", chain, [], [1], cold) == {"greedy": (1,)}
-    assert rules_for("it", lookup, [], [1], warm) == {"token": (1,)}
-    assert rules_for("it", several, [], [2, 3], warm) == dict.fromkeys(("specinfer", "spectr", "sample-match"), (2, 3))
+    assert verifiers_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}
+    assert verifiers_for("it", chain, [], [1], cold) == {"greedy": (1,)}
+    assert verifiers_for("it", lookup, [], [1], warm) == {"token": (1,)}
+    assert verifiers_for("it", several, [], [2, 3], warm) == dict.fromkeys(
+        ("specinfer", "spectr", "sample-match"), (2, 3)
+    )
     with pytest.raises(UsageError, match="accepts only: chain"):
-        rules_for("it", several, ["block"], [2], warm)
+        verifiers_for("it", several, ["block"], [2], warm)

@@ -79,7 +79,7 @@ def test_the_directory_of_a_run_stands_for_its_plain_decoding(run: Path, capsys:
     alone = replayed(capsys, _baseline(run), "--drafter", "prompt-lookup", "--gamma", "1,3")
     assert found == alone and found["sampling"]["temperature"] == 0.3 and found["prompts"] == 6
     assert cli.main(["replay", str(run), "--drafter", "prompt-lookup", "--temperature", "1"]) == 2
-    assert "no finished cell of plain decoding at that sampling; it has: temperature 0.3" in capsys.readouterr().err
+    assert "plain-decoding cell with that sampling; available: temperature 0.3" in capsys.readouterr().err
 
 
 def _baseline(run: Path) -> Path:
@@ -138,9 +138,9 @@ def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
 def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
     from crossdraft.framework.replay import aggregate
 
-    monkeypatch.setattr(aggregate, "MOST_PIECES", 4)
-    monkeypatch.setattr(aggregate, "MOST_CATEGORIES", 2)
-    pieces = aggregate.Pieces()
+    monkeypatch.setattr(aggregate, "MAX_GROUPS", 4)
+    monkeypatch.setattr(aggregate, "MAX_CATEGORIES", 2)
+    pieces = aggregate.PromptGroups()
     numbers = [pieces.number("a", str(i)) for i in range(50)] + [pieces.number("b", "x"), pieces.number("c", "x")]
     assert sorted(set(numbers)) == [0, 1, 2, 3, 4, 5]
     assert numbers[:50] == [pieces.number("a", str(i)) for i in range(50)]
@@ -156,7 +156,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
             "no verifier named 'tokn'; did you mean 'token'",
         ),
         (["--drafter", "prompt-lookup", "--verifier", "greedy"], "needs temperature 0"),
-        (["--drafter", "none"], "'none' never drafts"),
+        (["--drafter", "none"], "'none' does not draft"),
         (["--drafter", "{name: draft-model-tree, model: x}"], "drafts trees ('without_replacement')"),
         (["--drafter", "{name: draft-model, model: x}"], "needs a target: --target MODEL"),
         (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is not a range of positive numbers"),

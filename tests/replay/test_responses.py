@@ -41,7 +41,7 @@ def test_token_ids_need_no_tokenizer(read: Any) -> None:
     assert (one.prompt, one.tokens, one.id, one.category) == ([1, 2], [3, 4], "7", "c")
     assert one.log_p.tolist() == [-1.0, -0.5] and one.sampling == Sampling()
     assert not one.ended and one.limit == 2
-    assert "they are log P" in next(iter(reader.assumed))
+    assert "raw and processed" in next(iter(reader.assumed))
 
 
 def test_texts_are_tokenized(read: Any) -> None:
@@ -52,8 +52,8 @@ def test_texts_are_tokenized(read: Any) -> None:
     (first, second), reader = read(*rows)
     assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
     assert second.prompt == [3, 5, 4] and second.limit == 1
-    assert any("tokenized anew" in what for what in reader.assumed)
-    with pytest.raises(UsageError, match=r"said.jsonl:1: it holds text, not token ids; name the model.*--target"):
+    assert any("retokenized" in what for what in reader.assumed)
+    with pytest.raises(UsageError, match=r"said.jsonl:1: a text needs a tokenizer; set --target"):
         read(rows[0], tokenizer=False)
 
 
@@ -61,7 +61,7 @@ def test_log_probabilities_are_used_only_where_they_can_be_log_p(read: Any) -> N
     row = {"prompt": [1], "tokens": [3], "logprobs": [-1.0]}
     assert read(row, sampling=Sampling())[0][0].log_p.tolist() == [-1.0]
     assert read(row, sampling=Sampling(temperature=0))[0][0].log_p.tolist() == [0.0]
-    for options, why in (({}, "not known what they were sampled with"), ({"sampling": HALF}, "--logprobs processed")):
+    for options, why in (({}, "sampling parameters are unknown"), ({"sampling": HALF}, "--logprobs processed")):
         (one,), reader = read(row, **options)
         assert one.log_p is None and why in next(iter(reader.assumed))
     assert read(row, sampling=HALF, processed=True)[0][0].log_p.tolist() == [-1.0]
@@ -112,7 +112,7 @@ def test_completions_and_what_servers_add(read: Any) -> None:
     assert [one.tokens for one in found] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
     assert [one.ended for one in found] == [False, True, False, True, False]
     assert found[1].limit == 8 and found[2].prompt == [5, 6]
-    assert reader.assumed["without the token that ended them, taken as cut there"] == 1
+    assert reader.assumed["without their end-of-sequence token, treated as truncated there"] == 1
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,22 @@ def test_completions_and_what_servers_add(read: Any) -> None:
     [
         ("{", "said.jsonl:2: not JSON"),
         ("[1]", "said.jsonl:2: a response is a JSON object, not list"),
-        ({"prompt": [1]}, "said.jsonl:2: a response needs 'response'"),
-        ({"tokens": [1]}, "said.jsonl:2: there is no 'prompt'"),
+        ({"prompt": [1]}, "said.jsonl:2: the response is missing"),
+        ({"tokens": [1]}, "said.jsonl:2: the prompt is missing"),
         ({"prompt": [], "tokens": [1]}, "said.jsonl:2: the prompt is empty"),
-        ({"prompt": [1], "tokens": [1.5]}, "said.jsonl:2: 'tokens' must be a list of token ids"),
-        ({"prompt": [1], "tokens": [True]}, "said.jsonl:2: 'tokens' must be a list of token ids"),
-        ({"prompt": [1], "tokens": [-1]}, "said.jsonl:2: 'tokens' holds -1, which is no token id"),
+        ({"prompt": [1], "tokens": [1.5]}, "said.jsonl:2: 'tokens' must be a list of integer token ids"),
+        ({"prompt": [1], "tokens": [True]}, "said.jsonl:2: 'tokens' must be a list of integer token ids"),
+        ({"prompt": [1], "tokens": [-1]}, "said.jsonl:2: 'tokens' contains -1, which is not a valid token id"),
         ({"prompt": [1], "tokens": [1], "logprobs": [0, -1]}, "'logprobs' has 2 numbers, but the response has 1 tok"),
-        ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "said.jsonl:2: 'logprobs' holds 0.4 for token 1"),
-        ({"prompt": [1], "tokens": [1], "logprobs": [-9999.0]}, "'logprobs' holds -9999.0 for token 1"),
-        ('{"prompt": [1], "tokens": [1], "logprobs": [NaN]}', "'logprobs' holds nan for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "said.jsonl:2: 'logprobs' contains 0.4 for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [-9999.0]}, "'logprobs' contains -9999.0 for token 1"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [NaN]}', "'logprobs' contains nan for token 1"),
         ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' must be a list of numbers"),
-        ({"prompt": [1], "tokens": [1], "temperature": -1}, "said.jsonl:2: temperature are no sampling parameters"),
-        ({"prompt": [1], "tokens": [1], "temperature": 0.7}, "sampled at temperature 0.7, not at temperature 1"),
+        ({"prompt": [1], "tokens": [1], "temperature": -1}, "said.jsonl:2: invalid sampling parameters temperature"),
+        (
+            {"prompt": [1], "tokens": [1], "temperature": 0.7},
+            "sampled at temperature 0.7, but the options request temperature 1",
+        ),
         ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "said.jsonl:2: 'finish_reason' is 'maybe'"),
         ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "said.jsonl:2: 'max_tokens' is 0"),
         ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "said.jsonl:2: 'category' is"),
@@ -140,14 +143,14 @@ def test_completions_and_what_servers_add(read: Any) -> None:
         ({"messages": ["hello"], "tokens": [1]}, "said.jsonl:2: 'messages' must be a list of objects"),
         ({"response": {"id": 1}, "prompt": [1]}, "'response' is an object without 'choices'"),
         (chat() | {"choices": {}} | REQUEST, "said.jsonl:2: 'choices' must be a list"),
-        (CHAT, "said.jsonl:2: there is no 'prompt'"),
+        (CHAT, "said.jsonl:2: the prompt is missing"),
         (
             chat(logprobs={"content": [{"token": "w7", "logprob": -1}]}) | REQUEST,
-            "into 2 tokens, which are",
+            "the 2 tokens of the text differ",
         ),
         (chat(logprobs={"content": [{"token": t, "logprob": -1} for t in ("w7", "w9")]}) | REQUEST, "return_token_ids"),
-        (chat(logprobs=[1]) | REQUEST, r"said.jsonl:2, choices\[0\]: 'logprobs' is neither"),
-        (chat(message={}, logprobs=None) | REQUEST, "holds neither 'token_ids' nor a text"),
+        (chat(logprobs=[1]) | REQUEST, r"said.jsonl:2, choices\[0\]: 'logprobs' has an unknown format"),
+        (chat(message={}, logprobs=None) | REQUEST, "the choice is empty"),
     ],
 )
 def test_what_is_no_response_is_refused_where_it_stands(read: Any, row: Any, said: str) -> None:
@@ -165,7 +168,7 @@ def test_texts_of_a_data_set_are_cut(tmp_path: Path) -> None:
     found = list(reader.read([str(tmp_path / "texts")]))
     assert [len(one.prompt) for one in found] == [4, 4] and [len(one.tokens) for one in found] == [10, 10]
     assert found[1].tokens == [10 + i for i in range(10)] and found[1].limit == 10
-    assert any("need not be" in what for what in reader.assumed)
+    assert any("assumed to be samples" in what for what in reader.assumed)
     with pytest.raises(UsageError, match="no column 'words'"):
         reader.column = "words"
         list(reader.read([str(tmp_path / "texts")]))
@@ -178,7 +181,7 @@ def test_no_such_source() -> None:
 
 def test_an_empty_response_is_left_out_and_said(read: Any) -> None:
     found, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
-    assert len(found) == 1 and reader.assumed["left out: they have no token"] == 1
+    assert len(found) == 1 and reader.assumed["skipped: without tokens"] == 1
 
 
 def test_log_p_is_never_above_zero(read: Any) -> None:

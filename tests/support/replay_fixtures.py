@@ -17,7 +17,7 @@ from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.teacher_forcing.forcing import MakeContext
+from crossdraft.framework.replay.teacher_forcing.scoring import MakeContext
 
 
 class Said(Response):

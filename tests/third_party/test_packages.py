@@ -257,4 +257,4 @@ def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
     assert own < memory < datastore, "the second answer is the first one's, and both are in the datastore"
     for tree in ("{name: suffix, tree: true}", "token-recycling"):
         code, out = replayed(tree)
-        assert code == 2 and "drafts trees ('deterministic'), of which no identity is known" in out.err
+        assert code == 2 and "drafts trees ('deterministic'), which cannot be replayed" in out.err

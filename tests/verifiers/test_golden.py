@@ -26,7 +26,7 @@ _TABLES = json.loads(Path(__file__).parents[1].joinpath("golden.json").read_text
 #: Verifier -> draft label -> toy -> E[tau] of each step. Words after the verifier's name are its options.
 GOLDEN: dict[str, dict[str, dict[str, list[str]]]] = _TABLES["expected_tau"]
 #: Verifier -> toy -> Pr(tau = i) of a chain in the first step.
-LAW_OF_TAU: dict[str, dict[str, list[str]]] = _TABLES["law_of_tau"]
+TAU_DISTRIBUTION: dict[str, dict[str, list[str]]] = _TABLES["tau_distribution"]
 #: Lossy verifier -> draft label -> toy -> total variation after one step.
 TV: dict[str, dict[str, dict[str, str]]] = _TABLES["total_variation"]
 TOYS = ("T0", "G1", "G2", "G3", "G4")
@@ -155,10 +155,10 @@ def test_expected_tau_is_golden(certified: Certified, line: str, label: str, toy
     assert found.expected_tau == pytest.approx([float(Fraction(value)) for value in want], abs=1e-9)
 
 
-@pytest.mark.parametrize("line, toy", [(line, toy) for line in LAW_OF_TAU for toy in LAW_OF_TAU[line]])
-def test_law_of_tau_is_golden(certified: Certified, line: str, toy: str) -> None:
+@pytest.mark.parametrize("line, toy", [(line, toy) for line in TAU_DISTRIBUTION for toy in TAU_DISTRIBUTION[line]])
+def test_tau_distribution_is_golden(certified: Certified, line: str, toy: str) -> None:
     found = certified(line, "chain", toy, steps=golden_steps(line, "chain", toy))
-    assert found.first_tau == pytest.approx([float(Fraction(value)) for value in LAW_OF_TAU[line][toy]], abs=1e-9)
+    assert found.first_tau == pytest.approx([float(Fraction(value)) for value in TAU_DISTRIBUTION[line][toy]], abs=1e-9)
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS), large))

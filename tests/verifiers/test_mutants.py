@@ -285,7 +285,7 @@ def test_without_a_mistake_the_textbook_is_block(toys: dict[str, Toy], golden: d
     found = certify(toys[toy], drafts["chain"], Textbook)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == number(golden["expected_tau"]["block"]["chain"][toy][0])
-    assert found.first_tau == [number(p) for p in golden["law_of_tau"]["block"][toy]]
+    assert found.first_tau == [number(p) for p in golden["tau_distribution"]["block"][toy]]
 
 
 @pytest.mark.parametrize("toy", TOYS)

@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Of every bound on a deviation.
+#: Confidence level of all bounds.
 CONFIDENCE = 0.95
 #: Probability that an exact sampler is found equivalent with as many draws as `draws_needed` returns.
 POWER = 0.9
 #: Normal quantiles of the two, and of a bound that is the better one of two.
 _Z, _Z_POWER, _Z_EITHER = 1.6448536, 1.2815516, 1.9599640
-#: Temperatures whose effect is computed; between them it is interpolated.
+#: Grid of temperatures; effects are interpolated between them.
 TEMPERATURES = (0.25, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0)
-#: Numbers of a distribution that are worked on at once.
-AT_ONCE = 2**22
+#: Maximum elements of a batch of distributions.
+BATCH_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class CellCounts:
             return x - _Z * math.sqrt(null + _linear(x) / self.total) - self.divergence
 
         low = max(0.0, self.divergence)
-        if excess(low) > 0:  # closer to the target's than draws of the target itself are, 19 times in 20
+        if excess(low) > 0:  # closer to the target than 19 of 20 samples of the target itself
             return 0.0
         root: Any = brentq(excess, low, 4 * (abs(self.divergence) + _Z**2 * (math.sqrt(null) + 16 / self.total) + 1))
         return min(1.0, math.sqrt(root) / 2)
@@ -121,7 +121,7 @@ class CellCounts:
     def tv_at_least(self, random: np.random.Generator) -> float:
         """The average TV of rows is at least this, at 97.5 %.
 
-        Half of the draws choose the cells that got too many, the other half measures by how much.
+        Half of the draws selects the cells with too many draws, the other half estimates their excess.
         """
         first = random.binomial(self.counts.astype(np.int64), 0.5)
         second = self.counts - first
@@ -148,12 +148,12 @@ class CellCounts:
 
 
 def _linear(x: float) -> float:
-    """Times 1 / draws: what a true divergence x adds to the variance of its estimate."""
+    """Variance that a true divergence x adds to its estimate, times the number of draws."""
     return 4 * x * (1 + math.sqrt(x))
 
 
 def _least(enough: Any) -> float:
-    """The least number, within 1 %, for which an increasing function is not negative."""
+    """Smallest number, within 1 %, for which an increasing function is not negative."""
     n = 2.0
     while enough(n) < 0 and n < 1e15:
         n *= 1.01
@@ -168,8 +168,8 @@ class TemperatureShift:
         total: draws.
         observed: sum of log p, less its expectation.
         log_p, expected_log_p: sum of log p, and its expectation.
-        tv, shift, variance: ``[TEMPERATURES]``, sums over draws of what a sampler at that temperature has: TV from the
-            target, expectation less the target's own, and variance of log p.
+        tv, shift, variance: ``[TEMPERATURES]``, sums over draws for a sampler at that temperature: TV from the target,
+            expectation minus the target's, and variance of log p.
     """
 
     total: float = 0.0
@@ -180,7 +180,7 @@ class TemperatureShift:
     variance: np.ndarray = field(default_factory=lambda: np.zeros(len(TEMPERATURES)))
 
     def add(self, probs: Tensor, draws: Tensor, log_p: Tensor) -> None:
-        """Add draws: ``draws [R]`` from each of ``probs [R, V]``, the sum of whose log p is ``log_p [R]``."""
+        """Add ``draws [R]`` draws from each of ``probs [R, V]`` with sums of log p ``log_p [R]``."""
         weights = draws.numpy()
         at = TEMPERATURES.index(1.0)
         logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
@@ -214,12 +214,12 @@ class TemperatureShift:
 
     @property
     def informative(self) -> bool:
-        """False if no temperature changes anything: each distribution is uniform, or one token."""
+        """False if temperature has no effect: all distributions are uniform or point masses."""
         return self._own_variance > 1e-9 * self.total
 
     @cached_property
     def _fine(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Temperatures between those of the grid, falling, with their TV, shift and variance."""
+        """Interpolated temperatures, descending, with their TV, shift and variance."""
         from scipy.interpolate import PchipInterpolator
 
         x = np.log(TEMPERATURES)
@@ -236,9 +236,9 @@ class TemperatureShift:
 
     @cached_property
     def interval(self) -> tuple[float, float, float]:
-        """The temperature, with respect to the target, that explains the draws, and its 90 % interval.
+        """Temperature relative to the target that best explains the draws, and its 90 % interval.
 
-        Its ends, each one-sided at `CONFIDENCE`, are those of the grid if the draws do not exclude even them.
+        The ends, each one-sided at `CONFIDENCE`, are clamped to the grid.
         """
         temperature, _, shift, variance = self._fine
         margin = _Z * np.sqrt(variance)
@@ -264,7 +264,7 @@ class TemperatureShift:
         needed = 2.0
         for side in (temperature < 1, temperature > 1):
             if not (beyond := side & (apart >= tv)).any():
-                continue  # no such temperature is that far away
+                continue  # the TV is not reached on the grid
             at = np.flatnonzero(beyond)[np.argmin(apart[beyond])]
             spread = _Z * math.sqrt(variance[at]) + _Z_POWER * math.sqrt(self._own_variance)
             needed = max(needed, self.total * (spread / abs(float(shift[at]))) ** 2)

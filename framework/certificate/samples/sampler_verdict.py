@@ -4,15 +4,15 @@ Three statistics of the same draws, see `equivalence`:
 
 * *temperature*: the log-probability of the drawn tokens, pooled over all prefixes;
 * *pooled cells*: the tokens of each distribution in falling order of probability fill [0, 1), each with its own share;
-  a drawn token is put at a uniform place of its share (M. Rosenblatt, "Remarks on a multivariate transformation",
-  Annals of Mathematical Statistics 23, 1952). If each token was drawn from its distribution, these places are uniform
-  and independent, whatever the distributions are, so one draw at each prefix is enough. Counted in equal cells;
-* *cells of each prefix* that was drawn from often enough: groups of tokens of similar probability, the most probable
-  ones by themselves. It finds what differs in opposite directions from prefix to prefix.
+  a drawn token is placed uniformly in its share (M. Rosenblatt, "Remarks on a multivariate transformation", Annals of
+  Mathematical Statistics 23, 1952). If each token was drawn from its distribution, these positions are uniform and
+  independent for any distributions, so one draw per prefix suffices. They are counted in equal cells;
+* *cells of each prefix* with enough draws: groups of tokens of similar probability, the most probable ones separately.
+  It detects differences that cancel out between prefixes.
 
-"Within d" needs all upper bounds to be at most d, which a sampler that is off by d in one of these respects achieves
-once in 20 files. "Different" needs a p-value below `LEVEL`, corrected for the number of tests, or a token of
-probability 0.
+"Within d" requires all upper bounds to be at most d; a sampler that deviates by d in one of these respects passes once
+in 20 files. "Different" requires a p-value below `LEVEL`, corrected for the number of tests, or a token of probability
+0.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .equivalence import AT_ONCE, CONFIDENCE, CellCounts, TemperatureShift
+from .equivalence import BATCH_ELEMENTS, CONFIDENCE, CellCounts, TemperatureShift
 
-#: Exact samplers are called different this often, at most.
+#: Maximum false-positive rate: exact samplers that are called different.
 LEVEL = 0.01
-#: Most cells of a distribution, and the draws that each is to expect.
+#: Maximum number of cells of a distribution, and minimum expected draws of a cell.
 CELLS, DRAWS_PER_CELL = 16, 5
 
 
 @dataclass(frozen=True)
 class PrefixDraws:
-    """Draws after one prefix: token ``tokens[i]`` came ``counts[i]`` times."""
+    """Draws after one prefix: ``counts[i]`` draws of token ``tokens[i]``."""
 
     where: str
     tokens: Sequence[int]
@@ -47,11 +47,11 @@ class Statistic:
     """One of the statistics of a verdict.
 
     Attributes:
-        name, draws: for people.
+        name, draws: for display.
         p_value: of "no difference".
-        tv_at_least, tv_at_most: bounds on the average TV; None if the statistic has none.
+        tv_at_least, tv_at_most: bounds on the average TV, or None.
         draws_needed: draws with which an exact sampler is found within d.
-        estimate: for people.
+        estimate: for display.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Verdict:
     Attributes:
         outcome: ``yes``, ``no`` or ``undecided``.
         deviation: the TV d in question.
-        draws, prefixes: tested ones.
+        draws, prefixes: number of tested ones.
         p_value: of "no difference", corrected for the number of tests.
         tv_at_least, tv_at_most: bounds on the TV, averaged over draws.
-        each_prefix: the bound holds for the cells of each prefix; otherwise only for what all prefixes have in common.
-        more_draws: needed for a decision about d; 0 if there is one.
-        impossible: draws of tokens that have probability 0.
+        each_prefix: the bound covers the cells of each prefix; otherwise only deviations common to all prefixes.
+        more_draws: additional draws needed for a decision; 0 if decided.
+        impossible: draws of tokens of probability 0.
         log_p, expected_log_p: mean log-probability of the drawn tokens, and its expectation.
     """
 
@@ -97,10 +97,10 @@ class Verdict:
 
 @dataclass
 class Evidence:
-    """Draws and the distributions that they should have come from, added up.
+    """Accumulated statistics of draws and their target distributions.
 
     Attributes:
-        seed: of the places within a token's share.
+        seed: of the random positions within a token's share.
     """
 
     seed: int = 0
@@ -119,16 +119,16 @@ class Evidence:
         return self._possible + self.impossible
 
     def add(self, probs: Tensor, draws: Sequence[PrefixDraws]) -> None:
-        """Add the draws of R prefixes, whose next-token distributions are ``probs [R, V]``."""
-        step = max(1, AT_ONCE // probs.shape[1])
+        """Add the draws of R prefixes with next-token distributions ``probs [R, V]``."""
+        step = max(1, BATCH_ELEMENTS // probs.shape[1])
         for start in range(0, len(draws), step):
             self._add(probs[start : start + step].detach().cpu(), draws[start : start + step])
 
     def _add(self, probs: Tensor, draws: Sequence[PrefixDraws]) -> None:
-        sizes = [len(one.tokens) for one in draws]
+        sizes = [len(statistic.tokens) for statistic in draws]
         rows = np.repeat(np.arange(len(draws)), sizes)
-        tokens = np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in draws])
-        counts = np.concatenate([np.asarray(one.counts, dtype=np.int64) for one in draws])
+        tokens = np.concatenate([np.asarray(statistic.tokens, dtype=np.int64) for statistic in draws])
+        counts = np.concatenate([np.asarray(statistic.counts, dtype=np.int64) for statistic in draws])
         falling, order = probs.sort(dim=1, descending=True, stable=True)
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(probs.shape[1]).expand_as(order))
         reached = falling.double().cumsum(1)
@@ -143,15 +143,15 @@ class Evidence:
         drawn = np.bincount(rows, counts, len(draws))
         log_p = np.bincount(rows, counts * np.log(p), len(draws))
         self._temperature.add(probs, torch.from_numpy(drawn), torch.from_numpy(log_p))
-        several = falling[:, 0].numpy() < 1 - 1e-9  # one token that has everything fills no cells
-        self._add_pooled(reached, rows, counts, rank, several)
-        self._add_rows(reached.numpy(), draws, drawn, (rows, counts, rank), several)
+        multiple = falling[:, 0].numpy() < 1 - 1e-9  # one token that has everything fills no cells
+        self._add_pooled(reached, rows, counts, rank, multiple)
+        self._add_rows(reached.numpy(), draws, drawn, (rows, counts, rank), multiple)
 
     def _add_pooled(
-        self, reached: Tensor, rows: np.ndarray, counts: np.ndarray, rank: np.ndarray, several: np.ndarray
+        self, reached: Tensor, rows: np.ndarray, counts: np.ndarray, rank: np.ndarray, multiple: np.ndarray
     ) -> None:
-        wanted = several[rows]
-        rows, counts, rank = rows[wanted], counts[wanted], rank[wanted]
+        selected = multiple[rows]
+        rows, counts, rank = rows[selected], counts[selected], rank[selected]
         end = reached[rows, rank].numpy()
         start = np.where(rank > 0, reached[rows, np.maximum(rank - 1, 0)].numpy(), 0.0)
         edges = np.arange(CELLS + 1) / CELLS
@@ -159,8 +159,8 @@ class Evidence:
             part = slice(first, first + 2**16)
             low, high = np.maximum(start[part, None], edges[:-1]), np.minimum(end[part, None], edges[1:])
             shares = np.clip(high - low, 0, None)
-            lost = shares.sum(1) <= 0  # a share too small for float64
-            shares[lost, np.minimum((start[part][lost] * CELLS).astype(int), CELLS - 1)] = 1
+            underflow = shares.sum(1) <= 0  # a share too small for float64
+            shares[underflow, np.minimum((start[part][underflow] * CELLS).astype(int), CELLS - 1)] = 1
             shares /= shares.sum(1, keepdims=True)
             self._pooled += self._random.multinomial(counts[part], shares).sum(0)
 
@@ -170,47 +170,53 @@ class Evidence:
         draws: Sequence[PrefixDraws],
         drawn: np.ndarray,
         flat: tuple[np.ndarray, np.ndarray, np.ndarray],
-        several: np.ndarray,
+        multiple: np.ndarray,
     ) -> None:
         rows, counts, rank = flat
         starts = np.searchsorted(rows, np.arange(len(draws) + 1))
-        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & several).tolist():
+        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & multiple).tolist():
             ends = _cell_ends(reached[r], max(1 / CELLS, DRAWS_PER_CELL / drawn[r]))
             if len(ends) < 2:
                 continue
             more = len(ends) if drawn[r] >= CELLS * DRAWS_PER_CELL else len(_cell_ends(reached[r], 1 / CELLS))
-            mine = slice(starts[r], starts[r + 1])
-            cell = np.searchsorted(ends, rank[mine], side="right")
+            span = slice(starts[r], starts[r + 1])
+            cell = np.searchsorted(ends, rank[span], side="right")
             mass = np.diff(reached[r][ends - 1], prepend=0.0)
-            row = np.bincount(cell, counts[mine], len(ends))
+            row = np.bincount(cell, counts[span], len(ends))
             self._rows.append((draws[r].where, row, mass, more))
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def verdict(self, deviation: float) -> Verdict:
-        """Decide about a TV of ``deviation``."""
+        """Decide whether the TV is at most ``deviation``."""
         pooled, rows = self._pooled_cells(), self._row_cells()
         temperature = self._temperature
-        found = [self._of_support(deviation)]
+        statistics = [self._support_test(deviation)]
         tests = 0
         if self._possible and temperature.informative:
             best, low, high = temperature.interval
             estimate = f"temperature x {best:.3g} [{low:.3g}, {high:.3g}]"
             bound, needed = temperature.tv_at_most, temperature.draws_needed(deviation)
-            found.append(Statistic("temperature", self._possible, temperature.p_value, None, bound, needed, estimate))
+            statistics.append(
+                Statistic("temperature", self._possible, temperature.p_value, None, bound, needed, estimate)
+            )
         if pooled is not None:
-            found.append(self._of_cells("pooled cells", pooled, pooled.p_value, deviation))
-        each = rows is not None and rows.total >= self.draws / 2
+            statistics.append(self._cell_test("pooled cells", pooled, pooled.p_value, deviation))
+        covers_each = rows is not None and rows.total >= self.draws / 2
         if rows is not None:
             name = f"cells of each prefix ({len(rows.draws)})"
-            found.append(self._of_cells(name, rows, rows.p_value, deviation))
+            statistics.append(self._cell_test(name, rows, rows.p_value, deviation))
             worst = min(1.0, float(rows.p_values.min()) * len(rows.draws))
-            found.append(Statistic("the worst prefix", self._worst()[1], worst, None, None, 0.0, self._worst()[0]))
-        tests = max(1, len(found) - 1)  # a token of probability 0 is none that an exact sampler could fail
-        p_value = min(1.0, tests * min(one.p_value for one in found))
-        binding = [one for one in found if one.tv_at_most is not None and (each or not one.name.startswith("cells of"))]
-        at_most = max(one.tv_at_most for one in binding if one.tv_at_most is not None)
-        at_least = max((one.tv_at_least or 0.0 for one in found), default=0.0)
+            statistics.append(Statistic("the worst prefix", self._worst()[1], worst, None, None, 0.0, self._worst()[0]))
+        tests = max(1, len(statistics) - 1)  # the support test cannot fail for an exact sampler
+        p_value = min(1.0, tests * min(statistic.p_value for statistic in statistics))
+        binding = [
+            statistic
+            for statistic in statistics
+            if statistic.tv_at_most is not None and (covers_each or not statistic.name.startswith("cells of"))
+        ]
+        at_most = max(statistic.tv_at_most for statistic in binding if statistic.tv_at_most is not None)
+        at_least = max((statistic.tv_at_least or 0.0 for statistic in statistics), default=0.0)
         if at_most <= deviation and not self.impossible:
             outcome = "yes"
         elif p_value < LEVEL or self.impossible:
@@ -219,21 +225,21 @@ class Evidence:
             outcome = "undecided"
         more = 0
         if outcome == "undecided":
-            # A share of all draws: the cells of each prefix count only those of prefixes that have enough.
+            # Scale to all draws: the cells of each prefix use only prefixes with enough draws.
             more = max(
-                math.ceil(one.draws_needed * self.draws / max(1, one.draws)) - self.draws
-                for one in binding
-                if one.tv_at_most is not None and one.tv_at_most > deviation
+                math.ceil(statistic.draws_needed * self.draws / max(1, statistic.draws)) - self.draws
+                for statistic in binding
+                if statistic.tv_at_most is not None and statistic.tv_at_most > deviation
             )
-            more = max(more, self.draws // 2, 1)  # as many as should do were there: a close case
+            more = max(more, self.draws // 2, 1)  # enough draws in expectation, but a close case
         return Verdict(
-            outcome, deviation, self.draws, self.prefixes, p_value, at_least, at_most, each, more, self.impossible,
-            temperature.log_p / max(1, self._possible), temperature.expected_log_p / max(1, self._possible), found,
-            sorted(self._by_prefix(rows), key=lambda line: line[2]),
+            outcome, deviation, self.draws, self.prefixes, p_value, at_least, at_most, covers_each, more,
+            self.impossible, temperature.log_p / max(1, self._possible), temperature.expected_log_p / max(1,
+            self._possible), statistics, sorted(self._by_prefix(rows), key=lambda line: line[2]),
         )  # fmt: skip
 
-    def _of_support(self, deviation: float) -> Statistic:
-        """Tokens of probability 0: their share is a TV by itself."""
+    def _support_test(self, deviation: float) -> Statistic:
+        """Test of tokens of probability 0: their share is a lower bound of the TV."""
         from scipy.stats import beta
 
         n, k, alpha = self.draws, self.impossible, 1 - CONFIDENCE
@@ -242,7 +248,7 @@ class Evidence:
         needed = math.log(alpha) / math.log1p(-deviation)
         return Statistic("tokens of probability 0", n, 0.0 if k else 1.0, low, high, needed, f"{k:,}")
 
-    def _of_cells(self, name: str, cells: CellCounts, p_value: float, deviation: float) -> Statistic:
+    def _cell_test(self, name: str, cells: CellCounts, p_value: float, deviation: float) -> Statistic:
         low, high = cells.tv_of_head if len(cells.counts) == 1 else cells.tv_at_least(self._random), cells.tv_at_most
         needed = cells.draws_needed(deviation)
         return Statistic(name, int(cells.total), p_value, low, high, needed, f"TV {cells.tv:.3f}")
@@ -275,9 +281,9 @@ class Evidence:
 
 
 def _cell_ends(reached: np.ndarray, mass: float) -> np.ndarray:
-    """Ranks at which cells of at least ``mass`` end, exclusive; tokens in falling order reach ``reached [V]``."""
+    """End ranks (exclusive) of cells with at least ``mass``; ``reached [V]``: cumulative probabilities, descending."""
     ends, start = [], 0.0
-    while start + 2 * mass <= 1 + 1e-12:  # what is left fills this cell and another
+    while start + 2 * mass <= 1 + 1e-12:  # the rest fills this cell and another
         end = int(np.searchsorted(reached, start + mass - 1e-12)) + 1
         if end >= len(reached) or reached[end - 1] + mass > 1 + 1e-12:
             break

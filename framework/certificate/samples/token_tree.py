@@ -1,4 +1,4 @@
-"""Next-token distributions after many prefixes in few passes: sequences that begin alike share a token tree."""
+"""Next-token distributions after many prefixes in few passes: sequences with common prefixes share a token tree."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...engine.prefill import passes
 from ...errors import NumericalError
 from ...util.limits import PREFILL_TOKENS
 
-#: Nodes of a tree in the cache at once, and in one pass; slots.
+#: Maximum nodes of a tree in the cache and in one pass, and number of slots.
 NODES, WIDTH, ROWS = 256, 64, 8
-#: Bytes that the logits of a pass may take.
+#: Maximum bytes of the logits of a pass.
 BYTES = 2**28
 
 
@@ -27,8 +27,8 @@ class TokenTree:
     """Sequences drawn after one prompt.
 
     Attributes:
-        tokens, parents: of each node; node 0 is the prompt. A node is a token that another one follows.
-        counts: how often each token followed a node.
+        tokens, parents: of each node; node 0 is the prompt. Leaves of the drawn sequences are counted, not stored.
+        counts: next token -> number of draws, for each node.
     """
 
     tokens: list[int] = field(default_factory=lambda: [0])
@@ -61,7 +61,7 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Subtree:
-    """Nodes that are scored together: ``parents`` are indices among them, those not ``wanted`` were scored before."""
+    """Nodes scored in one batch: ``parents`` are indices into ``nodes``; nodes that are not ``wanted`` are context."""
 
     nodes: list[int]
     parents: list[int]
@@ -69,33 +69,33 @@ class Subtree:
 
 
 def subtrees(tree: TokenTree, most: int) -> Iterator[Subtree]:
-    """Cut a tree into subtrees of at most ``most`` nodes, each with the path from the prompt; depth first."""
+    """Split a tree, depth first, into subtrees of at most ``most`` nodes, each with the path from the prompt."""
     children: list[list[int]] = [[] for _ in tree.tokens]
     for node, parent in enumerate(tree.parents[1:], 1):
         children[parent].append(node)
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     part = Subtree([], [], [])
     stack = [0]
     while stack:
         node = stack.pop()
         if len(part.nodes) >= most:
             yield part
-            places, part, path = {}, Subtree([], [], []), []
-            at = tree.parents[node]
-            while at >= 0:
-                path.append(at)
-                at = tree.parents[at]
-            for one in reversed(path):
-                _append(tree, part, places, one, False)
-        _append(tree, part, places, node, True)
+            positions, part, path = {}, Subtree([], [], []), []
+            above = tree.parents[node]
+            while above >= 0:
+                path.append(above)
+                above = tree.parents[above]
+            for ancestor in reversed(path):
+                _append(tree, part, positions, ancestor, False)
+        _append(tree, part, positions, node, True)
         stack += reversed(children[node])
     yield part
 
 
-def _append(tree: TokenTree, part: Subtree, places: dict[int, int], node: int, wanted: bool) -> None:
-    places[node] = len(part.nodes)
+def _append(tree: TokenTree, part: Subtree, positions: dict[int, int], node: int, wanted: bool) -> None:
+    positions[node] = len(part.nodes)
     part.nodes.append(node)
-    part.parents.append(places.get(tree.parents[node], -1))
+    part.parents.append(positions.get(tree.parents[node], -1))
     part.wanted.append(wanted)
 
 
@@ -104,14 +104,14 @@ def distributions(
     prompts: Sequence[Sequence[int]],
     trees: Sequence[TokenTree],
     sampling: Sampling,
-    who: str,
+    label: str,
     context_length: int | None = None,
 ) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-    """Distributions ``[n, V]`` of the next token after nodes of trees, and (tree, node) of each; every node once.
+    """Yield next-token distributions ``[n, V]`` after nodes of trees, and their (tree, node); each node once.
 
     Args:
         make: ``make(rows, length)`` returns slots of the target.
-        prompts: of each tree; not empty.
+        prompts: non-empty prompt of each tree.
 
     Raises:
         NumericalError: NaN in the logits.
@@ -128,16 +128,16 @@ def distributions(
     width = max(1, min(WIDTH, BYTES // (4 * rows * lm.vocab_size)))
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
-        _begin(lm, [prompts[i] for i in group])
+        _prefill(lm, [prompts[i] for i in group])
         cuts = [subtrees(trees[i], most) for i in group]
         while any(parts := [next(cut, None) for cut in cuts]):
-            yield from _scored(lm, group, [prompts[i][-1] for i in group], trees, parts, width, sampling, who)
+            yield from _score(lm, group, [prompts[i][-1] for i in group], trees, parts, width, sampling, label)
         for row in range(len(group)):
             lm.free(row)
 
 
-def _begin(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
-    """Feed prompts, several in one pass."""
+def _prefill(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
+    """Prefill prompts, batched."""
     lengths = {row: len(prompt) - 1 for row, prompt in enumerate(prompts)}
     with torch.inference_mode():
         for step in passes(lengths, PREFILL_TOKENS):
@@ -148,7 +148,7 @@ def _begin(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
 
 
 @torch.inference_mode()
-def _scored(
+def _score(
     lm: LM,
     group: Sequence[int],
     roots: Sequence[int],
@@ -156,7 +156,7 @@ def _scored(
     parts: Sequence[Subtree | None],
     width: int,
     sampling: Sampling,
-    who: str,
+    label: str,
 ) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
     rows, empty = lm.batch_size, Subtree([], [], [])
     all_parts = [part or empty for part in parts] + [empty] * (rows - len(parts))
@@ -164,27 +164,27 @@ def _scored(
     tokens, parents = [], []
     for row, part in enumerate(all_parts):
         tree = trees[group[row]] if part.nodes else None
-        mine = [roots[row] if node == 0 else tree.tokens[node] for node in part.nodes] if tree else []
-        tokens.append(mine + [0] * (longest - len(mine)))
-        parents.append(part.parents + [-1] * (longest - len(mine)))
-    fed, above = on_device(tokens, lm.device), on_device(parents, lm.device)
+        row_tokens = [roots[row] if node == 0 else tree.tokens[node] for node in part.nodes] if tree else []
+        tokens.append(row_tokens + [0] * (longest - len(row_tokens)))
+        parents.append(part.parents + [-1] * (longest - len(row_tokens)))
+    inputs, input_parents = on_device(tokens, lm.device), on_device(parents, lm.device)
     try:
         for start in range(0, longest, width):
-            logits, _ = lm.forward(fed[:, start : start + width], above[:, start : start + width])
-            places = [
+            logits, _ = lm.forward(inputs[:, start : start + width], input_parents[:, start : start + width])
+            positions = [
                 (row, column)
                 for row, part in enumerate(all_parts)
                 for column, wanted in enumerate(part.wanted[start : start + width])
                 if wanted
             ]
-            if not places:
+            if not positions:
                 continue
-            at = on_device([list(place) for place in places], lm.device)
-            probs, finite = sampling.checked_probs(logits[at[:, 0], at[:, 1]])
+            indices = on_device([list(position) for position in positions], lm.device)
+            probs, finite = sampling.checked_probs(logits[indices[:, 0], indices[:, 1]])
             if not bool(finite.all()):
                 raise NumericalError(
-                    f"the {who} produced NaN or infinite logits; try --dtype float32 or check the weights"
+                    f"the {label} produced NaN or infinite logits; try --dtype float32 or check the weights"
                 )
-            yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in places]
+            yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in positions]
     finally:
         lm.commit([0] * rows)

@@ -102,14 +102,14 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--steps must be at least 1, got {args.steps}")
     if args.gamma is not None and args.gamma < 0:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
-    from ...certificate.effort import check_law
+    from ...certificate.effort import check_joint_size
     from ...certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
     from ...models.threads import one_thread
 
     drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
     for toy in toys:
-        check_law(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
+        check_joint_size(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
     verifiers, unusable = _verifiers(args.verifier)
     with one_thread():
         rows, incompatible, too_large = _rows(args, toys, drafts, verifiers)

@@ -21,7 +21,7 @@ from ..sampling_args import sampling_from
 from ..trust_args import add_trust_argument, trusted
 
 if TYPE_CHECKING:
-    from ...certificate.first_token_check import PromptLaws, Result
+    from ...certificate.first_token_check import PromptDistributions, Result
     from ...contracts.sampling import Sampling
 
 
@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
         ContractError: a strategy that violates its contract.
     """
     sampling = _checked(args)
-    from ...certificate.first_token_check import REJECTED, choose, judge, sample
+    from ...certificate.first_token_check import REJECTED, check_counts, choose, sample
 
     drafter = args.drafter
     if drafter is None:
@@ -218,7 +218,7 @@ def _prompts(
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
     from ...api.build import TargetContext, load_drafting_model, make_slots
-    from ...certificate.first_token_check import PromptLaws, laws_after
+    from ...certificate.first_token_check import PromptDistributions, next_token_probs
     from ...models.chat import encode
     from ...models.load import load_model
 
@@ -251,7 +251,7 @@ def _prompts(
     return prompts, lambda token: str(tokenizer.decode([token]))
 
 
-def _record(prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:
+def _record(prompt: PromptDistributions, results: Sequence[Result], decode: Callable[[int], str]) -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "prompt_tokens": prompt.length,
@@ -276,7 +276,7 @@ def _most_probable(prompt: PromptLaws) -> list[int]:
     return prompt.p.topk(min(SHOWN_TOKENS, int((prompt.p > 0).sum()))).indices.tolist()
 
 
-def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
+def _print_table(prompt: PromptDistributions, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
     from tabulate import tabulate
 
     print(
@@ -291,7 +291,7 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
             "sd": f"{result.target.sd:.2e}",
             "(expected)": f"{result.target.expected_sd:.2e}",
             "chi-square": f"{result.target.chi_square:,.1f}",
-            "df": str(result.target.degrees),
+            "df": str(result.target.degrees_of_freedom),
             "p": f"{result.target.p_value:.3g}",
             "control chi-square": f"{result.control.chi_square:,.1f}",
             "control p": f"{result.control.p_value:.3g}",
@@ -304,7 +304,12 @@ def _print_table(prompt: PromptLaws, results: Sequence[Result], record: dict[str
 
 
 def _draw(
-    file: Path, prompt: PromptLaws, results: Sequence[Result], decode: Callable[[int], str], model: str, drafter: str
+    file: Path,
+    prompt: PromptDistributions,
+    results: Sequence[Result],
+    decode: Callable[[int], str],
+    model: str,
+    drafter: str,
 ) -> None:
     """Three histograms per case over the target's most probable tokens: samples, target, drafter."""
     import warnings

@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 def _distributions(args: argparse.Namespace, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
     """The target's distribution at every position of the draws, from the file or from the model."""
     from ...api.build import make_slots
-    from ...certificate.samples.foreign_samples import check_vocabulary, given_distributions
+    from ...certificate.samples.foreign_samples import check_vocabulary, file_distributions
     from ...certificate.samples.token_tree import distributions
     from ...models.chat import encode
     from ...models.load import load_model

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...api.build import Configured
     from ...replay.replay import Candidate
     from ...replay.response import Response
-    from ...replay.teacher_forcing.drafter_walk import Walked
-    from ...replay.teacher_forcing.forced_draft import Forced
+    from ...replay.teacher_forcing.draft_scores import DraftScores
+    from ...replay.teacher_forcing.draft_traces import DraftTrace
     from ...replay.teacher_forcing.lazy_models import Target
 
 #: The heuristic policy's first length, as the drafters have it.
@@ -89,17 +89,17 @@ def candidates_of(
     """
     from ...api.build import configured
     from ...recipe.recipe import Strategy
-    from ...replay.replay import Candidate, rules_for
+    from ...replay.replay import Candidate, verifiers_for
     from ...replay.teacher_forcing import model_free
-    from ...replay.teacher_forcing.forcing import Asked, deepened
-    from ...replay.teacher_forcing.shared_passes import SideBySide
+    from ...replay.teacher_forcing.scoring import ScoringRequest, with_gamma
+    from ...replay.teacher_forcing.shared_passes import SharedPasses
 
     if reason := MOST_LISTED.refusal(drafters):
         raise UsageError(f"--drafter: {len(drafters)} of them; {reason}")
     wanted = policies_of(policies)
     tops = any(policy.name == "confidence" for policy in wanted)
     found: dict[str, Candidate] = {}
-    beside: SideBySide | None = None
+    beside: SharedPasses | None = None
     for text in drafters:
         strategy = Strategy.parse(text, "--drafter")
         title = strategy.title if strategy.title not in found else text
@@ -109,33 +109,33 @@ def candidates_of(
         chosen = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(chosen) > MOST_REPLAYED or min(chosen) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
-        config = deepened(cls, config, max(chosen))
+        config = with_gamma(cls, config, max(chosen))
         law = sampling or Sampling()
-        rules = rules_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), law)
+        verifiers_of = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), law)
         depth = cls.traits(config, law).depth
         if not (chosen := tuple(gamma for gamma in chosen if gamma <= depth)):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; ask for a --gamma up to that")
         drafter: Configured = (cls, config)
-        drawn: Callable[[Iterable[Response]], Iterator[Walked]] | None = None
-        forced: Callable[[], Callable[[Iterable[Response]], Iterator[Forced]]]
-        if free := model_free.needs_no_model(cls, config, law):
+        drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
+        forced: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
+        if free := model_free.is_model_free(cls, config, law):
             forced = partial(_without_model, drafter, max(chosen), law)
         else:
             made_of = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            beside = beside or SideBySide(_target(title, target, sampling, made_of))
-            several = max((k for each in rules.values() for k in each), default=1)
-            one = beside.add(Asked(drafter, max(chosen), several if several > 1 else 0, tops))
-            forced = partial(beside.forced, one)
-            drawn = beside.drafted(one)
-        made = partial(Candidate, drafter=drafter, rules=rules)
+            beside = beside or SharedPasses(_target(title, target, sampling, made_of))
+            several = max((k for each in verifiers_of.values() for k in each), default=1)
+            one = beside.add(ScoringRequest(drafter, max(chosen), several if several > 1 else 0, tops))
+            forced = partial(beside.scores, one)
+            drawn = beside.samples(one)
+        made = partial(Candidate, drafter=drafter, verifiers=verifiers_of)
         for policy in wanted:
             name = title if policy.name == "static" else f"{title}, {policy.title}"
             if policy.name in ("confidence", "heuristic"):
-                _check_policy(policy, title, drafter, law, free, rules)
+                _check_policy(policy, title, drafter, law, free, verifiers_of)
             if policy.name == "static":
                 by_draw = drawn if drawn is not None and _length_is_drawn(drafter, law) else None
                 lengths = None if by_draw is None else partial(_lengths, by_draw)
-                found[name] = made(name, gammas=chosen, forced=forced(), drafted=lengths)
+                found[name] = made(name, gammas=chosen, scores=forced(), lengths=lengths)
             else:
                 found[name] = _under(policy, made, name, max(chosen), forced(), drawn, drafter, law)
     return list(found.values())
@@ -146,8 +146,8 @@ def _under(
     made: Callable[..., Candidate],
     name: str,
     gamma: int,
-    forced: Callable[[Iterable[Response]], Iterator[Forced]],
-    drawn: Callable[[Iterable[Response]], Iterator[Walked]] | None,
+    forced: Callable[[Iterable[Response]], Iterator[DraftScores]],
+    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None,
     drafter: Configured,
     law: Sampling,
 ) -> Candidate:
@@ -155,19 +155,19 @@ def _under(
     from ...replay.length_policies import confident, heuristic, oracle
 
     if policy.name == "oracle":
-        return made(name, gammas=(gamma,), forced=forced, steps=oracle)
+        return made(name, gammas=(gamma,), scores=forced, steps=oracle)
     if policy.name == "heuristic":
         start = min(int(policy.number), gamma)
         return made(
-            name, gammas=(gamma,), forced=forced, steps=lambda given, gammas: heuristic(given, gammas[0], start)
+            name, gammas=(gamma,), scores=forced, steps=lambda given, gammas: heuristic(given, gammas[0], start)
         )
     point_mass = drafter[0].traits(drafter[1], law).point_mass
 
-    def lengths(one: Forced | Walked) -> np.ndarray:
+    def lengths(one: DraftScores | DraftTrace) -> np.ndarray:
         assert one.log_top is not None
         return confident(one.log_top if point_mass else one.log_q, one.log_top, policy.number)
 
-    def cut(texts: Iterable[Response]) -> Iterator[Forced]:
+    def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
         for one in forced(texts):
             yield replace(one, lengths=_least(one.lengths, lengths(one)))
 
@@ -177,7 +177,7 @@ def _under(
             yield _least(one.lengths, lengths(one))
 
     # A point mass drafts the same whatever is drawn.
-    return made(name, gammas=(gamma,), forced=cut, drafted=free)
+    return made(name, gammas=(gamma,), scores=cut, lengths=free)
 
 
 def _least(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -187,21 +187,21 @@ def _least(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _lengths(
-    drawn: Callable[[Iterable[Response]], Iterator[Walked]], texts: Iterable[Response]
+    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]], texts: Iterable[Response]
 ) -> Iterator[np.ndarray]:
     for walked in drawn(texts):
         yield walked.lengths
 
 
 def _check_policy(
-    policy: Policy, title: str, drafter: Configured, law: Sampling, free: bool, rules: dict[str, tuple[int, ...]]
+    policy: Policy, title: str, drafter: Configured, law: Sampling, free: bool, verifiers_of: dict[str, tuple[int, ...]]
 ) -> None:
     """Refuse a policy that says nothing of this drafter."""
     cls, config = drafter
     own = getattr(getattr(config, "policy", None), "name", "static")
     if own != "static":
         raise UsageError(f"--policy {policy.name}: drafter '{title}' has a policy of its own, {own}; name it without")
-    if any(k > 1 for ks in rules.values() for k in ks):
+    if any(k > 1 for ks in verifiers_of.values() for k in ks):
         raise UsageError(f"--policy {policy.name}: drafter '{title}' drafts several sequences, which have one length")
     heads = bool(cls.traits(config, law).hidden_layers)
     if policy.name == "confidence" and (free or (heads and cls.traits(config, law).point_mass)):
@@ -210,10 +210,10 @@ def _check_policy(
 
 def _without_model(
     drafter: Configured, depth: int, sampling: Sampling
-) -> Callable[[Iterable[Response]], Iterator[Forced]]:
+) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
     from ...replay.teacher_forcing import model_free
 
-    return lambda texts: model_free.forced(*drafter, texts, depth, sampling)
+    return lambda texts: model_free.score_model_free(*drafter, texts, depth, sampling)
 
 
 def _target(title: str, name: str, sampling: Sampling | None, options: dict[str, Any]) -> Target:

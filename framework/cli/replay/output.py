@@ -11,8 +11,8 @@ from typing import Any
 
 from ...contracts.sampling import Sampling
 from ...metrics.intervals import Estimate
-from ...replay.aggregate import MOST_PIECES, Row, Tally, difference
-from ...replay.replay import Candidate, Replayed
+from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference
+from ...replay.replay import Candidate, ReplayResult
 from ...report.table_utils import estimate_text, tabulated
 
 #: A pair at a draft length: candidate, verifier, K and gamma.

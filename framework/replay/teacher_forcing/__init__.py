@@ -1,1 +1,1 @@
-"""Drafts that drafters would have made along recorded responses, by teacher forcing."""
+"""Teacher-forced scoring of drafters on recorded responses."""

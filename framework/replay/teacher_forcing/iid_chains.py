@@ -1,7 +1,7 @@
-"""K sequences drawn independently: how many of them are still live, given the output, is a Markov chain.
+"""Acceptance of K i.i.d. sequences: given the output, the number of live sequences is a Markov chain.
 
-Write S for the number of sequences that share the accepted prefix (K at first), p and q for the two laws at a node, y
-for the token that follows, r = q(y) / p(y).
+Write S for the number of sequences that share the accepted prefix (K at first), p and q for the target and draft
+distributions at a node, y for the next output token, r = q(y) / p(y).
 
 *SpecInfer* (multi-step rejection; copies keep their turn). With c_1 = 0 and c_{k+1} = c_k + sum_v max(p - c_k q, 0) the
 k-th draw is the accepted one with probability min(1, c_{k+1} r) - min(1, c_k r). A rejected draw is never y; each of
@@ -9,9 +9,9 @@ the S - k later ones is y with probability q(y): S' = 1 + Binomial(S - k, q(y)).
 
 *SpecTr* (K-SEQ) with its rho for S sequences, beta = sum_v min(p / rho, q) and m = min(p(y) / rho, q(y)): the k-th draw
 is the accepted one with probability (1 - beta)^(k-1) m / p(y). A rejected draw is y with probability
-(q(y) - m) / (1 - beta), a later one with q(y), and all that are y go on. What is left is the residual's share: all S
-draws were rejected, and those that are y go on, too. (It has no mass where some could be, if rho is the smallest valid
-one; the formula holds for any valid rho.)
+(q(y) - m) / (1 - beta), a later one with q(y), and all draws equal to y stay live. The remaining mass is the
+residual's: all S draws were rejected, and those equal to y stay live, too. (With the smallest valid rho the residual
+has no mass there; the formula holds for any valid rho.)
 
 Pr(tau >= i given the output) is the mass of the chain after i tokens.
 """
@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Steps to rho, and how close to it is enough.
+#: Maximum iterations and tolerance of the search for rho.
 STEPS, CLOSE = 60, 1e-13
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What K sequences need of the two laws where each of T tokens stands, for every number of them up to K.
+class ChainSums:
+    """Sums over the target and draft distributions at each of T tokens, for up to K sequences.
 
     Attributes:
         p, q: float64 [T], P and Q of the token itself.
@@ -46,18 +46,18 @@ class Sums:
     beta: np.ndarray
 
     @classmethod
-    def joined(cls, parts: Sequence[Sums]) -> Sums:
-        """Those of consecutive stretches of a text as one."""
+    def joined(cls, parts: Sequence[ChainSums]) -> ChainSums:
+        """Concatenate the sums of consecutive chunks."""
         return cls(*(np.concatenate([vars(part)[name] for part in parts]) for name in cls.__dataclass_fields__))
 
 
-def sums(p: Any, q: Any, tokens: Any, k: int) -> Sums:
-    """The `Sums` of a stretch of a text.
+def sums(p: Any, q: Any, tokens: Any, k: int) -> ChainSums:
+    """`ChainSums` of a chunk of n tokens.
 
     Args:
-        p, q: ``[n, V]``, the laws of target and drafter where its tokens stand: arrays, or tensors on any device.
-        tokens: ``[n]``, the token ids.
-        k: most sequences.
+        p, q: ``[n, V]``, target and draft probabilities at each token: arrays, or tensors on any device.
+        tokens: ``[n]``, token ids.
+        k: maximum number of sequences.
     """
     p, q = torch.as_tensor(p), torch.as_tensor(q)
     x = torch.as_tensor(tokens, dtype=torch.long).to(p.device)[:, None]
@@ -66,17 +66,17 @@ def sums(p: Any, q: Any, tokens: Any, k: int) -> Sums:
         rest = (p - c[-1][:, None].to(p.dtype) * q).clamp_(min=0)
         c.append(c[-1] + rest.sum(1, dtype=torch.float64))
     rho = torch.stack([_rho(p, q, s) for s in range(1, k + 1)], 1)
-    beta = torch.stack([torch.minimum(p / one[:, None].to(p.dtype), q).sum(1, dtype=torch.float64) for one in rho.T], 1)
+    beta = torch.stack([torch.minimum(p / r[:, None].to(p.dtype), q).sum(1, dtype=torch.float64) for r in rho.T], 1)
     values = (p.gather(1, x)[:, 0], q.gather(1, x)[:, 0], torch.stack(c, 1), rho, beta.clamp(max=1))
-    return Sums(*(value.double().cpu().numpy() for value in values))
+    return ChainSums(*(value.double().cpu().numpy() for value in values))
 
 
 def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
-    """``[n]`` float64: the smallest valid rho for ``s`` draws.
+    """Smallest valid rho for ``s`` draws, ``[n]`` float64, by the Illinois method.
 
-    Valid is 1 - (1 - beta)^s <= rho beta; with m(rho) = sum_v min(rho q, p), which is rho beta, that reads
-    rho >= m / (1 - (1 - m)^(1/s)). The right side falls while rho grows, so the root lies between 1 and the right side
-    at 1, and a difference of d between the two sides means an error of at most d. Illinois method.
+    rho is valid if 1 - (1 - beta)^s <= rho beta; with m(rho) = sum_v min(rho q, p) = rho beta, that is
+    rho >= m / (1 - (1 - m)^(1/s)). The right side decreases in rho, so the root lies between 1 and the right side at 1,
+    and a difference of d between the two sides bounds the error by d.
     """
     low = torch.ones(len(p), dtype=torch.float64, device=p.device)
     if s == 1:
@@ -90,7 +90,7 @@ def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
     high = low - at_low
     at_high = excess(high)
     best, error = torch.where(at_high < -at_low, high, low), torch.minimum(at_high.abs(), at_low.abs())
-    last = torch.zeros_like(low)  # the end that was moved last: -1 or 1
+    last = torch.zeros_like(low)  # the end moved last: -1 or 1
     for _ in range(STEPS):
         if bool((error < CLOSE).all()):
             break
@@ -99,14 +99,14 @@ def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
         value = excess(middle)
         best, error = torch.where(value.abs() < error, middle, best), torch.minimum(error, value.abs())
         up = value < 0
-        twice = torch.where(up, -1.0, 1.0) == last  # then the other end's value is halved, so that it moves, too
+        twice = torch.where(up, -1.0, 1.0) == last  # then halve the other end's value
         low, high = torch.where(up, middle, low), torch.where(up, high, middle)
         at_low, at_high = (
             torch.where(up, value, torch.where(twice, at_low / 2, at_low)),
             torch.where(up, torch.where(twice, at_high / 2, at_high), value),
         )
         last = torch.where(up, -1.0, 1.0)
-    # Where P = Q but for rounding, the root is very sensitive to it.
+    # If P = Q up to rounding, the root is ill-conditioned.
     equal = torch.minimum(p, q).sum(1, dtype=torch.float64) >= 1 - 4 * torch.finfo(p.dtype).eps
     return torch.where(equal, 1.0, best)
 
@@ -114,23 +114,22 @@ def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
 # -- the chains --------------------------------------------------------------------------------------------------
 
 
-def specinfer(sums: Sums) -> np.ndarray:
-    """Pr(S' = j | S = s live sequences, the token that follows) at each token: ``[T, K + 1, K + 1]`` at (s, j); the
-    chain ends where j is 0."""
+def specinfer(sums: ChainSums) -> np.ndarray:
+    """Transition matrices of SpecInfer, ``[T, K + 1, K + 1]``: Pr(S' = j | S = s, output) at (s, j); 0 absorbs."""
     t, k = sums.rho.shape
     r = (sums.q / sums.p)[:, None]
-    accepted = np.diff(np.minimum(sums.c * r, 1.0), axis=1)  # [T, K]: by the draw that is accepted
+    accepted = np.diff(np.minimum(sums.c * r, 1.0), axis=1)  # [T, K]: by index of the accepted draw
     others = _binomials(sums.q, k)
     moves = np.zeros((t, k + 1, k + 1))
     for s in range(1, k + 1):
-        for one in range(1, s + 1):
-            left = s - one
-            moves[:, s, 1 : left + 2] += accepted[:, one - 1, None] * others[:, left, : left + 1]
+        for draw in range(1, s + 1):
+            left = s - draw
+            moves[:, s, 1 : left + 2] += accepted[:, draw - 1, None] * others[:, left, : left + 1]
     return _stopped(moves)
 
 
-def spectr(sums: Sums) -> np.ndarray:
-    """The same of K-SEQ."""
+def spectr(sums: ChainSums) -> np.ndarray:
+    """Transition matrices of SpecTr (K-SEQ), as of `specinfer`."""
     t, k = sums.rho.shape
     later = _binomials(sums.q, k)
     moves = np.zeros((t, k + 1, k + 1))
@@ -139,12 +138,12 @@ def spectr(sums: Sums) -> np.ndarray:
         missed = np.where(beta < 1, (sums.q - m) / np.where(beta < 1, 1 - beta, 1.0), 0.0).clip(0, 1)
         earlier = _binomials(missed, k)
         left = np.ones(t)
-        for one in range(s):  # drawn before the accepted one
-            share = (1 - beta) ** one * m / sums.p
+        for draw in range(s):  # draws before the accepted one
+            share = (1 - beta) ** draw * m / sums.p
             left -= share
-            for j in range(one + 1):
-                moves[:, s, 1 + j : s - one + j + 1] += (share * earlier[:, one, j])[:, None] * later[
-                    :, s - one - 1, : s - one
+            for j in range(draw + 1):
+                moves[:, s, 1 + j : s - draw + j + 1] += (share * earlier[:, draw, j])[:, None] * later[
+                    :, s - draw - 1, : s - draw
                 ]
         moves[:, s, 1 : s + 1] += left.clip(0)[:, None] * earlier[:, s, 1 : s + 1]
     return _stopped(moves)
@@ -157,29 +156,29 @@ def _stopped(moves: np.ndarray) -> np.ndarray:
 
 def _binomials(probability: np.ndarray, k: int) -> np.ndarray:
     """``[T, k + 1, k + 1]``: Pr(Binomial(n, probability) = j) at (n, j)."""
-    found = np.zeros((len(probability), k + 1, k + 1))
-    found[:, 0, 0] = 1
+    probs = np.zeros((len(probability), k + 1, k + 1))
+    probs[:, 0, 0] = 1
     for n in range(1, k + 1):
-        found[:, n] = found[:, n - 1] * (1 - probability)[:, None]
-        found[:, n, 1:] += found[:, n - 1, :-1] * probability[:, None]
-    return found
+        probs[:, n] = probs[:, n - 1] * (1 - probability)[:, None]
+        probs[:, n, 1:] += probs[:, n - 1, :-1] * probability[:, None]
+    return probs
 
 
-#: The rules whose chain is known.
-CHAINS = {"specinfer": specinfer, "spectr": spectr}
+#: Verifier -> transition matrices.
+TRANSITIONS = {"specinfer": specinfer, "spectr": spectr}
 
 
-def many(rule: str, sums: Sums, depth: int, ks: Sequence[int]) -> dict[int, np.ndarray]:
-    """Pr(tau >= i | output), ``[T, depth]`` for i = 1 .. depth by number of sequences, from one pass for all.
+def chain_survival(verifier: str, sums: ChainSums, depth: int, ks: Sequence[int]) -> dict[int, np.ndarray]:
+    """Pr(tau >= i | output), ``[T, depth]`` for i = 1 .. depth, by number of sequences.
 
-    Beyond the end of the text (t + i > T) values mean nothing.
+    Values past the end of the text (t + i > T) are undefined.
     """
-    moves = CHAINS[rule](sums)[:, 1:, 1:]
+    moves = TRANSITIONS[verifier](sums)[:, 1:, 1:]
     t, k = sums.rho.shape
-    alive = np.ones((t + 1, k, 1))  # Pr(i more tokens are accepted | s live sequences before each token)
-    found = np.zeros((t, depth, k))
+    alive = np.ones((t + 1, k, 1))  # Pr(i more tokens are accepted | s live sequences at each token)
+    result = np.zeros((t, depth, k))
     for i in range(depth):
         alive[:-1] = moves @ alive[1:]
         alive[-1] = 0
-        found[:, i] = alive[:-1, :, 0]
-    return {one: found[..., one - 1] for one in ks}
+        result[:, i] = alive[:-1, :, 0]
+    return {k: result[..., k - 1] for k in ks}

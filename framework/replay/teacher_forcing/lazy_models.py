@@ -1,4 +1,4 @@
-"""A target that is loaded when somebody first needs it, and draft models that are loaded once."""
+"""Lazily loaded target, and draft models that are loaded once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ...models.device import pick_device
 from ...models.load import load_model
 from ...models.resolve import resolve
 from ...models.tokenizer import load_tokenizer
-from .forcing import MakeContext, over
+from .scoring import MakeContext, context_factory
 
 
 class Target:
-    """The target called ``name``, sampled as the responses were.
+    """The target ``name``, loaded on first use.
 
     Args:
-        dtype, device: see `load_model`; of draft models, too.
-        trust_remote_code: names of the models that may run Python code of their own.
+        sampling: of the responses.
+        dtype, device: of the target and draft models, see `load_model`.
+        trust_remote_code: models that may run custom Python code.
     """
 
     def __init__(
@@ -39,57 +40,58 @@ class Target:
         device: str = "auto",
         trust_remote_code: Collection[str] = (),
     ):
-        pick_device(device)  # one: some responses are replayed without the target
+        pick_device(device)  # validate now: the target may not be loaded at all
         self.name, self.sampling, self._trusted = name, sampling, frozenset(trust_remote_code)
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._drafting: dict[tuple[str, bool], LoadedModel] = {}
+        self._draft_models: dict[tuple[str, bool], LoadedModel] = {}
         self._heads: Callable[[str], Checkpoint] = load_checkpoint
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """With its weights."""
+        """The target with its weights."""
         return load_model(self.name, trust_remote_code=self.name in self._trusted, **self._options)
 
-    def make(self, rows: int, longest: int, room: int) -> DraftContext:
-        """A `MakeContext` over its slots."""
-        return over(self.loaded, self.sampling, load=self._load, heads=self._heads)(rows, longest, room)
+    def make(self, rows: int, longest: int, slack: int) -> DraftContext:
+        """A `MakeContext` over slots of the target."""
+        return context_factory(self.loaded, self.sampling, load=self._load, heads=self._heads)(rows, longest, slack)
 
     def with_heads(self, change: Callable[[Checkpoint], Checkpoint]) -> Target:
-        """The same target, for which heads are changed as they are loaded."""
+        """Return the same target, with ``change`` applied to heads as they are loaded."""
         loaded, other = self.loaded, copy(self)
         other.loaded, other._heads = loaded, lambda name: change(load_checkpoint(name))
         return other
 
     @cached_property
     def without(self) -> MakeContext | None:
-        """One that knows the target's tokenizer and sizes and has no slots of it; None if these are not told by its
-        files."""
+        """A `MakeContext` with the target's tokenizer and sizes only; None if its files do not specify them."""
         try:
-            found = resolve(self.name)
-            if found.backend != TRANSFORMERS:
+            resolved = resolve(self.name)
+            if resolved.backend != TRANSFORMERS:
                 return None
-            config = read_config(Path(found.path))
-            known = load_tokenizer(self.name, trust_remote_code=self.name in self._trusted)
-        except CrossdraftError:  # loading it says what is wrong, if it comes to that
+            config = read_config(Path(resolved.path))
+            tokenizer_of = load_tokenizer(self.name, trust_remote_code=self.name in self._trusted)
+        except CrossdraftError:  # loading the target raises it, if needed
             return None
         nested = config.get("text_config")
-        text = nested if isinstance(nested, dict) else config
-        vocab, length = text.get("vocab_size"), text.get("max_position_embeddings")
+        text_config = nested if isinstance(nested, dict) else config
+        vocab, length = text_config.get("vocab_size"), text_config.get("max_position_embeddings")
         if not isinstance(vocab, int):
             return None
-        facts = LoadedModel(None, known.tokenizer, self.name, found.source, "", known.eos_token_ids, length)
+        metadata = LoadedModel(
+            None, tokenizer_of.tokenizer, self.name, resolved.source, "", tokenizer_of.eos_token_ids, length
+        )
         device = pick_device(self._options["device"])
 
-        def make(rows: int, longest: int, room: int) -> DraftContext:
+        def make(rows: int, longest: int, slack: int) -> DraftContext:
             return TargetContext(
                 sampling=self.sampling,
                 batch_size=rows,
-                max_length=longest + room,
+                max_length=longest + slack,
                 vocab_size=vocab,
                 device=device,
                 target_name=self.name,
-                tokenizer=known.tokenizer,
-                loaded=facts,
+                tokenizer=tokenizer_of.tokenizer,
+                loaded=metadata,
                 sequence=longest,
                 load=self._load,
             )
@@ -97,12 +99,12 @@ class Target:
         return make
 
     def _load(self, name: str, target: LoadedModel) -> LoadedModel:
-        """A draft model, once; by itself where the target is not there."""
+        """Load a draft model once, without a target if it is not loaded."""
         key = name, target.model is None
-        if key not in self._drafting:
-            consent = name in self._trusted
+        if key not in self._draft_models:
+            trusted = name in self._trusted
             if target.model is None:
-                self._drafting[key] = load_model(name, trust_remote_code=consent, **self._options)
+                self._draft_models[key] = load_model(name, trust_remote_code=trusted, **self._options)
             else:
-                self._drafting[key] = load_drafting_model(name, target, trust_remote_code=consent)
-        return self._drafting[key]
+                self._draft_models[key] = load_drafting_model(name, target, trust_remote_code=trusted)
+        return self._draft_models[key]

@@ -1,7 +1,7 @@
-"""What drafters without a model would have drafted along recorded responses: no target, no model, streamed.
+"""Scoring of model-free drafters on recorded responses, streamed, without a target.
 
-A drafter may offer a fast path, `Drafter.drafts_along`. Without one its public `propose` is asked at every token, by
-drafters whose slots begin with the text so far.
+A drafter may implement a fast path, `Drafter.drafts_along`. Otherwise `propose` is called at every token, in slots that
+are started with the text so far.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ...contracts.drafter import DraftContext, Drafter
 from ...contracts.rng import CounterRng
 from ...contracts.sampling import Sampling
 from ...errors import ModelError, UsageError
-from .forced_draft import Forced
+from .draft_scores import DraftScores
 
-#: Texts that are compared with their drafts together.
+#: Texts per batch of comparisons.
 WINDOW = 64
-#: Slots of a drafter whose `propose` is asked: places of one text.
+#: Slots of a drafter without a fast path: positions of one text.
 SLOTS = 64
-#: Tokens that a vocabulary is said to have, where no model says.
+#: Nominal vocabulary size without a model.
 VOCABULARY = 2**24
 
 
-#: Prompt and response.
+#: Prompt and response tokens.
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-class Text(Protocol):
+class TokenText(Protocol):
     """A recorded text as token ids."""
 
     @property
@@ -43,67 +43,69 @@ class Text(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
 
-def needs_no_model(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
-    """Whether a drafter's drafts are point-mass chains that no model is needed for."""
+def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
+    """True if the drafts are point-mass chains that do not need a model."""
     traits = plugins.traits_of("drafters", cls, config, sampling)
     if not traits.is_chain or not traits.point_mass or traits.hidden_layers or traits.adapts:
         return False
     try:
         cls(config, _context(sampling, 1, 1))
-    except ModelError:  # the context refuses: it has none
+    except ModelError:  # it requested a model
         return False
     return True
 
 
-def forced(cls: type[Drafter], config: Any, texts: Iterable[Text], depth: int, sampling: Sampling) -> Iterator[Forced]:
-    """What the drafter would have drafted along each text, ``depth`` tokens deep; `needs_no_model` has to hold.
+def score_model_free(
+    cls: type[Drafter], config: Any, texts: Iterable[TokenText], depth: int, sampling: Sampling
+) -> Iterator[DraftScores]:
+    """Yield the scores of a drafter with `is_model_free` for each text, ``depth`` tokens deep.
 
-    Nothing is known of P, and nothing has to be: ``log_p`` is 0, which leaves a point mass accepted where it agrees.
+    ``log_p`` is 0: the acceptance of a point mass does not depend on P.
 
     Raises:
-        ContractError: the drafter's own code fails, or gives something else than drafts.
-        UsageError: a drafter that remembers earlier sequences and offers no fast path.
+        ContractError: the drafter fails, or returns invalid drafts.
+        UsageError: the drafter remembers earlier sequences and does not implement ``drafts_along``.
     """
-    texts, asked = tee(texts)
-    pairs = ((text.prompt, text.tokens) for text in asked)
+    texts, texts_again = tee(texts)
+    pairs = ((text.prompt, text.tokens) for text in texts_again)
     with plugins.guarded("drafters", cls.name, "drafts_along()"):
         drafts = cls.drafts_along(config, pairs, depth)
     if drafts is None:
         if cls.remembers(config):
             raise UsageError(
-                f"drafter '{cls.name}' remembers what earlier sequences said and offers no drafts_along, so it cannot "
-                "be replayed; measure it with crossdraft run, or, if it remembers nothing with these options, let its "
+                f"drafter '{cls.name}' remembers earlier sequences and does not implement drafts_along, so it cannot "
+                "be replayed; measure it with crossdraft run, or, if it is stateless with these options, let its "
                 "classmethod remembers(config) return False"
             )
-        drafts = _proposed(cls, config, pairs, depth, sampling)
+        drafts = _propose_drafts(cls, config, pairs, depth, sampling)
     drafts, texts = iter(drafts), iter(texts)
     while window := list(islice(texts, WINDOW)):
-        found = []
+        result = []
         for text in window:
-            one, t = _next(drafts, cls.name), len(text.tokens)
-            if not isinstance(one, np.ndarray) or one.shape != (t, depth) or one.dtype.kind != "i":
+            item, t = _next_draft(drafts, cls.name), len(text.tokens)
+            if not isinstance(item, np.ndarray) or item.shape != (t, depth) or item.dtype.kind != "i":
                 shape = f"int64 [{t}, {depth}]"
-                raise plugins.unusable("drafters", cls.name, f"drafts_along() must give {shape} for each text")
-            found.append(one)
-        yield from of_drafts(found, [text.tokens for text in window])
+                raise plugins.unusable("drafters", cls.name, f"drafts_along() must yield {shape} for each text")
+            result.append(item)
+        yield from score_chains(result, [text.tokens for text in window])
 
 
-def of_drafts(drafts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]) -> list[Forced]:
-    """The `Forced` of point-mass drafts ``[T, depth]``, -1 past their end, along each of some responses."""
+def score_chains(drafts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]) -> list[DraftScores]:
+    """`DraftScores` of point-mass drafts ``[T, depth]``, -1 past their end, one array per response."""
     depth = drafts[0].shape[1]
-    sizes, apart = np.array([len(tokens) for tokens in responses]), np.full(depth, -2)
-    said = np.concatenate([part for tokens in responses for part in (np.asarray(tokens, dtype=np.int64), apart)])
+    sizes, separator = np.array([len(tokens) for tokens in responses]), np.full(depth, -2)
+    flat = np.concatenate([part for tokens in responses for part in (np.asarray(tokens, dtype=np.int64), separator)])
     starts = np.arange(sizes.sum()) + np.repeat(depth * np.arange(len(sizes)), sizes)
-    every = np.concatenate(drafts)
-    log_q = np.where(every == said[starts[:, None] + np.arange(depth)], 0.0, -np.inf)
-    lengths = np.logical_and.accumulate(every >= 0, axis=1).sum(1)
-    log_p, ends = np.zeros(len(every)), np.cumsum(sizes)
+    all_drafts = np.concatenate(drafts)
+    log_q = np.where(all_drafts == flat[starts[:, None] + np.arange(depth)], 0.0, -np.inf)
+    lengths = np.logical_and.accumulate(all_drafts >= 0, axis=1).sum(1)
+    log_p, ends = np.zeros(len(all_drafts)), np.cumsum(sizes)
     slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return [Forced(log_q[one], lengths[one], log_p[one]) for one in slices]
+    return [DraftScores(log_q[part], lengths[part], log_p[part]) for part in slices]
 
 
-def _next(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:
-    """The next of somebody's drafts; the guard is set up only where something is wrong, because that takes longer."""
+def _next_draft(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:
+    """Next draft of a plug-in; the slow error guard is set up only after an error."""
     try:
         return next(drafts, None)
     except BaseException as error:
@@ -116,34 +118,34 @@ def _context(sampling: Sampling, rows: int, length: int) -> DraftContext:
 
 
 @torch.inference_mode()
-def _proposed(
+def _propose_drafts(
     cls: type[Drafter],
     config: Any,
     texts: Iterable[tuple[Sequence[int], Sequence[int]]],
     depth: int,
     sampling: Sampling,
 ) -> Iterator[np.ndarray]:
-    """What ``propose`` drafts in slots that begin with the text so far."""
+    """Drafts of ``propose`` in slots that are started with the text so far."""
     for prompt, response in texts:
         whole, t = [*prompt, *response], len(response)
-        found = np.full((t, depth), -1)
+        result = np.full((t, depth), -1)
         for start in range(0, t, SLOTS):
-            places = range(start, min(start + SLOTS, t))
-            rows = len(places)
-            history = [whole[: len(prompt) + place] for place in places]
+            positions = range(start, min(start + SLOTS, t))
+            rows = len(positions)
+            history = [whole[: len(prompt) + position] for position in positions]
             length = len(whole) + depth + 1
             tokens = torch.zeros(rows, length, dtype=torch.long)
-            for row, one in enumerate(history):
-                tokens[row, : len(one)] = torch.tensor(one)
+            for row, item in enumerate(history):
+                tokens[row, : len(item)] = torch.tensor(item)
             sequences = Sequences(history, tokens, [depth] * rows, list(range(rows)))
             with plugins.guarded("drafters", cls.name, "propose()"):
                 drafter = cls(config, _context(sampling, rows, length))
-                for row, one in enumerate(history):
-                    drafter.start(row, list(one))
-                rng = CounterRng(0).for_step(sequences.stream, [len(one) for one in history], sequences.device)
+                for row, item in enumerate(history):
+                    drafter.start(row, list(item))
+                rng = CounterRng(0).for_step(sequences.stream, [len(item) for item in history], sequences.device)
                 draft = drafter.propose(sequences, rng)
             if draft.q is not None or not draft.is_chain or draft.width > depth:
-                raise plugins.unusable("drafters", cls.name, "propose() gave a draft that its traits do not promise")
+                raise plugins.unusable("drafters", cls.name, "propose() returned a draft that violates its traits")
             width = draft.width
-            found[start : start + rows, :width] = torch.where(draft.valid, draft.tokens, -1).numpy()
-        yield found
+            result[start : start + rows, :width] = torch.where(draft.valid, draft.tokens, -1).numpy()
+        yield result

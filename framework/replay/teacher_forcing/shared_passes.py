@@ -1,4 +1,4 @@
-"""Drafters that need models, replayed side by side: what is computed once is handed to everyone who asked for it."""
+"""Model passes that are shared by several drafters of a replay."""
 
 from __future__ import annotations
 
@@ -6,58 +6,60 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import tee
 
 from ..response import Response
-from .drafter_walk import Walked
-from .forced_draft import Forced
-from .forcing import Asked, drafted, together
+from .draft_scores import DraftScores
+from .draft_traces import DraftTrace
 from .lazy_models import Target
+from .scoring import ScoringRequest, sample_drafts, score_drafters
 
 
-class SideBySide:
-    """Streams of what drafters would have drafted along the same responses.
+class SharedPasses:
+    """Streams of scores of several drafters on the same responses.
 
-    All of them are to be asked for before one is read, and all read the same texts: those that the first one is given.
+    All streams must be created before the first is read, and all use the texts passed to the first.
     """
 
     def __init__(self, target: Target):
         self.target = target
-        self._asked: list[Asked] = []
+        self._requests: list[ScoringRequest] = []
         self._streams = 0
-        self._forced: list[Iterator[list[Forced]]] = []
-        self._drawn: dict[int, list[Iterator[Walked]]] = {}
+        self._scores: list[Iterator[list[DraftScores]]] = []
+        self._samples: dict[int, list[Iterator[DraftTrace]]] = {}
 
-    def add(self, asked: Asked) -> int:
-        """A number for a drafter."""
-        self._asked.append(asked)
-        return len(self._asked) - 1
+    def add(self, request: ScoringRequest) -> int:
+        """Add a drafter and return its index."""
+        self._requests.append(request)
+        return len(self._requests) - 1
 
-    def forced(self, one: int) -> Callable[[Iterable[Response]], Iterator[Forced]]:
-        """A stream of a drafter's `Forced`, one for each text; there may be several of a drafter."""
-        mine = self._streams
+    def scores(self, index: int) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
+        """Return a stream of a drafter's `DraftScores`, one per text; it may be called repeatedly."""
+        stream_index = self._streams
         self._streams += 1
 
-        def along(texts: Iterable[Response]) -> Iterator[Forced]:
-            if not self._forced:
-                made = together(self._asked, list(texts), self.target.make, without=self.target.without)
-                self._forced = list(tee(made, self._streams))
+        def stream_of(texts: Iterable[Response]) -> Iterator[DraftScores]:
+            if not self._scores:
+                created = score_drafters(self._requests, list(texts), self.target.make, without=self.target.without)
+                self._scores = list(tee(created, self._streams))
             del texts
-            stream, self._forced[mine] = self._forced[mine], iter(())
-            for found in stream:
-                yield found[one]
+            stream, self._scores[stream_index] = self._scores[stream_index], iter(())
+            for batch in stream:
+                yield batch[index]
 
-        return along
+        return stream_of
 
-    def drafted(self, one: int) -> Callable[[Iterable[Response]], Iterator[Walked]]:
-        """Streams of what it drafts when it draws for itself, made once for all who read it."""
+    def samples(self, index: int) -> Callable[[Iterable[Response]], Iterator[DraftTrace]]:
+        """Return a stream of a drafter's sampled drafts, computed once for all readers."""
 
-        def along(texts: Iterable[Response]) -> Iterator[Walked]:
-            # Who reads first makes it, and leaves a copy for whoever comes later.
-            if one not in self._drawn:
-                asked, target = self._asked[one], self.target
-                made = drafted(asked.drafter, list(texts), target.make, depth=asked.depth, without=target.without)
-                self._drawn[one] = [made]
+        def stream_of(texts: Iterable[Response]) -> Iterator[DraftTrace]:
+            # The first reader creates the stream and leaves a copy for later ones.
+            if index not in self._samples:
+                request, target = self._requests[index], self.target
+                created = sample_drafts(
+                    request.drafter, list(texts), target.make, depth=request.depth, without=target.without
+                )
+                self._samples[index] = [created]
             del texts
-            *_, last = self._drawn[one]
-            mine, self._drawn[one][-1] = tee(last)
-            yield from mine
+            *_, last = self._samples[index]
+            stream, self._samples[index][-1] = tee(last)
+            yield from stream
 
-        return along
+        return stream_of

@@ -1,4 +1,4 @@
-"""Laws that follow from the text alone: one pass of each drafter's model, and at most one of the target for all."""
+"""Scoring of drafters with a `TextDistribution`: one pass of each draft model, and at most one of the target."""
 
 from __future__ import annotations
 
@@ -13,150 +13,152 @@ from ...contracts.draft import on_device
 from ...contracts.drafter import DraftContext, TextDistribution
 from ...errors import NumericalError
 from ..response import Response
-from .drafter_walk import context_length_of, ended, room
-from .forced_draft import Forced, ahead
-from .iid_chains import Sums, sums
-from .model_pass import pieces
+from .draft_scores import DraftScores, shifted_windows
+from .draft_traces import context_length_of, mask_past_end, max_draft_len
+from .iid_chains import ChainSums, sums
+from .model_pass import prefill_chunks
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A drafter's law, and what is to be known of it.
+class TextScoring:
+    """A drafter to score from its text distribution.
 
     Attributes:
-        name: of the drafter; ``most``: tokens that it can draft.
-        depth, sequences, tops: see `force.Asked`.
+        name: of the drafter; ``most``: its maximum draft length.
+        depth, sequences, tops: see `scoring.ScoringRequest`.
     """
 
     name: str
-    law: TextDistribution
+    distribution: TextDistribution
     most: int
     depth: int
     sequences: int
     tops: bool
 
 
-class _Pieces:
-    """What a law says along a group of texts, piece by piece."""
+class _TextScores:
+    """Scores of one drafter along a group of texts, computed chunk by chunk."""
 
-    def __init__(self, reading: Reading, group: Sequence[Response], width: int):
-        self._reading, self._group, self._width = reading, group, width
-        self._logits = pieces(reading.law.lm, group, width)
+    def __init__(self, request: TextScoring, batch: Sequence[Response], chunk: int):
+        self._request, self._batch, self._chunk = request, batch, chunk
+        self._logits = prefill_chunks(request.distribution.lm, batch, chunk)
         self.log_q: list[Tensor] = []
         self.log_top: list[Tensor] = []
         self.stops: list[Tensor] = []
-        self.parts: list[list[Sums]] = [[] for _ in group]
+        self.parts: list[list[ChainSums]] = [[] for _ in batch]
 
     def next(self, i: int, y: Tensor, p: Tensor | None) -> None:
-        """Piece i, of tokens ``y [B, w]``, whose laws of the target are ``p [B, w, V]``."""
-        logits, law = next(self._logits)[: len(self._group)], self._reading.law
-        q = law.sampling.probs(logits)
-        self.log_q.append(_at(q, y))
-        believed = q if law.sampling.temperature else logits.float().softmax(-1)
-        if self._reading.tops:
-            self.log_top.append(believed.amax(-1).double().log())
-        if law.goes_on is not None:
-            flat = (logits.flatten(0, 1), believed.flatten(0, 1), y.flatten())
-            self.stops.append(~law.goes_on(*flat).view_as(y))
-        if p is not None and self._reading.sequences:
-            for row, text in enumerate(self._group):
-                n = min(len(text.tokens) - i * self._width, self._width)
+        """Process chunk i with tokens ``y [B, w]`` and target probabilities ``p [B, w, V]``."""
+        logits, distribution = next(self._logits)[: len(self._batch)], self._request.distribution
+        q = distribution.sampling.probs(logits)
+        self.log_q.append(_log_at(q, y))
+        model_q = q if distribution.sampling.temperature else logits.float().softmax(-1)
+        if self._request.tops:
+            self.log_top.append(model_q.amax(-1).double().log())
+        if distribution.goes_on is not None:
+            flat = (logits.flatten(0, 1), model_q.flatten(0, 1), y.flatten())
+            self.stops.append(~distribution.goes_on(*flat).view_as(y))
+        if p is not None and self._request.sequences:
+            for row, text in enumerate(self._batch):
+                n = min(len(text.tokens) - i * self._chunk, self._chunk)
                 if n > 0:
-                    self.parts[row].append(sums(p[row, :n], q[row, :n], y[row, :n], self._reading.sequences))
+                    self.parts[row].append(sums(p[row, :n], q[row, :n], y[row, :n], self._request.sequences))
 
     def close(self) -> None:
         self._logits.close()
 
 
 @torch.inference_mode()
-def from_text(
-    readings: Sequence[Reading],
+def score_texts(
+    requests: Sequence[TextScoring],
     context: DraftContext,
-    width: int,
-    group: Sequence[Response],
+    chunk: int,
+    batch: Sequence[Response],
     log_p: Sequence[np.ndarray | None],
-) -> list[list[Forced]]:
-    """Of each drafter, what it would have drafted along each of at most B texts, all in one pass of the target.
+) -> list[list[DraftScores]]:
+    """Scores of each drafter for each of at most B texts, in one pass of the target.
 
     Args:
-        width: tokens of a piece of text.
-        log_p: of each text, where it is known; the target is asked if one is not, or for the sums.
+        chunk: tokens per chunk.
+        log_p: recorded log P of each text or None; the target runs if one is None, or for the sums.
     """
-    asks = context.sampling.temperature > 0 and (
-        any(one.sequences for one in readings) or any(one is None for one in log_p)
+    run_target = context.sampling.temperature > 0 and (
+        any(item.sequences for item in requests) or any(item is None for item in log_p)
     )
-    lengths = [len(text.tokens) for text in group]
+    lengths = [len(text.tokens) for text in batch]
     longest = max(lengths, default=0)
-    x = on_device([[*text.tokens, *[0] * (longest - len(text.tokens))] for text in group], context.device)
-    reads = [_Pieces(reading, group, width) for reading in readings]
-    target, said = None, []
-    if asks:
+    x = on_device([[*text.tokens, *[0] * (longest - len(text.tokens))] for text in batch], context.device)
+    scorers = [_TextScores(request, batch, chunk) for request in requests]
+    target, target_log_p = None, []
+    if run_target:
         assert context.target is not None
-        target = pieces(context.target, group, width)
+        target = prefill_chunks(context.target, batch, chunk)
     try:
-        for i in range(-(-longest // width)):
-            y, p = x[:, i * width : (i + 1) * width], None
+        for i in range(-(-longest // chunk)):
+            y, p = x[:, i * chunk : (i + 1) * chunk], None
             if target is not None:
-                p = context.sampling.probs(next(target)[: len(group)])
-                said.append(_at(p, y))
-            for read in reads:
-                read.next(i, y, p)
+                p = context.sampling.probs(next(target)[: len(batch)])
+                target_log_p.append(_log_at(p, y))
+            for scorer in scorers:
+                scorer.next(i, y, p)
     finally:
-        for generator in (*reads, *([target] if target is not None else [])):
+        for generator in (*scorers, *([target] if target is not None else [])):
             generator.close()
-    found = []
-    for reading, read in zip(readings, reads, strict=True):
-        mine = []
-        for row, (text, n) in enumerate(zip(group, lengths, strict=True)):
-            own, kept = _joined(read.log_q, row, n), log_p[row]
-            target_said = _joined(said, row, n) if asks else None
-            for who, values in ((f"drafter '{reading.name}'", own), ("the target", target_said)):
+    results = []
+    for request, scorer in zip(requests, scorers, strict=True):
+        row_scores = []
+        for row, (text, n) in enumerate(zip(batch, lengths, strict=True)):
+            log_q, recorded = _join(scorer.log_q, row, n), log_p[row]
+            computed = _join(target_log_p, row, n) if run_target else None
+            for label, values in ((f"drafter '{request.name}'", log_q), ("the target", computed)):
                 if values is not None and np.isnan(values).any():
                     at = int(np.argmax(np.isnan(values)))
-                    raise NumericalError(f"{who} produced NaN at token {at} of {text.where}; try dtype float32")
-            compared = None if kept is None else target_said
-            if kept is None:
-                assert target_said is not None
-                kept = target_said
-            laid = _laid(reading, context_length_of(context), read, text, row, own, kept)
-            mine.append(laid if compared is None else replace(laid, own_log_p=compared))
-        found.append(mine)
-    return found
+                    raise NumericalError(f"{label} produced NaN at token {at} of {text.where}; try dtype float32")
+            own_log_p = None if recorded is None else computed
+            if recorded is None:
+                assert computed is not None
+                recorded = computed
+            scores = _draft_scores(request, context_length_of(context), scorer, text, row, log_q, recorded)
+            row_scores.append(scores if own_log_p is None else replace(scores, own_log_p=own_log_p))
+        results.append(row_scores)
+    return results
 
 
-def _laid(
-    reading: Reading,
+def _draft_scores(
+    request: TextScoring,
     context_length: int | None,
-    read: _Pieces,
+    scorer: _TextScores,
     text: Response,
     row: int,
-    own: np.ndarray,
+    log_q: np.ndarray,
     log_p: np.ndarray,
-) -> Forced:
-    """The `Forced` of a text from the log Q ``own [T]`` of its tokens."""
-    depth, n, most = reading.depth, len(own), min(reading.depth, reading.most)
+) -> DraftScores:
+    """`DraftScores` of a text from the ``log_q [T]`` of its tokens."""
+    depth, n, most = request.depth, len(log_q), min(request.depth, request.most)
     ends = range(len(text.prompt), len(text.prompt) + n)
-    reach = np.array([room(most, end, context_length) for end in ends], dtype=np.int64)
-    if read.stops:
-        reach = np.minimum(reach, _until(torch.cat(read.stops, 1)[row, :n].cpu().numpy(), reading.law.keeps_last))
-    cells = ahead(own, depth, -np.inf)
-    cells = np.where(np.arange(depth) < reach[:, None], cells, -np.inf)
-    joined = Sums.joined(read.parts[row]) if read.parts[row] else None
-    best = ahead(_joined(read.log_top, row, n), depth, -np.inf) if reading.tops else None
-    return Forced(ended(cells), reach, log_p, joined, best)
+    lengths = np.array([max_draft_len(most, end, context_length) for end in ends], dtype=np.int64)
+    if scorer.stops:
+        lengths = np.minimum(
+            lengths, _tokens_until(torch.cat(scorer.stops, 1)[row, :n].cpu().numpy(), request.distribution.keeps_last)
+        )
+    windows = shifted_windows(log_q, depth, -np.inf)
+    windows = np.where(np.arange(depth) < lengths[:, None], windows, -np.inf)
+    joined = ChainSums.joined(scorer.parts[row]) if scorer.parts[row] else None
+    best = shifted_windows(_join(scorer.log_top, row, n), depth, -np.inf) if request.tops else None
+    return DraftScores(mask_past_end(windows), lengths, log_p, joined, best)
 
 
-def _at(law: Tensor, tokens: Tensor) -> Tensor:
-    """``[B, w]`` float64: the log of ``law [B, w, V]`` at ``tokens [B, w]``."""
-    return law.gather(2, tokens[..., None])[..., 0].double().log()
+def _log_at(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Log of ``probs [B, w, V]`` at ``tokens [B, w]``, float64 ``[B, w]``."""
+    return probs.gather(2, tokens[..., None])[..., 0].double().log()
 
 
-def _joined(pieces: Sequence[Tensor], row: int, n: int) -> np.ndarray:
-    return torch.cat([piece[row] for piece in pieces])[:n].cpu().numpy() if n else np.zeros(0)
+def _join(chunks: Sequence[Tensor], row: int, n: int) -> np.ndarray:
+    return torch.cat([chunk[row] for chunk in chunks])[:n].cpu().numpy() if n else np.zeros(0)
 
 
-def _until(stops: np.ndarray, keeps_last: bool) -> np.ndarray:
-    """``[T]``: tokens from each on to the first of ``stops [T]`` bool, it included or not; very many if none comes."""
+def _tokens_until(stops: np.ndarray, keeps_last: bool) -> np.ndarray:
+    """``[T]``: tokens from each position to the next of ``stops [T]`` bool, itself included if ``keeps_last``."""
     t = np.arange(len(stops))
     at = np.where(stops, t + keeps_last, t[-1:] + 2**20)
     return np.minimum.accumulate(at[::-1])[::-1] - t

@@ -10,8 +10,8 @@ import torch
 from crossdraft.framework.certificate import bounds as module
 from crossdraft.framework.certificate.bounds import (
     bounds,
-    draft_law,
-    target_law,
+    draft_distribution,
+    target_prefix_probs,
     transport,
     transport_iid,
 )
@@ -76,8 +76,8 @@ def test_dependent_drafts_against_all_subsets(kind: str) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 def test_levels_of_independent_sequences_as_a_flow(toys: dict[str, Toy], toy: str, level: int) -> None:
     """The closed form over prefixes and the flow over the drafts that were enumerated are the same number."""
-    drafts = draft_law(toys[toy], DRAFTS["iid-2"].build, toys[toy].gamma)
-    joint = target_law(toys[toy].target, drafts)
+    drafts = draft_distribution(toys[toy], DRAFTS["iid-2"].build, toys[toy].gamma)
+    joint = target_prefix_probs(toys[toy].target, drafts)
     want = module._transport(drafts, joint, level)
     drafts.sequences = None
     assert module._transport(drafts, joint, level) == pytest.approx(want, abs=1e-9)
@@ -85,7 +85,7 @@ def test_levels_of_independent_sequences_as_a_flow(toys: dict[str, Toy], toy: st
 
 def test_every_draft_is_enumerated(toys: dict[str, Toy]) -> None:
     toy = toys["G1"]
-    drafts = draft_law(toy, DRAFTS["iid-2"].build, toy.gamma)
+    drafts = draft_distribution(toy, DRAFTS["iid-2"].build, toy.gamma)
     q = toy.drafter.tolist()
     single = {(a, b): q[3][a] * q[a][b] for a in range(3) for b in range(3)}
     want: dict[frozenset, float] = {}

@@ -9,7 +9,14 @@ from wrong_verifiers import AcceptsAll, Inverted, NoResidual
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate import first_token_check
-from crossdraft.framework.certificate.first_token_check import Case, PromptLaws, choose, first_token, judge, sample
+from crossdraft.framework.certificate.first_token_check import (
+    Case,
+    PromptDistributions,
+    check_counts,
+    choose,
+    first_token,
+    sample,
+)
 from crossdraft.framework.certificate.goodness_of_fit import Fit, goodness_of_fit
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
@@ -29,7 +36,9 @@ def case(verifier: str | type, draft: str = "chain", gamma: int = 1) -> Case:
 def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.Tensor = Q, **more: Any) -> list:
     found = sample(p, q, cases, samples, rng=CounterRng(5), **more)
     assert all(int(counts.sum()) == samples for counts in found)
-    return [judge(one, counts, PromptLaws("", 1, p, q)) for one, counts in zip(cases, found, strict=True)]
+    return [
+        check_counts(one, counts, PromptDistributions("", 1, p, q)) for one, counts in zip(cases, found, strict=True)
+    ]
 
 
 # -- the law -------------------------------------------------------------------------------------------------
@@ -141,7 +150,7 @@ def test_what_is_no_token_is_an_error() -> None:
         def verify(self, draft: Draft, p: torch.Tensor, rng: Any) -> Verdict:
             return Verdict(torch.zeros_like(draft.count), torch.full_like(draft.count, p.shape[2]))
 
-    with pytest.raises(ContractError, match="'accepts-all' emitted something that is no token"):
+    with pytest.raises(ContractError, match="'accepts-all' emitted an invalid token"):
         sample(P, Q, [case(Outside)], 10, rng=CounterRng(0))
 
 
@@ -166,7 +175,7 @@ def test_chi_square_is_scipys() -> None:
     theirs = chisquare([480, 310, 205, 5], [500, 300, 194, 6])
     assert fit.chi_square == pytest.approx(theirs.statistic, rel=1e-5)
     assert fit.p_value == pytest.approx(theirs.pvalue, rel=1e-5)
-    assert fit.degrees == 3
+    assert fit.degrees_of_freedom == 3
     off = torch.tensor([-0.02, 0.01, 0.011, -0.0005, -0.0005])
     assert fit.sd == pytest.approx(float(off.square().mean().sqrt()), rel=1e-5)
     assert fit.expected_sd == pytest.approx(float((law * (1 - law) / 1000).mean().sqrt()), rel=1e-5)
@@ -194,7 +203,7 @@ def test_many_cells() -> None:
 )
 def test_chi_square_at_the_edges(counts: list[int], law: list[float], expected: tuple) -> None:
     fit = goodness_of_fit(torch.tensor(counts), torch.tensor(law, dtype=torch.float64))
-    assert (fit.chi_square, fit.degrees, fit.p_value) == pytest.approx(expected)
+    assert (fit.chi_square, fit.degrees_of_freedom, fit.p_value) == pytest.approx(expected)
 
 
 def test_infinity_is_no_json() -> None:

@@ -16,21 +16,21 @@ from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.replay.acceptance_formulas import survival
-from crossdraft.framework.replay.step_chain import Acceptance, expected, law_of_tau
-from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
+from crossdraft.framework.replay.step_chain import StepAcceptance, expected_steps, tau_distribution
+from crossdraft.framework.replay.teacher_forcing.draft_scores import DraftScores
 from crossdraft.framework.replay.teacher_forcing.iid_chains import sums
 
 GAMMA = 2
 
 
-def forced(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> Forced:
+def forced(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> DraftScores:
     last = torch.tensor([toy.vocab_size, *output[:-1]])
     p, q = toy.target[last], toy.drafter[last]
     x = torch.tensor(output)
     log_p, log_q = (law.gather(1, x[:, None])[:, 0].log().numpy() for law in (p, q))
     t = np.arange(len(output))
-    ahead = np.minimum(t[:, None] + np.arange(depth), len(output) - 1)
-    return Forced(log_q[ahead], np.full(len(output), depth), log_p, sums(p, q, x, k))
+    index = np.minimum(t[:, None] + np.arange(depth), len(output) - 1)
+    return DraftScores(log_q[index], np.full(len(output), depth), log_p, sums(p, q, x, k))
 
 
 def chance(toy: Toy, output: tuple[int, ...]) -> float:
@@ -46,7 +46,7 @@ def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callabl
         if not weight:
             continue
         at_least = of(rule, forced(toy, output, gamma, k), [k])[k]
-        law = law_of_tau(at_least, [gamma])[:, 0]
+        law = tau_distribution(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1
         for i in range(steps):
@@ -93,7 +93,7 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
     """Token's for block, R_i without its running minimum, SpecInfer's for SpecTr."""
     toy = toys["T0"]
 
-    def no_minimum(rule: str, given: Forced, ks: Any) -> dict[int, np.ndarray]:
+    def no_minimum(rule: str, given: DraftScores, ks: Any) -> dict[int, np.ndarray]:
         t = np.arange(len(given.log_p))[:, None]
         log_r = given.log_q - np.concatenate([given.log_p, np.zeros(GAMMA)])[t + np.arange(GAMMA)]
         inside = t + np.arange(GAMMA) < len(given.log_p)
@@ -107,14 +107,14 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
     assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-4
 
 
-def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> Acceptance:
+def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> StepAcceptance:
     random = np.random.default_rng(seed)
     lengths = random.integers(0, depth + 1, t)
     inside = np.arange(depth) < np.minimum(lengths, t - np.arange(t))[:, None]
-    return Acceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)
+    return StepAcceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)
 
 
-def walked(one: Acceptance, gamma: int) -> dict[str, float]:
+def walked(one: StepAcceptance, gamma: int) -> dict[str, float]:
     """All ways of walking through a response, one after the other."""
     t, limit = len(one.survival), one.limit or 10**9
     sums = dict.fromkeys(("steps", "drafted", "rows", "counted", "emitted"), 0.0) | {"ways": 0.0}
@@ -150,7 +150,7 @@ def test_every_way_through_a_response(responses: list[tuple[int, int | None]], s
         random_acceptance(seed + i, t, depth, over if over is None else t + over)
         for i, (t, over) in enumerate(responses)
     ]
-    found = expected(given, gammas)
+    found = expected_steps(given, gammas)
     for row, one in enumerate(given):
         for column, gamma in enumerate(gammas):
             wanted = walked(one, gamma)
@@ -162,13 +162,13 @@ def test_every_way_through_a_response(responses: list[tuple[int, int | None]], s
 
 def test_batches_and_pieces_change_nothing(monkeypatch: Any) -> None:
     given = [random_acceptance(i, 1 + 37 * i % 90, 4, None) for i in range(150)]
-    together = expected(given, range(1, 5))
+    batched = expected_steps(given, range(1, 5))
     for i in (0, 17, 149):
-        alone = expected([given[i]], range(1, 5))
-        assert together.steps[i] == pytest.approx(alone.steps[0])
-        assert together.accepted[i] == pytest.approx(alone.accepted[0])
+        alone = expected_steps([given[i]], range(1, 5))
+        assert batched.steps[i] == pytest.approx(alone.steps[0])
+        assert batched.accepted[i] == pytest.approx(alone.accepted[0])
     monkeypatch.setattr("crossdraft.framework.replay.step_chain.BATCH", 7)
-    assert expected(given, range(1, 5)).steps == pytest.approx(together.steps)
+    assert expected_steps(given, range(1, 5)).steps == pytest.approx(batched.steps)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -177,9 +177,9 @@ def test_a_drafter_that_is_the_target_has_gamma_and_one(rule: str) -> None:
     t, depth = 50, 16
     log_p = np.log(np.random.default_rng(0).random(t))
     log_q = np.array([[log_p[min(a + j, t - 1)] for j in range(depth)] for a in range(t)])
-    at_least = survival(rule, Forced(log_q, np.full(t, depth), log_p))[1]
-    cut = expected([Acceptance(at_least, np.full(t, depth), t)], range(1, depth + 1))
-    ended = expected([Acceptance(at_least, np.full(t, depth), None)], range(1, depth + 1))
+    at_least = survival(rule, DraftScores(log_q, np.full(t, depth), log_p))[1]
+    cut = expected_steps([StepAcceptance(at_least, np.full(t, depth), t)], range(1, depth + 1))
+    ended = expected_steps([StepAcceptance(at_least, np.full(t, depth), None)], range(1, depth + 1))
     for gamma in range(1, depth + 1):
         assert cut.emitted[0, gamma - 1] / cut.counted[0, gamma - 1] == pytest.approx(gamma + 1)
         assert cut.counted[0, gamma - 1] == pytest.approx(t // (gamma + 1))

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from wrong_verifiers import Inverted
 
-from crossdraft.framework.certificate.first_token_check import laws_after
+from crossdraft.framework.certificate.first_token_check import next_token_probs
 from crossdraft.framework.cli.certify.command import model
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, ModelError, NumericalError, UnknownNameError, UsageError
@@ -133,7 +133,7 @@ def test_nan_is_an_error() -> None:
         commit=lambda counts: None,
     )
     with pytest.raises(NumericalError, match="the target 'x' produced NaN"):
-        laws_after(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
+        next_token_probs(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
 
 
 def test_options_that_a_parser_has_already() -> None:

@@ -13,13 +13,13 @@ import pytest
 from crossdraft.framework.errors import NumericalError, UsageError
 from crossdraft.framework.replay import acceptance_formulas
 from crossdraft.framework.replay.acceptance_formulas import survival
-from crossdraft.framework.replay.teacher_forcing.forced_draft import Forced
-from crossdraft.framework.replay.teacher_forcing.iid_chains import Sums, sums
+from crossdraft.framework.replay.teacher_forcing.draft_scores import DraftScores
+from crossdraft.framework.replay.teacher_forcing.iid_chains import ChainSums, sums
 
 CLOSE = 1e-12
 
 
-def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> Forced:
+def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> DraftScores:
     """What replay knows of an output whose first steps draft all but its last token."""
     t, logs = len(output), np.full((len(output), len(output)), -np.inf)
     laws = [[law(output[:i]) for i in range(t)] for law in (p, q)]
@@ -29,7 +29,7 @@ def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) 
             logs[at, j] = math.log(chance) if chance else -math.inf
     log_p = np.array([math.log(law[x]) for law, x in zip(laws[0], output, strict=True)])
     rows = [np.array(law, dtype=float) for law in laws]
-    return Forced(logs, np.full(t, t), log_p, sums(*rows, np.array(output), k))
+    return DraftScores(logs, np.full(t, t), log_p, sums(*rows, np.array(output), k))
 
 
 def pairs(count: int, v: int) -> list[tuple[exact.Model, exact.Model]]:
@@ -71,10 +71,10 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
             assert wanted == [float(draft[:i] == output[:i]) for i in range(1, gamma + 1)]
             logs = np.full((gamma + 1, gamma), -np.inf)
             logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
-            given = Forced(logs, np.full(gamma + 1, gamma), forced(p, p, output).log_p)
-            for rule in acceptance_formulas.RULES:
+            given = DraftScores(logs, np.full(gamma + 1, gamma), forced(p, p, output).log_p)
+            for rule in acceptance_formulas.VERIFIERS:
                 assert survival(rule, given)[1][0].tolist() == wanted
-            shortcut = acceptance_formulas.certain([given])
+            shortcut = acceptance_formulas.point_mass_survival([given])
             assert shortcut is not None and shortcut[0][0].tolist() == wanted
 
 
@@ -100,14 +100,14 @@ def test_several_sequences_at_every_k_from_one_pass(rule: str, v: int, gamma: in
         for output in outputs(p, v, gamma):
             given = forced(p, q, output, k)
             if rule == "spectr":  # with the very rho of the enumeration, which is rational
-                given = Forced(given.log_q, given.lengths, given.log_p, _with_rho(given.sums, p, q, output, k))
+                given = DraftScores(given.log_q, given.lengths, given.log_p, _with_rho(given.sums, p, q, output, k))
             found = survival(rule, given, ks)
             for one in ks:
                 wanted = [float(x) for x in exact.given_output(joints[one], p, output)]
                 assert found[one][0, :gamma] == pytest.approx(wanted, abs=CLOSE)
 
 
-def _with_rho(found: Sums | None, p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int) -> Sums:
+def _with_rho(found: ChainSums | None, p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int) -> ChainSums:
     assert found is not None
     rho, beta = np.empty_like(found.rho), np.empty_like(found.beta)
     for t in range(len(output)):
@@ -116,7 +116,7 @@ def _with_rho(found: Sums | None, p: exact.Model, q: exact.Model, output: tuple[
             r = exact.valid_rho(a, b, s, SLACK) if s > 1 else Fraction(1)
             rho[t, s - 1], beta[t, s - 1] = r, sum(min(x / r, y) for x, y in zip(a, b, strict=True))
     assert np.all(found.rho <= rho + 1e-9) and np.all(rho - found.rho <= float(SLACK) + 1e-9)
-    return Sums(found.p, found.q, found.c, rho, beta)
+    return ChainSums(found.p, found.q, found.c, rho, beta)
 
 
 @pytest.mark.parametrize(
@@ -160,21 +160,21 @@ def test_rho_is_that_of_the_rule() -> None:
 
 
 def test_what_has_no_identity_is_refused() -> None:
-    given = Forced(np.full((2, 2), -0.5), np.full(2, 2), np.zeros(2))
+    given = DraftScores(np.full((2, 2), -0.5), np.full(2, 2), np.zeros(2))
     with pytest.raises(UsageError, match=r"'traversal' cannot be replayed.*measure it with crossdraft run"):
         survival("traversal", given)
-    with pytest.raises(UsageError, match="judges one sequence, not 2"):
+    with pytest.raises(UsageError, match="verifies one sequence, not 2"):
         survival("block", given, [2])
-    with pytest.raises(UsageError, match="needs rows of both laws"):
+    with pytest.raises(UsageError, match="needs `DraftScores.sums`"):
         survival("spectr", given, [2])
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 0.5])
 def test_numbers_that_are_no_logarithms_are_refused(bad: float) -> None:
-    with pytest.raises(NumericalError, match="log P of token 1"):
-        survival("token", Forced(np.zeros((2, 2)), np.full(2, 2), np.array([0.0, bad])))
+    with pytest.raises(NumericalError, match="log P of response token 1"):
+        survival("token", DraftScores(np.zeros((2, 2)), np.full(2, 2), np.array([0.0, bad])))
     if bad != -np.inf:
         logs = np.zeros((2, 2))
         logs[0, 1] = bad
-        with pytest.raises(NumericalError, match="log Q of drafted token 2 from token 0"):
-            survival("token", Forced(logs, np.full(2, 2), np.zeros(2)))
+        with pytest.raises(NumericalError, match="log Q of drafted token 2 after response token 0"):
+            survival("token", DraftScores(logs, np.full(2, 2), np.zeros(2)))

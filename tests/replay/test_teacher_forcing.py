@@ -1,4 +1,4 @@
-"""Forcing a drafter along a text: the same numbers as the loop's own drafts, as a fresh drafter's, and as one pass."""
+"""Teacher forcing: the same numbers as the loop's own drafts, as a fresh drafter's, and as one pass."""
 
 import json
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.acceptance_formulas import survival
-from crossdraft.framework.replay.step_chain import Acceptance
-from crossdraft.framework.replay.step_chain import expected as steps_of
-from crossdraft.framework.replay.teacher_forcing.drafter_walk import ForcedStepRng
-from crossdraft.framework.replay.teacher_forcing.forcing import Asked, forced, together
+from crossdraft.framework.replay.step_chain import StepAcceptance
+from crossdraft.framework.replay.step_chain import expected_steps as steps_of
+from crossdraft.framework.replay.teacher_forcing.draft_traces import TeacherForcingStepRng
+from crossdraft.framework.replay.teacher_forcing.scoring import ScoringRequest, score_drafter, score_drafters
 
 #: Few tokens, so that drafts of random heads are right now and then.
 V = 11
@@ -98,9 +98,9 @@ def test_a_draft_model_from_the_text_is_one_that_drafts(
     target: Any, small: Any, said: list[Said], sampling: Sampling, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, make = configured("draft-model", model="small", **options), making(target, sampling, small)
-    quick = list(forced(drafter, said, make, depth=6, rows=3))
+    quick = list(score_drafter(drafter, said, make, depth=6, rows=3))
     monkeypatch.setattr(drafter[0], "text_distribution", Drafter.text_distribution)
-    slow = list(forced(drafter, said, make, depth=6, rows=3))
+    slow = list(score_drafter(drafter, said, make, depth=6, rows=3))
     assert [len(one.log_p) for one in quick] == ENDS
     for one, other in zip(quick, slow, strict=True):
         if "policy" in options and sampling.temperature == 0:
@@ -116,7 +116,7 @@ def test_a_draft_model_from_the_text_is_one_that_drafts(
 def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[Said]) -> None:
     sampling = Sampling(temperature=0.8)
     found = list(
-        forced(configured("draft-model", model="small", gamma=2), said, making(target, sampling, small), depth=5)
+        score_drafter(configured("draft-model", model="small", gamma=2), said, making(target, sampling, small), depth=5)
     )
     for text, one in zip(said, found, strict=True):
         n = len(text.tokens)
@@ -139,11 +139,11 @@ def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any
 
     texts = [Said(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
     make, drafter = making(target, WARM, small, lm=Silent), configured("draft-model", model="small")
-    assert all((one.log_p == -0.5).all() for one in forced(drafter, texts, make, depth=3))
+    assert all((one.log_p == -0.5).all() for one in score_drafter(drafter, texts, make, depth=3))
     with pytest.raises(AssertionError, match="was asked"):
-        list(forced(drafter, said, make, depth=3))
+        list(score_drafter(drafter, said, make, depth=3))
     cold = making(target, Sampling(temperature=0), small)
-    assert all((one.log_p == 0).all() for one in forced(drafter, texts, cold, depth=3))
+    assert all((one.log_p == 0).all() for one in score_drafter(drafter, texts, cold, depth=3))
 
 
 # -- what a run drew ---------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_forced_laws_are_those_that_a_run_drew_from(
 ) -> None:
     drafter, make = case(name, heads, small, target, Sampling(temperature=temperature))
     made = run(make, drafter, "token", PROMPTS, new=16, rows=5)
-    found = list(forced(drafter, made.responses, make, depth=3, rows=3))
+    found = list(score_drafter(drafter, made.responses, make, depth=3, rows=3))
     assert agree(made, found) >= 2
 
 
@@ -204,11 +204,11 @@ def test_forced_laws_are_those_of_a_drafter_that_begins_there(
     heads: Callable, target: Any, small: Any, said: list[Said], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
-    found = list(forced(drafter, said, make, depth=3, rows=3))
+    found = list(score_drafter(drafter, said, make, depth=3, rows=3))
     for text, one in zip(said, found, strict=True):
         for t in range(0, len(text.tokens), 2):
             n = min(3, len(text.tokens) - t)
-            draft = fresh(make, drafter, text, t, n, lambda rest: ForcedStepRng(torch.tensor([rest]), name))
+            draft = fresh(make, drafter, text, t, n, lambda rest: TeacherForcingStepRng(torch.tensor([rest]), name))
             count = int(draft.count[0])
             assert min(one.lengths[t], n) == count
             q = draft.q[0, range(count), list(text.tokens[t : t + count])] if count else torch.zeros(0)
@@ -235,7 +235,7 @@ def test_a_wrong_place_of_the_hidden_states_is_seen(
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
     _, wrong = case(name, heads, small, target, WARM, lm=Shifted)
-    pairs = zip(forced(drafter, said, make, depth=3), forced(drafter, said, wrong, depth=3), strict=True)
+    pairs = zip(score_drafter(drafter, said, make, depth=3), score_drafter(drafter, said, wrong, depth=3), strict=True)
     assert max(np.abs(np.exp(a.log_q) - np.exp(b.log_q)).max(initial=0) for a, b in pairs) > 0.05
 
 
@@ -262,14 +262,14 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
     make = making(target, Sampling(temperature=1.3), small)
     made = run(make, drafter, rule, PROMPTS * 12, new=8, rows=60, validate="never")
     many = 0 if sequences == 1 else sequences
-    found = list(forced(drafter, made.responses, make, depth=3, sequences=many))
-    accepted = [Acceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
+    found = list(score_drafter(drafter, made.responses, make, depth=3, sequences=many))
+    accepted = [StepAcceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
     expected = steps_of(accepted, [3]).steps[:, 0]
     off = made.counts() - expected
     z = off.mean() / (off.std(ddof=1) / len(off) ** 0.5)
     assert abs(z) < 3.5 and off.std() > 0.1
     # Another rule's acceptance, or steps that start one token later, would be seen.
-    wrong = [Acceptance(one.survival**2, one.lengths, 8) for one in accepted]
+    wrong = [StepAcceptance(one.survival**2, one.lengths, 8) for one in accepted]
     off = made.counts() - steps_of(wrong, [3]).steps[:, 0]
     assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4
 
@@ -285,9 +285,9 @@ def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, smal
             return super().forward(*args, **inputs)
 
     drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "draft-model")]
-    alone = [list(forced(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]
+    alone = [list(score_drafter(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]
     make = making(target, WARM, small, lm=Counted)
-    side_by_side = list(together([Asked(drafter, 3) for drafter in drafters], said, make, rows=5))
+    side_by_side = list(score_drafters([ScoringRequest(drafter, 3) for drafter in drafters], said, make, rows=5))
     assert passes == max(ENDS)  # a token at a time, once for everyone
     for i, mine in enumerate(alone):
         for one, other in zip(mine, side_by_side, strict=True):

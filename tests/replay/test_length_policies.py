@@ -14,9 +14,9 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.replay import length_policies
 from crossdraft.framework.replay.acceptance_formulas import survival
 from crossdraft.framework.replay.length_policies import confident, heuristic
-from crossdraft.framework.replay.step_chain import Acceptance
-from crossdraft.framework.replay.step_chain import expected as steps_of
-from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
+from crossdraft.framework.replay.step_chain import StepAcceptance
+from crossdraft.framework.replay.step_chain import expected_steps as steps_of
+from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, score_drafter
 
 V, G = 11, 5
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8], [3], [1, 2, 1, 2, 1, 2, 3], [4, 0, 10]]
@@ -52,14 +52,14 @@ def test_a_grid_of_thresholds_from_one_replay(
     sampling = Sampling(temperature=temperature)
     make = making(models[0], sampling, models[1])
     texts = run(make, configured("none"), "token", PROMPTS, new=6).responses
-    static = list(forced(draft_model(), texts, make, depth=G, tops=True))
+    static = list(score_drafter(draft_model(), texts, make, depth=G, tops=True))
     sizes = set()
     for threshold in (0.3, 0.8):
         policy = {"name": "confidence", "stop": stop, "threshold": threshold}
-        found = [list(forced(draft_model(policy=policy), texts, make, depth=G))]
+        found = [list(score_drafter(draft_model(policy=policy), texts, make, depth=G))]
         with monkeypatch.context() as patched:
             patched.setattr(draft_model()[0], "text_distribution", Drafter.text_distribution)
-            found.append(list(forced(draft_model(policy=policy), texts, make, depth=G)))
+            found.append(list(score_drafter(draft_model(policy=policy), texts, make, depth=G)))
         for longest, *others in zip(static, *found, strict=True):
             assert longest.log_top is not None
             own = confident(longest.log_q if temperature else longest.log_top, longest.log_top, threshold, stop)
@@ -78,14 +78,14 @@ def test_thresholds_against_a_run(models: tuple[Any, Any]) -> None:
     policy = {"name": "confidence", "threshold": 0.2}
     make, drafter = making(models[0], WARM, models[1]), draft_model(policy=policy)
     made = run(make, drafter, "block", PROMPTS * 14, new=8, rows=70, validate="never")
-    static = list(forced(draft_model(), made.responses, make, depth=G, rows=70, tops=True))
-    drawn = list(drafted(draft_model(), made.responses, make, depth=G, rows=70, seed=5))
+    static = list(score_drafter(draft_model(), made.responses, make, depth=G, rows=70, tops=True))
+    drawn = list(sample_drafts(draft_model(), made.responses, make, depth=G, rows=70, seed=5))
     accepted, on_path = [], []
     for longest, own in zip(static, drawn, strict=True):
         assert longest.log_top is not None and own.log_top is not None
         cut = replace(longest, lengths=confident(longest.log_q, longest.log_top, 0.2))
         free = confident(own.log_q, own.log_top, 0.2)
-        accepted.append(Acceptance(survival("block", cut)[1], free, 8))
+        accepted.append(StepAcceptance(survival("block", cut)[1], free, 8))
         on_path.append(replace(accepted[-1], lengths=cut.lengths))
     found = steps_of(accepted, [G])
     assert unlike(made.counts(), found.steps[:, 0]) < 3
@@ -98,8 +98,8 @@ def test_the_heuristic_against_a_run(models: tuple[Any, Any]) -> None:
     make, drafter = making(models[0], WARM, models[1]), draft_model(policy={"name": "heuristic", "start_length": 2})
     made: Run = run(make, drafter, "token", PROMPTS * 14, new=12, rows=70, validate="never")
     accepted = [
-        Acceptance(survival("token", one)[1], one.lengths, 12)
-        for one in forced(draft_model(), made.responses, make, depth=G, rows=70)
+        StepAcceptance(survival("token", one)[1], one.lengths, 12)
+        for one in score_drafter(draft_model(), made.responses, make, depth=G, rows=70)
     ]
     found = heuristic(accepted, G, 2)
     assert unlike(made.counts(), found.steps[:, 0]) < 3 and unlike(made.nodes(), found.drafted[:, 0]) < 3
@@ -120,7 +120,7 @@ def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
         tau = wanted if whole else 0
         at += tau + 1
         own.observe([tau], [wanted])
-    one = Acceptance(np.full((n, gamma), float(whole)), np.full(n, gamma), n)
+    one = StepAcceptance(np.full((n, gamma), float(whole)), np.full(n, gamma), n)
     found = heuristic([one], gamma, 3)
     assert (found.steps[0, 0], found.drafted[0, 0]) == (len(drafts), sum(drafts))
     assert found.accepted[0, 0].sum() == pytest.approx(found.emitted[0, 0] - found.counted[0, 0])
@@ -129,7 +129,7 @@ def test_the_heuristic_is_the_policys_own(whole: bool) -> None:
 def test_a_heuristic_that_never_changes_is_static() -> None:
     rng = np.random.default_rng(1)
     responses = [
-        Acceptance(np.sort(rng.random((n, 1)), 1)[:, ::-1], np.ones(n, dtype=np.int64), limit)
+        StepAcceptance(np.sort(rng.random((n, 1)), 1)[:, ::-1], np.ones(n, dtype=np.int64), limit)
         for n, limit in ((7, 9), (5, 5), (6, None))
     ]
     mine, plain = heuristic(responses, 1, 1), steps_of(responses, [1])

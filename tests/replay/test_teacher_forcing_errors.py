@@ -11,8 +11,8 @@ from replay_fixtures import Said, configured, making
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
-from crossdraft.framework.replay.teacher_forcing.drafter_walk import walk
-from crossdraft.framework.replay.teacher_forcing.forcing import drafted, forced
+from crossdraft.framework.replay.teacher_forcing.draft_traces import trace_drafts
+from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, score_drafter
 
 V = 11
 WARM = Sampling(temperature=1.0)
@@ -73,7 +73,7 @@ def target(tiny_model: Callable) -> Any:
 
 
 def replay(drafter: tuple[Any, Any], target: Any, texts: Sequence[Said] = TEXTS, sampling: Sampling = WARM) -> list:
-    return list(forced(drafter, texts, making(target, sampling, target), depth=4))
+    return list(score_drafter(drafter, texts, making(target, sampling, target), depth=4))
 
 
 def plain(cls: Any) -> tuple[Any, Any]:
@@ -93,21 +93,22 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
 @pytest.mark.parametrize(
     "drafter, reason",
     [
-        (plain(OwnNumbers), "its tokens are not those that its random source drew from the law it reports"),
-        (plain(RandomPointMass), "its tokens are not those that its random source drew from the law it reports"),
-        (plain(Coins), "it tosses coins while it drafts"),
-        (plain(OtherPurpose), "it draws for the purpose 'other' while it drafts"),
-        (plain(strategies.Window), "its drafts are wider than a chain, or have probes"),
+        (plain(OwnNumbers), "its tokens differ from the draws of its random source"),
+        (plain(RandomPointMass), "its tokens differ from the draws of its random source"),
+        (plain(Coins), "it makes random accept decisions while drafting"),
+        (plain(OtherPurpose), "it draws random numbers for the purpose 'other' while drafting"),
+        (plain(strategies.Window), "its drafts are not plain chains"),
         (configured("draft-model-tree", model="x"), "it drafts trees ('without_replacement')"),
-        (configured("draft-model", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
-        (configured("eagle3", model="x", policy="heuristic"), "how it drafts depends on how earlier steps went"),
+        (configured("draft-model", model="x", policy="heuristic"), "it adapts to the outcome of earlier steps"),
+        (configured("heuristic-schedule", model="x"), "it adapts to the outcome of earlier steps"),
+        (configured("eagle3", model="x", policy="heuristic"), "it adapts to the outcome of earlier steps"),
         (
             configured("draft-model", model="x", policy="learnt-threshold"),
-            "how it drafts depends on how earlier steps went",
+            "it adapts to the outcome of earlier steps",
         ),
-        (configured("early-exit", policy="heuristic"), "how it drafts depends on how earlier steps went"),
-        (configured("jacobi"), "how it drafts depends on how earlier steps went"),
-        (configured("lookahead"), "how it drafts depends on how earlier steps went"),
+        (configured("early-exit", policy="heuristic"), "it adapts to the outcome of earlier steps"),
+        (configured("jacobi"), "it adapts to the outcome of earlier steps"),
+        (configured("lookahead"), "it adapts to the outcome of earlier steps"),
     ],
 )
 def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:
@@ -118,11 +119,11 @@ def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: A
 
 
 def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None:
-    with pytest.raises(UsageError, match="its law depends on where a step starts, which only single chains may"):
-        list(forced(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
+    with pytest.raises(UsageError, match="the distribution of its sequences depends on where a step starts"):
+        list(score_drafter(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
-    with pytest.raises(UsageError, match="at temperature 0; there are no 3 sequences"):
-        list(forced(configured("draft-model-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
+    with pytest.raises(UsageError, match="at temperature 0, not 3 sequences"):
+        list(score_drafter(configured("draft-model-iid", model="x"), TEXTS, cold, depth=2, sequences=3))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,9 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
     [
         (Said([], [1]), "the prompt is empty"),
         (Said([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
-        (Said([-1], [2]), "the token -1, outside"),
-        (Said([1] * 20, [2] * 5), "25 tokens, but the target's context is 24"),
-        (Said([1], [2, 3], [-0.5]), "2 tokens have log P of shape"),
+        (Said([-1], [2]), "token -1 is outside"),
+        (Said([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
+        (Said([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
 def test_a_text_that_the_target_cannot_have_said(text: Said, says: str, target: Any) -> None:
@@ -147,7 +148,7 @@ def test_numbers_that_are_none(target: Any, tiny_model: Callable) -> None:
     broken = tiny_model("llama", vocab_size=V, context=24, copy="broken")
     broken.get_output_embeddings().weight.data[3] = torch.nan
     with pytest.raises(CrossdraftError, match="NaN at token 0 of answers"):
-        list(forced(configured("draft-model", model="x"), TEXTS, making(target, WARM, broken), depth=2))
+        list(score_drafter(configured("draft-model", model="x"), TEXTS, making(target, WARM, broken), depth=2))
     with pytest.raises(CrossdraftError, match="the target produced NaN"):
         replay(plain(Uniform), broken)
 
@@ -163,11 +164,11 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
 
     context = making(target, WARM)(2, 8, 4)
     uniform, failing = (cls(cls.Config(), context) for cls in (Uniform, Failing))
-    before = walk(uniform, context, TEXTS, 2)
+    before = trace_drafts(uniform, context, TEXTS, 2)
     with pytest.raises(RuntimeError, match="in the middle"):
-        walk(failing, context, TEXTS, 2)
+        trace_drafts(failing, context, TEXTS, 2)
     assert context.target is not None and context.target.lengths == [0, 0]
-    for one, again in zip(before, walk(uniform, context, TEXTS, 2), strict=True):
+    for one, again in zip(before, trace_drafts(uniform, context, TEXTS, 2), strict=True):
         assert (one.log_p == again.log_p).all()
 
 
@@ -192,5 +193,5 @@ def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
     never = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 0})
     always = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)
-    assert [one.lengths.tolist() for one in drafted(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
-    assert [one.lengths.tolist() for one in drafted(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]
+    assert [one.lengths.tolist() for one in sample_drafts(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
+    assert [one.lengths.tolist() for one in sample_drafts(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]
