@@ -46,4 +46,4 @@ def test_the_readme_explains_what_is_there() -> None:
 def test_the_page_says_the_same() -> None:
     meanings = {quantity.meaning for quantity in QUANTITIES}
     own = [column.key for column in COLUMNS if column.meaning not in meanings]
-    assert own == ["setting", "per_user", "first", "run"]  # columns that the CSV has not, or not so
+    assert own == ["pair", "per_user", "first"]  # columns that the CSV has not, or not so
