@@ -81,6 +81,7 @@ def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) ->
     assert cli.main(["report", str(interrupted[0]), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "note: interrupted: 0 of 3 cells so far" in text
+    assert "<b>Partial results.</b> interrupted: 0 of 3 cells so far" in text
 
 
 def test_a_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:

@@ -156,7 +156,7 @@ def table_of(runs: RUNS) -> Table:
     for key in ESTIMATES:
         if estimates := [e for row in rows if (e := row.values[key].estimate) is not None]:
             low, high = visible(estimates, 1.0) if key == "speed_up" else visible(estimates)
-            scales[key] = Scale(Axis(key, low, high, labels={t: f"{t:g}" for t in ticks(low, high, 5)}))
+            scales[key] = Scale(Axis(key, low, high, labels={t: f"{t:g}" for t in ticks(low, high, 4)}))
     settings = [*shared, f"target {targets.pop()}"] if len(targets) == 1 else shared
     return Table(settings, columns, made, scales)
 

@@ -78,7 +78,7 @@ def _draw(one: Map) -> str:
     gammas, batch_sizes = one.gammas, one.batch_sizes
     x, y = (
         Axis(title, -0.5, len(values) - 0.5, labels={float(i): str(value) for i, value in enumerate(values)})
-        for title, values in (("batch size", batch_sizes), ("draft length (gamma)", gammas))
+        for title, values in (("batch size", batch_sizes), ("gamma", gammas))
     )
     chart = Chart(x, y, height=max(150, 60 + 44 * len(gammas)))
     strongest = max((abs(value - 1) for value in one.cells.values()), default=0.0) or 1.0
