@@ -14,7 +14,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 #: What a PyTorch with CUDA brings by exact versions of its own.
 CUDA = re.compile(r"(nvidia|cuda)-.*|triton")
-EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
 #: The extras that each lock is made for.
 LOCKS = {"constraints.txt": EXTRAS, "constraints-oldest.txt": {"test", "quantize"}}
 
@@ -30,22 +31,25 @@ def pinned_here(lock: str) -> dict[str, str]:
     return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in here}
 
 
-def brought(distribution: str, extras: set[str], pinned: dict[str, str]) -> dict[str, str]:
-    """Each distribution that ``distribution[extras]`` installs, and the one that requires it.
+def brought(extras: set[str], pinned: dict[str, str]) -> dict[str, str]:
+    """Each distribution that ``crossdraft[extras]`` installs, and the one that requires it.
 
     Only the requirements of pinned versions are followed: another version's may differ.
     """
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    waiting = [(distribution, extra) for extra in ("", *sorted(extras))]
+    waiting = [("crossdraft", extra) for extra in ("", *sorted(extras))]
     while waiting:
         one = waiting.pop()
         if one in seen:
             continue
         seen.add(one)
         try:
-            known = one[0] == distribution or version(one[0]).partition("+")[0] == pinned.get(one[0])
-            lines = (requires(one[0]) or []) if known else []
+            if one[0] == "crossdraft":  # what is installed may be older than pyproject.toml
+                lines = PROJECT["optional-dependencies"][one[1]] if one[1] else PROJECT["dependencies"]
+            else:
+                known = version(one[0]).partition("+")[0] == pinned.get(one[0])
+                lines = (requires(one[0]) or []) if known else []
         except PackageNotFoundError:  # of an extra that is not installed: its own requirements are not known here
             continue
         for requirement in map(Requirement, lines):
@@ -61,7 +65,7 @@ def brought(distribution: str, extras: set[str], pinned: dict[str, str]) -> dict
 @pytest.mark.parametrize("lock", LOCKS)
 def test_whatever_is_installed_is_pinned(lock: str) -> None:
     pinned = pinned_here(lock)
-    wanted = brought("crossdraft", LOCKS[lock], pinned)
+    wanted = brought(LOCKS[lock], pinned)
     assert {"torch", "pyyaml", "markupsafe", "sympy", "pytest"} <= set(wanted), "direct and transitive ones"
     missing = {name: by for name, by in wanted.items() if name not in pinned}
     assert not missing, f"{lock} does not pin {missing} (and what requires it); run .ci/lock"
@@ -70,8 +74,7 @@ def test_whatever_is_installed_is_pinned(lock: str) -> None:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_pins_fit_what_the_packages_ask_for(lock: str) -> None:
     pinned = pinned_here(lock)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for e in LOCKS[lock] for line in project["optional-dependencies"][e])]
+    lines = [*PROJECT["dependencies"], *(line for e in LOCKS[lock] for line in PROJECT["optional-dependencies"][e])]
     for file in ROOT.glob("plugins/*/pyproject.toml"):
         if file.parent.name != "crossdraft-llamacpp":  # its library is built from source for its machine
             lines += tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]

@@ -77,11 +77,11 @@ def test_what_there_is(interrupted: tuple[Path, str], capsys: Any, bench: Any, t
 
 
 def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("bokeh", reason="the extra html is not installed")
-    pytest.importorskip("itables", reason="the extra html is not installed")
+    pytest.importorskip("jinja2", reason="the extra html is not installed")
     assert cli.main(["report", str(interrupted[0]), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "note: interrupted: 0 of 3 cells so far" in text
+    assert "<b>Partial results.</b> interrupted: 0 of 3 cells so far" in text
 
 
 def test_a_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:

@@ -175,8 +175,7 @@ def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
 
 
 def test_the_html_page(measured: Path) -> None:
-    pytest.importorskip("bokeh", reason="the extra html is not installed")
-    pytest.importorskip("itables", reason="the extra html is not installed")
+    pytest.importorskip("jinja2", reason="the extra html is not installed")
     from crossdraft.framework.report.html.document import html_page
 
     finished = read_run(measured)
@@ -186,13 +185,14 @@ def test_the_html_page(measured: Path) -> None:
     )
     page = html_page([finished])
     assert mark_of(liar) == Mark("failed", 0.5, "on toy 'T0' with draft 'chain'")
-    assert page.count("liar (FAILED, TV 0.5)") > 4  # table, filter, legends
+    assert page.count("liar (FAILED, TV 0.5)") > 4  # legends, shares of time, responses
+    assert page.count('liar <span class="badge failed">✗ FAILED (TV 0.5)</span>') == 2  # table, certificates
     assert "<td>FAILED (TV 0.5) on toy &#39;T0&#39; with draft &#39;chain&#39;</td>" in page
-    cards = page[page.index('class="cards"') : page.index("</section>")]
-    assert "token" in cards and "liar" not in cards and "honest" not in cards
-    rows = re.findall(r"<tr[^>]*>.*?</tr>", page, re.S)
-    for name, bold in (("token", True), ("liar", False), ("honest", False)):
-        assert [("<b>" in row) for row in rows if f">{name}" in row and "estimate" in row] == [bold]
+    answer = page[page.index('id="answer"') : page.index("</section>")]
+    assert "token" in answer and "liar" not in answer and "honest" not in answer
+    rows = re.findall(r"<tr data-drafter.*?</tr>", page, re.S)
+    for name, strong in (("token", True), ("liar", False), ("honest", False)):
+        assert [("number strong" in row) for row in rows if f'data-verifier="{name}"' in row] == [strong]
 
 
 def test_legends_of_charts(measured: Path) -> None:

@@ -10,8 +10,7 @@ from html_runs import SMALL, finished_run
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.runs.run_directory import RunDirectory
 
-pytest.importorskip("bokeh", reason="the extra html is not installed")
-pytest.importorskip("itables", reason="the extra html is not installed")
+pytest.importorskip("jinja2", reason="the extra html is not installed")
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
 

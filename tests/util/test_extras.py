@@ -27,11 +27,11 @@ def test_all_that_is_missing_is_named() -> None:
 
 
 def test_commands_name_all_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: object) -> None:
-    for name in ("starlette", "uvicorn", "bokeh"):
+    for name in ("starlette", "uvicorn", "jinja2"):
         monkeypatch.setitem(sys.modules, name, None)
     for arguments, packages in (
         (["serve", "--target", "x"], "starlette and uvicorn"),
-        (["report", "--watch", str(tmp_path)], "bokeh, starlette and uvicorn"),
+        (["report", "--watch", str(tmp_path)], "jinja2, starlette and uvicorn"),
     ):
         assert main(arguments) == 2
         assert f"needs the packages {packages}; install with" in capsys.readouterr().err  # type: ignore[attr-defined]

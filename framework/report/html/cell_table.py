@@ -1,4 +1,4 @@
-"""The cells of runs as rows of the page's table, and what the page says of their rules."""
+"""The answer at the top of the page, its table of cells, and the certificates of the verifiers in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from ... import plugins
 from ...metrics.columns import meaning
 from ...runs.code_digest import source_of
 from ...runs.labels import group_title, verifier_title
-from ...runs.marks import mark_of
-from ..table_utils import speed_up_text
+from ...runs.marks import Mark, mark_of
+from ..charts.style import visible
+from ..table_utils import estimate_text, groups_of, speed_up_text
+from .svg import Axis, ticks
 
 if TYPE_CHECKING:
+    from ...metrics.cell_metrics import Metrics
     from ...metrics.intervals import Estimate
     from ...runs.records import CellResult
     from ..load_run import FinishedRun
@@ -23,143 +26,273 @@ RUNS = Sequence[tuple[str, "FinishedRun"]]
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its header, what it means, and whether readers choose among its values."""
+    """A column of the table: its header, what it means, and whether its values are estimates with an interval."""
 
     key: str
     header: str
     meaning: str
-    chosen: bool = False
+    estimate: bool = False
 
 
-#: What is read first stands first: on a phone the others are a swipe away.
 COLUMNS = (
-    Column("drafter", "drafter", meaning("drafter"), True),
-    Column("verifier", "verifier", meaning("verifier"), True),
-    Column("batch_size", "B", meaning("batch_size"), True),
-    Column("block_efficiency", "BE", meaning("block_efficiency")),
-    Column("speed_up", "speed-up", meaning("speed_up")),
-    Column("setting", "setting", "Temperature, and whatever else varies but drafter, rule and batch size.", True),
+    Column("pair", "pair", "Drafter × verifier."),
+    Column("block_efficiency", "block efficiency", meaning("block_efficiency"), True),
+    Column("speed_up", "speed-up", meaning("speed_up"), True),
     Column("rate", "tok/s", meaning("tokens_per_second")),
     Column("per_user", "tok/s/user", "Tokens per second of one sequence: tok/s over the batch size."),
     Column("rows", "rows/tok", meaning("target_rows_per_token")),
     Column("first", "Pr(τ ≥ 1)", f"{meaning('acceptance_<i>')} Here i is 1."),
     Column("draft", "draft %", meaning("draft_share")),
     Column("same", "same %", meaning("same_as_baseline")),
-    Column("run", "run", "The run that the cell belongs to.", True),
 )
+ESTIMATES = tuple(column.key for column in COLUMNS if column.estimate)
 
 
-def where(title: str, run: FinishedRun, result: CellResult, several: bool) -> str:
-    """A cell in words: its run, if there are several, its pair and its group."""
-    config = result.config
-    cells = [r.config for r in run.summary.results]
-    pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(result)}"
-    return ", ".join([*([title] if several else []), pair, group_title(config, cells)])
+@dataclass(frozen=True)
+class Value:
+    """An entry of the table: its text, the number it is sorted by, and the interval of an estimate."""
+
+    text: str = ""
+    order: float = -1.0
+    estimate: Estimate | None = None
+
+    @property
+    def interval(self) -> str:
+        e = self.estimate
+        return "" if e is None or e.low is None or e.high is None else f"[{e.low:.2f}, {e.high:.2f}]"
 
 
-def cells_of(runs: RUNS) -> list[dict[str, dict[str, Any]]]:
-    """A row for every finished cell: by the column's key a value to show (`text`), one to sort by (`order`), and of an
-    estimate its `bar`: left end, value and right end in per cent of the column's width."""
-    every = [(title, run, r) for title, run in runs for r in run.summary.results if r.metrics is not None]
-    most: dict[str, float] = {}
-    for _, _, result in every:
-        for key in ("block_efficiency", "speed_up"):
-            if found := getattr(result.metrics, key):
-                most[key] = max(most.get(key, 1.0), found.high or found.value)
-    return [_row(title, run, result, most) for title, run, result in every]
+@dataclass(frozen=True)
+class Row:
+    """A cell that drafts."""
+
+    drafter: str
+    verifier: str
+    mark: Mark
+    values: dict[str, Value]
 
 
-def _row(title: str, run: FinishedRun, result: CellResult, most: dict[str, float]) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Group:
+    """The rows that were measured side by side.
+
+    Attributes:
+        title: the settings in which it differs from the other groups; empty if there is one group.
+        plain: tokens/s of plain decoding; empty if it was not measured.
+    """
+
+    title: str
+    plain: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The axis of a column's intervals, the same in every row."""
+
+    axis: Axis
+
+    def percent(self, value: float) -> float:
+        return round(100 * min(max(self.axis.fraction(value), 0.0), 1.0), 2)
+
+    @property
+    def labels(self) -> list[tuple[str, float]]:
+        return [(label, self.percent(value)) for value, label in self.axis.labels.items()]
+
+    @property
+    def grid(self) -> str:
+        """CSS background with a line at each tick and a stronger one at 1."""
+        lines = [(self.percent(1.0), "--soft")] if self.axis.low <= 1.0 <= self.axis.high else []
+        lines += [(at, "--line") for _, at in self.labels]
+        return ", ".join(f"linear-gradient(var({ink}), var({ink})) {at}% 0 / 1px 100% no-repeat" for at, ink in lines)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The table of all cells.
+
+    Attributes:
+        settings: what all cells share, for the heading.
+        columns: those with at least one value.
+        scales: by the key of a column of estimates.
+    """
+
+    settings: list[str]
+    columns: list[Column]
+    groups: list[Group]
+    scales: dict[str, Scale]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.groups for row in group.rows]
+
+    @property
+    def filters(self) -> list[tuple[str, list[str]]]:
+        """Name and values of what readers may choose among."""
+        found = {
+            "drafter": [row.drafter for row in self.rows],
+            "verifier": [row.verifier for row in self.rows],
+            "group": [group.title for group in self.groups],
+        }
+        distinct = {name: list(dict.fromkeys(values)) for name, values in found.items()}
+        return [(name, values) for name, values in distinct.items() if len(values) > 1]
+
+
+def table_of(runs: RUNS) -> Table:
+    """The table of the finished cells of ``runs``."""
+    shared, groups = _groups(runs)
+    results = [result for *_, found in groups for result in found]
+    targets = {result.config.target for result in results}
+    batched = any(result.config.batch_size > 1 for result in results)
+    made = []
+    for title, _, found in groups:
+        rows = [_row(r, batched) for r in found if r.metrics is not None and not r.config.is_baseline]
+        plain = _plain_rate(found)
+        if rows or plain:
+            made.append(Group(title, "" if plain is None else f"{plain:.1f}", rows))
+    rows = [row for group in made for row in group.rows]
+    columns = [c for c in COLUMNS if c.key == "pair" or any(row.values[c.key].text for row in rows)]
+    scales = {}
+    for key in ESTIMATES:
+        if estimates := [e for row in rows if (e := row.values[key].estimate) is not None]:
+            low, high = visible(estimates, 1.0) if key == "speed_up" else visible(estimates)
+            scales[key] = Scale(Axis(key, low, high, labels={t: f"{t:g}" for t in ticks(low, high, 4)}))
+    settings = [*shared, f"target {targets.pop()}"] if len(targets) == 1 else shared
+    return Table(settings, columns, made, scales)
+
+
+def _groups(runs: RUNS) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
+    """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
+    groups = [(title, what, results) for title, run in runs for what, results in groups_of(run.summary)]
+    parts = [what.split(", ") for _, what, _ in groups]
+    shared = [part for part in parts[0] if all(part in other for other in parts)] if parts else []
+    found = []
+    for (title, what, results), settings in zip(groups, parts, strict=True):
+        own = [title] * (len(runs) > 1) + [part for part in settings if part not in shared]
+        found.append((", ".join(own), what, results))
+    return shared, found
+
+
+def _plain_rate(results: Sequence[CellResult]) -> float | None:
+    """Tokens/s of plain decoding in a group; None if it was not measured."""
+    metrics = next((r.metrics for r in results if r.config.is_baseline and r.metrics), None)
+    return metrics.tokens_per_second if metrics and metrics.timed and not metrics.withheld else None
+
+
+def _row(result: CellResult, batched: bool) -> Row:
     config, metrics = result.config, result.metrics
     assert metrics is not None
-    plain = config.is_baseline
-    strong = not plain and mark_of(result).headline
-    setting = group_title(config, [r.config for r in run.summary.results], but="batch_size")
-    same = metrics.same_as_baseline
     rate = metrics.tokens_per_second if metrics.timed and not metrics.withheld else None
-    return {
-        "run": _text(title),
-        "drafter": _text(config.drafter.title),
-        "verifier": _text("" if plain else verifier_title(result)),
-        "setting": _text(setting),
-        "batch_size": {"text": str(config.batch_size), "order": config.batch_size, "bar": None},
-        "block_efficiency": _estimate(
-            None if plain else metrics.block_efficiency, most.get("block_efficiency", 1.0), strong
-        ),
-        "first": _number(metrics.acceptance[0] if metrics.acceptance and not plain else None, ".2f"),
-        "rows": _number(metrics.target_rows_per_token, ".2f"),
+    same, draft = metrics.same_as_baseline, metrics.shares.get("draft", 0.0) if metrics.timed else None
+    values = {
+        "block_efficiency": _estimate(metrics.block_efficiency),
+        "speed_up": Value(speed_up_text(metrics)) if metrics.withheld else _estimate(metrics.speed_up),
         "rate": _number(rate, ".1f"),
-        "per_user": _number(None if rate is None else rate / config.batch_size, ".1f"),
-        "speed_up": _number(None, "") | {"text": speed_up_text(metrics)}
-        if metrics.withheld and not plain
-        else _estimate(None if plain else metrics.speed_up, most.get("speed_up", 1.0), strong),
-        "draft": _number(100 * metrics.shares.get("draft", 0.0) if metrics.timed else None, ".0f"),
-        "same": _number(None if plain or same is None else 100 * same, ".0f"),
+        "per_user": _number(rate / config.batch_size if rate and batched else None, ".1f"),
+        "rows": _number(metrics.target_rows_per_token, ".2f"),
+        "first": _number(metrics.acceptance[0] if metrics.acceptance else None, ".2f"),
+        "draft": _number(None if draft is None else 100 * draft, ".0f"),
+        "same": _number(None if same is None else 100 * same, ".0f"),
     }
+    return Row(config.drafter.title, config.verifier.title, mark_of(result), values)
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"text": text, "order": None, "bar": None}
+def _number(value: float | None, form: str) -> Value:
+    return Value() if value is None else Value(f"{value:{form}}", value)
 
 
-def _number(value: float | None, form: str) -> dict[str, Any]:
-    """Cells without a number are sorted below all others."""
-    return {"text": "" if value is None else f"{value:{form}}", "order": -1.0 if value is None else value, "bar": None}
+def _estimate(found: Estimate | None) -> Value:
+    return Value() if found is None else Value(f"{found.value:.2f}", found.value, found)
 
 
-def _estimate(found: Estimate | None, most: float, strong: bool) -> dict[str, Any]:
-    if found is None:
-        return _number(None, ".2f")
-    low, high = (found.value if end is None else end for end in (found.low, found.high))
-    interval = f" [{low:.2f}, {high:.2f}]" if found.low is not None else ""
-    bar = {name: round(100 * end / most, 2) for name, end in (("low", low), ("value", found.value), ("high", high))}
-    return {
-        "text": f"{found.value:.2f}",
-        "interval": interval,
-        "strong": strong,
-        "order": found.value,
-        "bar": bar | {"one": round(100 / most, 2), "width": round(bar["high"] - bar["low"], 2)},
-    }
+def cell_title(title: str, run: FinishedRun, result: CellResult, several: bool) -> str:
+    """A cell in words: its run, if there are several, its pair and its group."""
+    configs = [r.config for r in run.summary.results]
+    pair = f"{result.config.drafter.title} × {verifier_title(result)}"
+    return ", ".join([*([title] if several else []), pair, group_title(result.config, configs)])
 
 
-def columns_of(runs: RUNS, cells: Sequence[dict[str, dict[str, Any]]]) -> list[Column]:
-    """The columns that say something; which run a cell is of is told where there are several."""
-    told = [c for c in COLUMNS if c.key != "run" or len(runs) > 1]
-    return [c for c in told if any(row[c.key]["text"] for row in cells)]
+# -- the answer ---------------------------------------------------------------------------------------------------
 
 
-def filters_of(
-    columns: Sequence[Column], cells: Sequence[dict[str, dict[str, Any]]]
-) -> list[tuple[int, Column, list[str]]]:
-    """What readers may choose: the place of a column, the column, its values; columns with one value are left out."""
+@dataclass(frozen=True)
+class Best:
+    """The best certified pair of a group.
+
+    Attributes:
+        group: what tells the group from the others; ``setting``: all its settings.
+        conditions: target, device and number of prompts.
+        plain: tokens/s of plain decoding, None if unknown.
+        of: number of certified pairs in the group.
+    """
+
+    group: str
+    setting: str
+    drafter: str
+    verifier: str
+    metrics: Metrics
+    conditions: str
+    plain: float | None
+    of: int
+
+    @property
+    def speed_up(self) -> Estimate | None:
+        return None if self.metrics.withheld else self.metrics.speed_up
+
+    @property
+    def verdict(self) -> str:
+        """Conclusion from the interval of the speed-up."""
+        e = self.speed_up
+        if e is None:
+            return self.metrics.withheld or "not measured"
+        if e.low is None or e.high is None:
+            return "too few prompts for an interval"
+        if e.low > 1:
+            return "faster than plain decoding"
+        return "slower than plain decoding" if e.high < 1 else "no difference from plain decoding was shown"
+
+    @property
+    def efficiency(self) -> str:
+        return estimate_text(self.metrics.block_efficiency)
+
+
+def best_of(runs: RUNS) -> list[Best]:
+    """The best certified pair of each group, see `_order`.
+
+    Lossy, failed and uncertified pairs are left out: their speed-up may be bought with a changed distribution.
+    """
     found = []
-    for i, column in enumerate(columns):
-        values = list(dict.fromkeys(row[column.key]["text"] for row in cells))
-        if column.chosen and len(values) > 1:
-            found.append((i, column, [value for value in values if value]))
+    for group, setting, results in _groups(runs)[1]:
+        certified = [(r, r.metrics) for r in results if r.metrics and not r.config.is_baseline and mark_of(r).headline]
+        if certified:
+            result, metrics = max(certified, key=lambda cell: _order(cell[1]))
+            where = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
+            conditions = filter(None, (f"target {result.config.target}", where, f"{result.prompts} prompts"))
+            drafter, verifier = result.config.drafter.title, result.config.verifier.title
+            words = ", ".join(conditions)
+            plain = _plain_rate(results)
+            found.append(Best(group, setting, drafter, verifier, metrics, words, plain, len(certified)))
     return found
 
 
-def best_of(runs: RUNS) -> list[tuple[str, str, str]]:
-    """The greatest speed-up and the greatest block efficiency of certified cells: what, how much, and the cell."""
-    found = []
-    for what, key in (("greatest speed-up", "speed_up"), ("greatest block efficiency", "block_efficiency")):
-        cells = [
-            (getattr(r.metrics, key), title, run, r)
-            for title, run in runs
-            for r in run.summary.results
-            if r.metrics and not r.config.is_baseline and mark_of(r).headline and getattr(r.metrics, key)
-        ]
-        if cells:
-            estimate, title, run, result = max(cells, key=lambda cell: cell[0].value)
-            interval = "" if estimate.low is None else f" [{estimate.low:.2f}, {estimate.high:.2f}]"
-            found.append((what, f"{estimate.value:.2f}{interval}", where(title, run, result, len(runs) > 1)))
-    return found
+def headline_of(bests: Sequence[Best]) -> Best | None:
+    """The best of all groups; None if no pair is certified."""
+    return max(bests, key=lambda best: _order(best.metrics), default=None)
 
 
-def certificates(runs: RUNS) -> list[dict[str, str]]:
-    """The verifiers of runs: what each claims, its mark, and whose code it is."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+def _order(metrics: Metrics) -> tuple[bool, float, float]:
+    """Sort key: shown to be faster than plain decoding, then speed-up, then block efficiency."""
+    speed_up, efficiency = None if metrics.withheld else metrics.speed_up, metrics.block_efficiency
+    faster = speed_up is not None and (speed_up.low or 0.0) > 1
+    return faster, speed_up.value if speed_up else -1.0, efficiency.value if efficiency else -1.0
+
+
+# -- certificates -------------------------------------------------------------------------------------------------
+
+
+def certificates(runs: RUNS) -> list[dict[str, Any]]:
+    """Name, mark, certificate and code of each verifier."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for _, run in runs:
         for result in run.summary.results:
             config = result.config
@@ -170,14 +303,14 @@ def certificates(runs: RUNS) -> list[dict[str, str]]:
             digest = str(source.get("sha256") or "")
             installed = source_of(plugins.get("verifiers", config.verifier.name))["sha256"]
             mark = mark_of(result)
-            says = "lossy: it changes the target's distribution" if mark.kind == "lossy" else "lossless"
-            state = "there is nothing to certify" if mark.kind == "lossy" else f"{mark} {mark.where}".rstrip()
+            state = "changes the target's distribution" if mark.kind == "lossy" else f"{mark} {mark.where}".rstrip()
             if digest and digest != installed:
                 state += " (other code than is installed here)"
             code = " ".join(str(source.get(key) or "") for key in ("distribution", "version")).strip()
             found[config.verifier.name, digest] = {
                 "verifier": config.verifier.name,
-                "promise": says,
+                "promise": "lossy" if mark.kind == "lossy" else "lossless",
+                "mark": mark,
                 "certificate": state,
                 "code": code,
                 "sha256": digest,

@@ -1,18 +1,13 @@
 """Speed-ups by draft length and batch size, with the line at which drafting stops paying."""
 
-# Bokeh's annotations say what its properties hold, not what they take.
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from bokeh.models import ColumnDataSource, Rect, Segment, Text
+from typing import TYPE_CHECKING
 
 from ...runs.labels import group_title, verifier_title
-from .bokeh_utils import blank, hover
+from .svg import Axis, Chart
 
 if TYPE_CHECKING:
     from ...runs.records import CellResult
@@ -74,39 +69,28 @@ def break_even_line(
     return lines
 
 
-def heat_maps(results: Sequence[CellResult]) -> list[tuple[str, Any, str]]:
-    """Title, plot and words of each map."""
-    return [(one.title, *_draw(one)) for one in maps_of(results)]
+def heat_maps(results: Sequence[CellResult]) -> list[tuple[str, str]]:
+    """Title and chart of each map."""
+    return [(one.title, _draw(one)) for one in maps_of(results)]
 
 
-def _draw(one: Map) -> tuple[Any, str]:
+def _draw(one: Map) -> str:
     gammas, batch_sizes = one.gammas, one.batch_sizes
-    ends: dict[str, Any] = {
-        "x_range": (-0.5, len(batch_sizes) - 0.5),
-        "y_range": (-0.5, len(gammas) - 0.5),
-    }
-    plot = blank("batch size", "gamma", **ends)
-    plot.frame_height = 44 * len(gammas) + 20
-    plot.xgrid.grid_line_color = plot.ygrid.grid_line_color = None
-    for axis, values in ((plot.xaxis, batch_sizes), (plot.yaxis, gammas)):
-        axis.ticker = list(range(len(values)))
-        axis.major_label_overrides = {i: str(value) for i, value in enumerate(values)}
-    reach = max((abs(value - 1) for value in one.cells.values()), default=0.0) or 1.0
-    data: dict[str, Any] = {key: [] for key in ("x", "y", "gamma", "b", "value", "text", "colour", "alpha")}
+    x, y = (
+        Axis(title, -0.5, len(values) - 0.5, labels={float(i): str(value) for i, value in enumerate(values)})
+        for title, values in (("batch size", batch_sizes), ("gamma", gammas))
+    )
+    chart = Chart(x, y, height=max(150, 60 + 44 * len(gammas)))
+    strongest = max((abs(value - 1) for value in one.cells.values()), default=0.0) or 1.0
     for (gamma, batch_size), value in one.cells.items():
-        colour = "#0079bf" if value >= 1 else "#d64545"
-        row = (batch_sizes.index(batch_size), gammas.index(gamma), gamma, batch_size, value, f"{value:.2f}", colour)
-        for key, item in zip(data, (*row, 0.12 + 0.6 * abs(value - 1) / reach), strict=True):
-            data[key].append(item)
-    source = ColumnDataSource(data)
-    tile = Rect(x="x", y="y", width=0.98, height=0.96, fill_color="colour", fill_alpha="alpha", line_color=None)
-    tiles = plot.add_glyph(source, tile)
-    label = {"text_align": "center", "text_baseline": "middle", "text_font_size": "13px"}
-    plot.add_glyph(source, Text(x="x", y="y", text="text", **label))
-    lines = break_even_line(one.cells, gammas, batch_sizes)
-    ends_of = [(f"{axis}{end}", [line[end][i] for line in lines]) for end in (0, 1) for i, axis in enumerate("xy")]
-    border = Segment(x0="x0", y0="y0", x1="x1", y1="y1", line_width=4, line_color="#e69f00", line_cap="round")
-    plot.add_glyph(ColumnDataSource(dict(ends_of)), border)
-    hover(plot, [tiles], gamma="@gamma", B="@b", speed_up="@value{0.00}")
+        i, j = batch_sizes.index(batch_size), gammas.index(gamma)
+        left, top, right, bottom = chart.px(i - 0.49), chart.py(j + 0.48), chart.px(i + 0.49), chart.py(j - 0.48)
+        chart.add(
+            f'<path class="{"pays" if value >= 1 else "costs"}" d="M{left},{top}H{right}V{bottom}H{left}z" '
+            f'fill-opacity="{0.12 + 0.55 * abs(value - 1) / strongest:.2f}"/>'
+            f'<text class="value" x="{chart.px(i)}" y="{chart.py(j) + 5}" text-anchor="middle">{value:.2f}</text>'
+        )
+    for border in break_even_line(one.cells, gammas, batch_sizes):
+        chart.path(border, "break-even")
     pays = sum(value >= 1 for value in one.cells.values())
-    return plot, f"drafting pays in {pays} of {len(one.cells)} combinations of gamma and batch size"
+    return chart.svg(f"drafting pays in {pays} of {len(one.cells)} combinations of gamma and batch size")

@@ -1,35 +1,24 @@
-"""The page's plots, drawn with Bokeh.
+"""The panels of charts below the page's table.
 
-A panel asks one thing of the cells; a choice is its answer for one group of cells (or one pair), of which readers see
-one at a time. One colour is one pair within a plot.
+A panel shows one quantity; a choice is the chart of one group of cells (or of one pair), of which readers see one at a
+time.
 """
-
-# Bokeh's annotations say what its properties hold, not what they take.
-# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from bokeh.embed import json_item
-from bokeh.models import (
-    ColumnDataSource,
-    FactorRange,
-    HBar,
-    Line,
-    Range1d,
-    Segment,
-    Step,
-    VBar,
-)
-
+from ...metrics.cell_metrics import acceptance as acceptance_of
+from ...metrics.intervals import Estimate
+from ...runs.labels import verifier_title
 from ...runs.marks import mark_of
 from ..batch_sizes import batch_size_series
-from ..table_utils import groups_of
-from .bokeh_utils import add_legend, blank, colour, dash, dot, hover, marker, pair_of, plain_text
+from ..charts.style import visible
+from ..table_utils import estimate_text, groups_of
 from .heat_maps import heat_maps
+from .svg import WIDTH, Axis, Chart, Looks
 
 if TYPE_CHECKING:
     from ...runs.records import CellResult
@@ -37,21 +26,30 @@ if TYPE_CHECKING:
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 PHASES = ("draft", "target", "verify", "rest")
+_BREAK_EVEN = "The dashed line at 1 is plain decoding."
+_INTERVALS = "Bars are 95 % intervals; points that coincide stand side by side."
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One plot: its title among the panel's, what Bokeh embeds, and what it shows in words."""
+    """One chart.
 
-    key: str
-    title: str
-    plot: dict[str, Any]
-    words: str
+    Attributes:
+        title: the group or pair.
+        svg: the chart; empty if ``shares`` hold it.
+        legend: see `Looks.legend`.
+        shares: of `time`: pair and per cent by phase.
+    """
+
+    title: str = ""
+    svg: str = ""
+    legend: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
+    shares: Sequence[tuple[str, Mapping[str, float]]] = ()
 
 
 @dataclass
 class Panel:
-    """Plots that ask the same of several groups."""
+    """Charts of one quantity."""
 
     key: str
     title: str
@@ -62,101 +60,190 @@ class Panel:
 
 def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
     """The panels that have data, and the title of each other one with the reason why it is left out."""
+    several = "it needs cells at several batch sizes"
     panels = [
+        Panel("speed", "Speed-up by batch size", f"{_BREAK_EVEN} {_INTERVALS}", several),
         Panel(
             "pareto",
-            "Speed for each user against speed of the device",
+            "Throughput against speed for one user",
             "A line is a pair, a point a batch size; plain decoding is the thick grey line. Up and to the right is "
-            "better: the thin line joins the points that no other one beats in both.",
-            "it needs cells at several batch sizes",
+            "better: no certified pair lies beyond the thin grey steps.",
+            several,
         ),
         Panel(
             "heat",
-            "Draft length and batch size",
-            "Speed-up of a pair by gamma and batch size. The heavy line is break-even: on its red side, drafting costs "
-            "more than it gains.",
+            "Speed-up by draft length and batch size",
+            "The heavy line is break-even: on its red side (below 1), drafting costs more than it gains.",
             "it needs a pair that was measured with several gammas at several batch sizes",
         ),
         Panel(
             "acceptance",
             "Acceptance by position",
-            "Pr(τ ≥ i): the share of steps in which the first i drafted tokens were all accepted.",
+            f"Pr(τ ≥ i): the share of steps in which the first i drafted tokens were all accepted. {_INTERVALS}",
             "no cell drafts",
         ),
         Panel(
             "rows",
             "Block efficiency against target rows",
-            "What a pair gains for each position that the target evaluates; bars are 95 % intervals.",
+            f"What a pair gains for each position that the target evaluates. {_INTERVALS}",
             "no cell has a block efficiency",
         ),
-        Panel(
-            "category",
-            "Block efficiency by category of prompts",
-            "Bars are pairs; whiskers are 95 % intervals.",
-            "the prompts are of one category",
-        ),
+        Panel("category", "Block efficiency by category of prompts", _INTERVALS, "the prompts are of one category"),
         Panel(
             "time",
             "Where the time goes",
-            "Shares of the decoding time; draft includes the drafter's prefill.",
+            "Shares of the decoding time in per cent; draft includes the drafter's prefill.",
             "no time was measured",
         ),
     ]
     by_key = {panel.key: panel for panel in panels}
+    looks = Looks.of(result for _, run in runs for result in run.summary.results)
 
-    def add(key: str, title: str, drawn: tuple[Any, str] | None) -> None:
-        if drawn is not None:
-            panel = by_key[key]
-            name = f"{key}-{len(panel.choices)}"
-            panel.choices.append(Choice(name, title, json_item(drawn[0], f"plot-{key}"), drawn[1]))
-
-    by_group: dict[str, Callable[[list[CellResult]], Any]]
+    by_group: dict[str, Callable[[list[CellResult], Looks], Choice | None]]
     by_group = {"acceptance": _acceptance, "rows": _rows, "category": _categories, "time": _time}
     for title, run in runs:
         before = f"{title}: " if len(runs) > 1 else ""
+
+        def add(key: str, what: str, choice: Choice | None, before: str = before) -> None:
+            if choice is not None:
+                by_key[key].choices.append(replace(choice, title=before + what))
+
         for what, series in batch_size_series(run.summary.results).items():
-            add("pareto", before + what, _pareto(series))
-        for what, plot, words in heat_maps(run.summary.results):
-            add("heat", before + what, (plot, words))
+            add("speed", what, _speed_up(series, looks))
+            add("pareto", what, _pareto(series, looks))
+        for what, svg in heat_maps(run.summary.results):
+            add("heat", what, Choice(svg=svg))
         for what, results in groups_of(run.summary):
             finished = [r for r in results if r.metrics is not None]
             for key, draw in by_group.items():
-                add(key, before + what, draw(finished))
+                add(key, what, draw(finished, looks))
     return [p for p in panels if p.choices], [(p.title, p.missing) for p in panels if not p.choices]
 
 
-# -- plots --------------------------------------------------------------------------------------------------------
+# -- estimates by category, batch size or position ----------------------------------------------------------------
 
 
-def _pareto(series: Any) -> tuple[Any, str] | None:
-    plot = blank("tokens/s for each user", "tokens/s of the device")
-    lines = [("plain decoding", series.baselines)]
-    lines += [(f"{p.drafter} × {p.verifier}", p.results) for p in series.pairs]
-    legend, every = [], []
-    for i, (name, results) in enumerate(lines):
-        rates = {b: r.metrics.tokens_per_second for b, r in sorted(results.items()) if r.metrics}
-        rates = {b: rate for b, rate in rates.items() if rate > 0}
-        if not rates:
-            continue
-        points = [(rate / b, rate) for b, rate in rates.items()]
-        if all(r.config.is_baseline or mark_of(r).headline for r in results.values()):
-            every += points
-        data = {"x": [p[0] for p in points], "y": [p[1] for p in points], "b": list(rates)}
-        source = ColumnDataSource(data | {"pair": [plain_text(name)] * len(points)})
-        style: dict[str, Any] = {"line_color": "#999999", "line_width": 6, "line_alpha": 0.6}
-        if i:
-            style = {"line_color": colour(i - 1), "line_width": 2, "line_dash": dash(i - 1)}
-        line = plot.add_glyph(source, Line(x="x", y="y", **style))
-        dots = plot.add_glyph(source, dot(8, colour(i - 1) if i else "#999999"))
-        legend.append((plain_text(name), [line, dots]))
-    if not every:
+def _estimates(
+    pairs: Mapping[tuple[str, str], Mapping[Any, Estimate]],
+    looks: Looks,
+    x_title: str,
+    y_title: str,
+    joined: bool = True,
+    reference: float | None = None,
+) -> Choice:
+    """A band for each key of the estimates, in which pairs stand side by side."""
+    bands = list(dict.fromkeys(key for values in pairs.values() for key in values))
+    if all(isinstance(band, int) for band in bands):
+        bands.sort()
+    longest = max(3, WIDTH // len(bands) // 8)
+    labels = {
+        i: text if len(text := str(band)) <= longest else text[: longest - 1] + "…" for i, band in enumerate(bands)
+    }
+    every = [estimate for values in pairs.values() for estimate in values.values()]
+    y = Axis(y_title, *visible(every, *([] if reference is None else [reference])))
+    chart = Chart(Axis(x_title, -0.5, len(bands) - 0.5, labels={float(i): text for i, text in labels.items()}), y)
+    if reference is not None:
+        chart.reference(reference)
+    step = min(9.0, 0.75 * (chart.px(1) - chart.px(0)) / len(pairs))
+    for i, ((drafter, verifier), values) in enumerate(pairs.items()):
+        points = [
+            (bands.index(band), e.value, e.low, e.high, f"{x_title} {band}: {estimate_text(e)}")
+            for band, e in sorted(values.items(), key=lambda item: bands.index(item[0]))
+        ]
+        dodge = step * (i - (len(pairs) - 1) / 2)
+        chart.series(points, looks.look(drafter, verifier), f"{drafter} × {verifier}", joined, dodge)
+    values = [estimate.value for estimate in every]
+    words = f"{y_title} of {len(pairs)} pairs, {min(values):.2f} to {max(values):.2f}"
+    return Choice(svg=chart.svg(words), legend=looks.legend(pairs))
+
+
+def _speed_up(series: Any, looks: Looks) -> Choice | None:
+    pairs = {
+        (pair.drafter, pair.verifier): {b: r.metrics.speed_up for b, r in sorted(pair.results.items()) if r.metrics}
+        for pair in series.pairs
+    }
+    pairs = {pair: {b: e for b, e in values.items() if e is not None} for pair, values in pairs.items()}
+    pairs = {pair: values for pair, values in pairs.items() if values}
+    return _estimates(pairs, looks, "batch size", "speed-up over plain decoding", reference=1.0) if pairs else None
+
+
+def _acceptance(results: list[CellResult], looks: Looks) -> Choice | None:
+    pairs: dict[tuple[str, str], dict[int, Estimate]] = {}
+    for result in _drafting(results):
+        metrics = result.metrics
+        if metrics is not None and metrics.acceptance:
+            estimates = acceptance_of(result.records, metrics.depth, len(metrics.acceptance))
+            pairs[_pair(result)] = dict(enumerate(estimates, 1))
+    return _estimates(pairs, looks, "position i in the draft", "Pr(τ ≥ i)") if any(pairs.values()) else None
+
+
+def _categories(results: list[CellResult], looks: Looks) -> Choice | None:
+    pairs: dict[tuple[str, str], dict[str, Estimate]] = {}
+    for result in _drafting(results):
+        if result.metrics is not None and len(result.metrics.by_category) > 1:
+            found = {name: numbers.block_efficiency for name, numbers in result.metrics.by_category.items()}
+            pairs[_pair(result)] = {name: estimate for name, estimate in found.items() if estimate is not None}
+    if not any(pairs.values()):
         return None
-    front = front_of(every)
-    best = ColumnDataSource({"x": [x for x, _ in front], "y": [y for _, y in front]})
-    plot.add_glyph(best, Step(x="x", y="y", mode="after", line_color="#999999"), level="underlay")
-    hover(plot, [r for _, rs in legend for r in rs[1:]], pair="@pair", B="@b", user="@x{0.0}", device="@y{0.0}")
-    add_legend(plot, legend)
-    return plot, f"{len(lines)} lines, from {front[0][1]:.1f} to {front[-1][1]:.1f} tokens/s of the device at best"
+    return _estimates(pairs, looks, "category of prompts", "block efficiency", joined=False)
+
+
+# -- other charts -------------------------------------------------------------------------------------------------
+
+
+def _rows(results: list[CellResult], looks: Looks) -> Choice | None:
+    points = {
+        _pair(r): (r.metrics.target_rows_per_token, r.metrics.block_efficiency)
+        for r in _drafting(results)
+        if r.metrics and r.metrics.block_efficiency
+    }
+    if not points:
+        return None
+    x = Axis.fit("target rows per emitted token", [rows for rows, _ in points.values()])
+    chart = Chart(x, Axis("block efficiency", *visible([estimate for _, estimate in points.values()])))
+    for (drafter, verifier), (rows, e) in points.items():
+        tip = f"block efficiency {estimate_text(e)}, {rows:.2f} target rows per token"
+        look, name = looks.look(drafter, verifier), f"{drafter} × {verifier}"
+        chart.series([(rows, e.value, e.low, e.high, tip)], look, name, spread=True)
+    values = [estimate.value for _, estimate in points.values()]
+    words = f"{len(points)} pairs with block efficiencies of {min(values):.2f} to {max(values):.2f}"
+    return Choice(svg=chart.svg(words), legend=looks.legend(points))
+
+
+def _pareto(series: Any, looks: Looks) -> Choice | None:
+    lines = {(p.drafter, p.verifier): _rates(p.results) for p in series.pairs}
+    lines = {pair: points for pair, points in lines.items() if points}
+    plain = _rates(series.baselines)
+    every = [(x, y) for points in (plain, *lines.values()) for x, y, *_ in points]
+    if not every or not lines:
+        return None
+    certified = {(p.drafter, p.verifier) for p in series.pairs if all(mark_of(r).headline for r in p.results.values())}
+    reached = front_of([(x, y) for x, y, *_ in (*plain, *(p for k, v in lines.items() if k in certified for p in v))])
+    chart = Chart(
+        Axis.fit("tokens/s for one user", [x for x, _ in every]),
+        Axis.fit("tokens/s of the device", [y for _, y in every], log=True),
+        height=340,
+    )
+    following = [*reached[1:], reached[-1]]
+    chart.path(
+        [c for (x, y), (next_x, _) in zip(reached, following, strict=True) for c in ((x, y), (next_x, y))], "front"
+    )
+    if plain:
+        chart.path([(x, y) for x, y, *_ in plain], "plain")
+    for pair, points in lines.items():
+        chart.series(points, looks.look(*pair), " × ".join(pair), joined=True)
+    words = f"{len(lines)} pairs; at best {reached[0][0]:.1f} tokens/s for one user, {reached[-1][1]:.1f} of the device"
+    return Choice(svg=chart.svg(words), legend=looks.legend(lines))
+
+
+def _rates(results: Mapping[int, CellResult]) -> list[tuple[float, float, None, None, str]]:
+    """Points of a line: tokens/s for one user and of the device, by batch size."""
+    rates = {b: r.metrics.tokens_per_second for b, r in sorted(results.items()) if r.metrics}
+    return [
+        (rate / b, rate, None, None, f"batch size {b}: {rate / b:.1f} tokens/s for one user, {rate:.1f} of the device")
+        for b, rate in rates.items()
+        if rate > 0
+    ]
 
 
 def front_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -168,108 +255,21 @@ def front_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return front
 
 
-def _acceptance(results: list[CellResult]) -> tuple[Any, str] | None:
-    drafting = [r for r in results if not r.config.is_baseline and r.metrics and r.metrics.acceptance]
-    if not drafting:
-        return None
-    plot = blank("position in the draft", "Pr(τ ≥ i)")
-    plot.y_range, legend = Range1d(0, 1.02), []
-    plot.xaxis.ticker.desired_num_ticks, plot.xaxis.ticker.num_minor_ticks = 8, 0  # positions are whole numbers
-    plot.xaxis.ticker.min_interval = 1
-    for i, result in enumerate(drafting):
-        assert result.metrics is not None
-        values = result.metrics.acceptance
-        given = [p / q if q else 0.0 for p, q in zip(values, [1.0, *values], strict=False)]
-        name = plain_text(pair_of(result))
-        data = {"x": list(range(1, len(values) + 1)), "y": values, "given": given, "pair": [name] * len(values)}
-        source = ColumnDataSource(data)
-        line = plot.add_glyph(source, Line(x="x", y="y", line_color=colour(i), line_width=2, line_dash=dash(i)))
-        dots = plot.add_glyph(source, dot(7, colour(i)))
-        legend.append((name, [line, dots]))
-    hover(plot, [r[1] for _, r in legend], pair="@pair", i="@x", accepted="@y{0.000}", given_before="@given{0.000}")
-    add_legend(plot, legend)
-    firsts = [r.metrics.acceptance[0] for r in drafting if r.metrics]
-    return plot, f"{len(drafting)} pairs; Pr(τ ≥ 1) is {min(firsts):.2f} to {max(firsts):.2f}"
-
-
-def _rows(results: list[CellResult]) -> tuple[Any, str] | None:
-    found = [r for r in results if not r.config.is_baseline and r.metrics and r.metrics.block_efficiency]
-    if not found:
-        return None
-    plot, legend = blank("target rows per emitted token", "block efficiency"), []
-    for i, result in enumerate(found):
-        assert result.metrics is not None and result.metrics.block_efficiency is not None
-        efficiency, x = result.metrics.block_efficiency, result.metrics.target_rows_per_token
-        low, high = (efficiency.value if end is None else end for end in (efficiency.low, efficiency.high))
-        name = plain_text(pair_of(result))
-        data = {"x": [x], "y": [efficiency.value], "low": [low], "high": [high], "pair": [name]}
-        source = ColumnDataSource(data)
-        bar = plot.add_glyph(source, Segment(x0="x", y0="low", x1="x", y1="high", line_color=colour(i), line_width=2))
-        dots = plot.add_glyph(source, dot(10, colour(i), marker(i)))
-        legend.append((name, [bar, dots]))
-    hover(plot, [r[1] for _, r in legend], pair="@pair", rows="@x{0.00}", BE="@y{0.00} [@low{0.00}, @high{0.00}]")
-    add_legend(plot, legend)
-    values = [r.metrics.block_efficiency.value for r in found if r.metrics and r.metrics.block_efficiency]
-    return plot, f"{len(found)} pairs with block efficiencies of {min(values):.2f} to {max(values):.2f}"
-
-
-def _categories(results: list[CellResult]) -> tuple[Any, str] | None:
-    found = [r for r in results if not r.config.is_baseline and r.metrics and len(r.metrics.by_category) > 1]
-    names = list(dict.fromkeys(name for r in found if r.metrics for name in r.metrics.by_category))
-    if not names:
-        return None
-    factors = [(plain_text(name), str(i)) for name in names for i in range(len(found))]
-    x = FactorRange(*factors, group_padding=0.8, range_padding=0.02)
-    plot, legend, most = blank("", "block efficiency", x_range=x), [], 0.0
-    for i, result in enumerate(found):
-        assert result.metrics is not None
-        rows: dict[str, Any] = {key: [] for key in ("x", "y", "low", "high", "pair", "category")}
-        for name, numbers in result.metrics.by_category.items():
-            if (efficiency := numbers.block_efficiency) is None:
-                continue
-            low, high = (efficiency.value if end is None else end for end in (efficiency.low, efficiency.high))
-            category, most = plain_text(name), max(most, high)
-            values = ((category, str(i)), efficiency.value, low, high, plain_text(pair_of(result)), category)
-            for key, value in zip(rows, values, strict=True):
-                rows[key].append(value)
-        source = ColumnDataSource(rows)
-        bars = plot.add_glyph(source, VBar(x="x", top="y", width=0.9, fill_color=colour(i), line_color=None))
-        whisker = Segment(x0="x", y0="low", x1="x", y1="high", line_color="#777777", line_width=1.5)
-        legend.append((plain_text(pair_of(result)), [bars, plot.add_glyph(source, whisker)]))
-    if not most:
-        return None
-    plot.y_range = Range1d(0, most * 1.05)
-    plot.xaxis.major_label_text_font_size = "0px"  # the bars of a category are told apart by colour
-    plot.xaxis.major_tick_line_color = None
-    plot.xaxis.group_label_orientation = 0.6 if len(names) > 3 else 0
-    plot.xgrid.grid_line_color = None
-    tips = {"pair": "@pair", "category": "@category", "BE": "@y{0.00} [@low{0.00}, @high{0.00}]"}
-    hover(plot, [drawn[0] for _, drawn in legend], **tips)
-    add_legend(plot, legend)
-    return plot, f"{len(found)} pairs on {len(names)} categories: {', '.join(names)}"
-
-
-def _time(results: list[CellResult]) -> tuple[Any, str] | None:
-    found = [r for r in results if r.metrics and any(r.metrics.shares.values())]
-    if not found:
-        return None
-    names = [f"{i + 1}. {plain_text(pair_of(r))}" for i, r in enumerate(found)]
-    data: dict[str, Any] = {"cell": names, "to_": [0.0] * len(found)}
-    for before, phase in zip(("", *PHASES), PHASES, strict=False):
-        data[phase] = [100 * r.metrics.shares.get(phase, 0.0) for r in found if r.metrics]
-        data[f"to_{phase}"] = [end + share for end, share in zip(data[f"to_{before}"], data[phase], strict=True)]
-    plot = blank("% of the decoding time", "", y_range=FactorRange(*reversed(names)), x_range=Range1d(0, 100))
-    source = ColumnDataSource(data)
-    bars = [
-        plot.add_glyph(
-            source,
-            HBar(y="cell", left=f"to_{a}", right=f"to_{b}", height=0.75, fill_color=colour(i), line_color=None),
+def _time(results: list[CellResult], looks: Looks) -> Choice | None:
+    shares = [
+        (
+            "plain decoding" if r.config.is_baseline else " × ".join(_pair(r)),
+            {p: 100 * r.metrics.shares.get(p, 0.0) for p in PHASES},
         )
-        for i, (a, b) in enumerate(zip(("", *PHASES), PHASES, strict=False))
+        for r in results
+        if r.metrics and any(r.metrics.shares.values())
     ]
-    hover(plot, bars, cell="@cell", **{phase: f"@{phase}{{0.0}} %" for phase in PHASES})
-    plot.frame_height = 60 + 26 * len(found)
-    plot.ygrid.grid_line_color = None
-    add_legend(plot, [(phase, [bar]) for phase, bar in zip(PHASES, bars, strict=True)], hides=False)
-    shares = [r.metrics.shares.get("target", 0.0) for r in found if r.metrics]
-    return plot, f"{len(found)} cells; the target takes {100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+    return Choice(shares=shares) if shares else None
+
+
+def _drafting(results: Sequence[CellResult]) -> list[CellResult]:
+    return [r for r in results if r.metrics is not None and not r.config.is_baseline]
+
+
+def _pair(result: CellResult) -> tuple[str, str]:
+    return result.config.drafter.title, verifier_title(result)

@@ -1,42 +1,46 @@
-"""Single responses for the page: which of their tokens were drafted and accepted, and which the target added."""
+"""Single responses for the page: the text of their tokens, and which of them were drafted and accepted."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...util.limits import SETTINGS_BYTES
+from ...util.output_files import cache_dir
 from ..batch_sizes import drafts_chains
-from .cell_table import where
+from .cell_table import cell_title
 
 if TYPE_CHECKING:
     from ...metrics.cell_metrics import StepRecord
     from ...runs.records import CellResult
     from ..load_run import FinishedRun
 
-#: Characters of JSON that all responses of a page may take, about a tenth of what it may weigh.
-ROOM = 300_000
+#: Characters of JSON that all responses of a page may take.
+MOST_JSON = 300_000
 #: Tokens and characters of one response that are shown.
 MOST_TOKENS, MOST_TEXT = 320, 2000
-#: What became of a token, by the letters of `fates`.
-FATES = {
+#: Origin of a token, by the letters of `origins`.
+ORIGINS = {
     "a": "accepted draft token",
     "b": "bonus token, after a draft that was accepted whole",
     "c": "correction, in place of a rejected draft token",
-    "o": "bonus or correction: records of trees do not say which",
-    "p": "the target's own, nothing was drafted",
+    "o": "bonus or correction: records of trees do not hold which",
+    "p": "target's token, nothing was drafted",
 }
 
 
 def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
-    """The first responses of every cell that drafts: ``{"cells": [...], "shown": n, "total": n, "fates": ...}``.
+    """The first responses of every cell that drafts: ``{"cells": [...], "shown": n, "total": n, "texts": bool}``.
 
-    All cells show the same prompts, as many as there is room for. A cell is ``{"title": ..., "responses": [...]}``;
-    see `_response`.
+    All cells show the same prompts, as many as `MOST_JSON` holds. A cell is ``{"title": ..., "responses": [...]}``;
+    see `_response`. ``texts``: the text of the tokens is known, not only their ids.
     """
     cells = [
-        (where(title, run, result, len(runs) > 1), result)
+        (cell_title(title, run, result, len(runs) > 1), result)
         for title, run in runs
         for result in run.summary.results
         if result.metrics is not None and not result.config.is_baseline
@@ -45,22 +49,24 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     found: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
     steps = [_steps(result.records) for _, result in cells]
     chains = [drafts_chains(result.config) for _, result in cells]
-    room, shown = ROOM, 0
+    tokenizers = {target: _tokenizer(target) for target in {result.config.target for _, result in cells}}
+    left, shown = MOST_JSON, 0
     for i in range(total):
-        one = []
-        for (_, result), mine, chain in zip(cells, steps, chains, strict=True):
-            if i < len(result.responses) and i < len(mine):
-                one.append(_response(result, i, mine[i], chain))
-            else:
-                one.append(None)
-        room -= len(json.dumps(one))
-        if room < 0 and shown:
+        row = [
+            _response(result, i, own[i], chain, tokenizers[result.config.target])
+            if i < len(result.responses) and i < len(own)
+            else None
+            for (_, result), own, chain in zip(cells, steps, chains, strict=True)
+        ]
+        left -= len(json.dumps(row))
+        if left < 0 and shown:
             break
-        for cell, response in zip(found, one, strict=True):
+        for cell, response in zip(found, row, strict=True):
             if response is not None:
                 cell["responses"].append(response)
         shown += 1
-    return {"cells": found, "shown": shown, "total": total, "fates": FATES}
+    texts = any(response["texts"] for cell in found for response in cell["responses"])
+    return {"cells": found, "shown": shown, "total": total, "origins": ORIGINS, "texts": texts}
 
 
 def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
@@ -68,34 +74,34 @@ def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
     return [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
 
 
-def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bool) -> dict[str, Any]:
-    """A response: its text as far as it is shown, its tokens, a letter of `FATES` for each, and how many drafted tokens
-    were not kept, by the number of the token that they stood before."""
-    said: Mapping[str, Any] = result.responses[i]
-    tokens = list(said["tokens"])
+def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bool, tokenizer: Any) -> dict[str, Any]:
+    """A response: texts of its tokens (ids where these are unknown), their origins, and the number of rejected draft
+    tokens by the index of the token behind them."""
+    record: Mapping[str, Any] = result.responses[i]
+    tokens, text = list(record["tokens"]), str(record.get("text", ""))
     assert result.metrics is not None
     known = all(r.tau <= r.emitted <= r.tau + 1 for r in steps)
     whole = known and sum(r.emitted for r in steps) == len(tokens)
-    letters, rejected = fates(steps, chain, result.metrics.depth) if whole else ("", {})
-    text = str(said.get("text", ""))
-    name = str(said["question_id"]) + (f", turn {said['turn'] + 1}" if said["turn"] else "")
+    letters, rejected = origins(steps, chain, result.metrics.depth) if whole else ("", {})
+    texts = token_texts(tokenizer, tokens, text)
     return {
-        "name": name,
-        "category": str(said.get("category", "")),
-        "text": text[:MOST_TEXT],
-        "tokens": tokens[:MOST_TOKENS],
-        "fates": letters[:MOST_TOKENS],
+        "name": str(record["question_id"]) + (f", turn {record['turn'] + 1}" if record["turn"] else ""),
+        "category": str(record.get("category", "")),
+        "tokens": (tokens if texts is None else texts)[:MOST_TOKENS],
+        "texts": texts is not None,
+        "text": "" if texts is not None else text[:MOST_TEXT] + (" …" if len(text) > MOST_TEXT else ""),
+        "origins": letters[:MOST_TOKENS],
         "rejected": {str(at): count for at, count in rejected.items() if at < MOST_TOKENS},
         "left": max(len(tokens) - MOST_TOKENS, 0),
-        "cut": len(text) > MOST_TEXT,
         "steps": len(steps),
     }
 
 
-def fates(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, dict[int, int]]:
-    """What became of each token, a letter of `FATES`, and how many drafted tokens were not kept before which.
+def origins(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, dict[int, int]]:
+    """The origin of each token, a letter of `ORIGINS`, and the number of rejected draft tokens by the index of the
+    token behind them.
 
-    The first tau tokens of a step were drafted; the one after them is the target's. It is a bonus where the draft was
+    The first tau tokens of a step were drafted; the one after them is the target's. It is a bonus if the draft was
     accepted to its end: all nodes of a chain, or as deep as a draft can be.
     """
     letters, rejected, at = [], {}, 0
@@ -112,3 +118,37 @@ def fates(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, di
             rejected[at + r.tau] = r.nodes - r.tau
         at += r.emitted
     return "".join(letters), rejected
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int], text: str) -> list[str] | None:
+    """The text of each token; None if ``tokenizer`` is None or does not decode ``tokens`` to ``text``.
+
+    A token that ends inside a character is empty, and the next one holds the character.
+    """
+    if tokenizer is None:
+        return None
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    try:
+        if tokenizer.decode(tokens, skip_special_tokens=True) != text:
+            return None
+        return [stream.step(tokenizer, token) or "" for token in tokens]
+    except Exception:  # tokenizers raises plain exceptions for ids and bytes that it does not decode
+        return None
+
+
+def _tokenizer(target: str) -> Any:
+    """The tokenizer of a model in a directory or in a cache on this machine, without a download; None if absent."""
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    name, _, revision = target.partition("@")
+    files: list[Any] = [folder / "tokenizer.json" for folder in (Path(name), cache_dir() / "models" / name)]
+    with suppress(ValueError):  # not a Hub id
+        files.append(try_to_load_from_cache(name, "tokenizer.json", revision=revision or None))
+    for file in (Path(file) for file in files if isinstance(file, str | Path)):
+        with suppress(Exception):  # not readable, or not a tokenizer: the page shows ids
+            if file.is_file() and not SETTINGS_BYTES.refusal(file.stat().st_size):
+                return Tokenizer.from_file(str(file))
+    return None
