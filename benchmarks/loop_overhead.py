@@ -62,8 +62,8 @@ class ForwardClock:
 
     def watch(self, lm: TransformersLM) -> None:
         """Time the replays of its CUDA graphs too, masks included: the model's hooks do not see them."""
-        if lm._run.records:
-            lm._run = cast(Graphs, _TimedGraphs(lm._run, lm, self))
+        if lm.graphs.records:
+            lm._runner.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -99,7 +99,7 @@ class _TimedGraphs:
         return self.graphs.widths
 
     def __call__(self, function: Callable, *rest: Any) -> Any:
-        if function != self.lm._score:
+        if function != self.lm.forward_pass.score:
             return self.graphs(function, *rest)
         self.clock._enter()
         out = self.graphs(function, *rest)

@@ -8,7 +8,7 @@ for response in generate(target, ["What is a token?"], drafter="prompt-lookup", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,12 +18,10 @@ from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
 from ..engine.decoder import Decoder
-from ..engine.logits_processors import Processor
 from ..engine.structural_checks import check_prompt
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
 from ..models.load import load_model
-from ..util.limits import PREFILL_TOKENS
 from .build import (
     Configured,
     StrategyLike,
@@ -37,17 +35,16 @@ from .build import (
     slot_length,
 )
 from .generate_args import (
+    GenerateOptions,
+    StreamOptions,
     check_streamer,
     checked_processors,
     encoded,
-    explain_unexpected,
-    ids,
-    laws,
-    limits,
+    keywords_of,
+    per_input_limits,
+    put_tensors,
     separate,
-    stop_strings,
-    tell,
-    whole,
+    token_ids,
 )
 from .output_processor import Output, Outputs
 
@@ -65,17 +62,17 @@ def pair_decoder(
     load: Callable[[str, LoadedModel], LoadedModel] = load_drafting_model,
     **options: Any,
 ) -> Decoder:
-    """A decoder for one pair, with slots of its own for sequences of up to ``sequence`` tokens, prompt and output.
+    """A decoder for one pair, with its own slots for sequences of up to ``sequence`` tokens, prompt and output.
 
-    A transformers target is run in modules of its own, see `own_modules`: the caller's stay as they are.
+    A transformers target is run in separate modules, see `own_modules`, so the caller's are not changed.
 
     Args:
-        verifier: if it is None, the one that ``docs/verifiers.md`` advises for the drafter, see `default_rule`.
-        load: how draft models are loaded.
-        options: further ones of `build_decoder`.
+        verifier: None = the one that ``docs/verifiers.md`` advises for the drafter, see `default_rule`.
+        load: loads draft models.
+        options: further keywords of `build_decoder`.
 
     Raises:
-        UsageError: a pair that is incompatible.
+        UsageError: the pair is incompatible.
     """
     pair = fitting_pair(drafter, verifier, sampling)
     if target.backend == TRANSFORMERS:
@@ -91,7 +88,7 @@ def pair_decoder(
 
 
 def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -> None:
-    """Raise UsageError for a prompt that a decoder of the model ``target`` cannot take."""
+    """Raise UsageError for a prompt with ids outside the vocabulary, or of a length that does not fit the context."""
     if outside := [token for token in prompt if not 0 <= token < decoder.target.vocab_size]:
         raise UsageError(
             f"{name} has the token id {outside[0]}, but the ids of {target} go from 0 to "
@@ -100,79 +97,59 @@ def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -
     check_prompt(name, prompt, decoder.target.context_length)
 
 
-@explain_unexpected
+@keywords_of(GenerateOptions)
 def generate(
-    model: str | LoadedModel,
-    inputs: str | Sequence[str] | Sequence[Sequence[int]],
-    *,
-    drafter: StrategyLike = "prompt-lookup",
-    verifier: StrategyLike | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    temperature: float | Sequence[float] = 1.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-    batch_size: int = 8,
-    seed: int = 0,
-    chat: bool | None = None,
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
-    logits_processor: Sequence[Processor] = (),
-    prefill_tokens: int = PREFILL_TOKENS,
-    streamer: Any = None,
-    on_step: Callable[[StepEvent], None] | None = None,
+    model: str | LoadedModel, inputs: str | Sequence[str] | Sequence[Sequence[int]], options: GenerateOptions
 ) -> list[Response]:
     """Generate a continuation of every input with speculative decoding; the target's distribution is kept.
 
-    The process is left as it was: the modules of ``model`` are not changed, nor are global random generators used.
+    Neither the modules of ``model`` nor the global random generators are changed.
 
     Args:
         model: a target from :func:`load_model`, or its name.
-        inputs: texts, or lists of token ids; one text may stand alone, one list of ids is wrapped: ``[[1, 2, 3]]``.
+        inputs: texts, or lists of token ids. A single text may be given as it is; a single list of ids is wrapped:
+            ``[[1, 2, 3]]``.
         drafter, verifier: a name, a mapping with ``name`` and its options, e.g.
             ``{"name": "draft-model", "model": "smollm2-draft-model", "gamma": 4}``, or a class. The default verifier is
-            ``greedy`` at temperature 0; otherwise the rule that ``docs/verifiers.md`` advises for such drafts:
+            ``greedy`` at temperature 0; otherwise the one that ``docs/verifiers.md`` advises for such drafts:
             ``block`` for chains, ``spectr`` for K sequences, ``traversal`` for trees without replacement,
             ``greedy-draft-optimal`` for greedy siblings, ``sample-match`` for deterministic trees.
-        max_new_tokens: most tokens of an answer, at least 1; or a list of them, one for each input.
-        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. Each may be a list,
-            one for each input. Inputs that share a law are decoded together, one law after the other.
-        batch_size: most sequences decoded at once, at least 1.
+        max_new_tokens: maximum tokens of an output, at least 1; or a list with one value per input.
+        temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. Each may be a list
+            with one value per input. Inputs with the same parameters are decoded together, one group after the other.
+        batch_size: maximum sequences decoded at once, at least 1.
         seed: any integer; equal seeds give equal texts.
         chat: put texts into the model's chat template; by default if it has one.
-        stop: strings that end an answer. Its text is cut before the first of them, its tokens behind the one that
+        stop: strings that end an output. The text is cut before the first of them, the tokens behind the one that
             completes it.
-        ignore_eos: go on behind end-of-sequence tokens.
+        ignore_eos: continue behind end-of-sequence tokens.
         logits_processor: functions ``(ids [1, T], logits [1, V]) -> [1, V]``, such as transformers' logits processors,
-            that change what the target says, before it is warped. They are asked about every node of a draft, one by
-            one, so each must be a function of its text (prompt and answer so far) alone.
-        prefill_tokens: most tokens of a pass over prompts. They share passes, which changes what is said by rounding
-            alone; 0 = each prompt by itself.
-        streamer: a streamer of transformers, for one input. It is told the prompt, then token after token, those of a
-            stop string too.
-        on_step: called after every step with what was drafted, scored and decided.
+            applied to the target's logits before warping. They run on every node of a draft separately, so the result
+            must depend only on the text (prompt and output so far).
+        prefill_tokens: maximum tokens of a prefill pass. Prompts share passes, which changes results only by rounding;
+            0 = each prompt separately.
+        streamer: a streamer of transformers, for one input. Receives the prompt and every token, those of a stop
+            string included.
+        on_step: called after every step with its drafts, scores and verdicts.
 
     Returns:
-        One :class:`Response` an input, in order, with ``tokens``, ``text``, ``finish_reason`` and its ``steps``.
+        One :class:`Response` per input, in order, with ``tokens``, ``text``, ``finish_reason`` and its ``steps``.
 
     Raises:
-        UsageError, UnknownNameError, ModelError: with a sentence that says what to change.
-        NumericalError: NaN in some sequences; the others are finished first, see its ``responses``.
+        UsageError, UnknownNameError, ModelError: an argument is wrong; the message says what to change.
+        NumericalError: NaN in a sequence, raised after the others are finished; see its ``responses``.
     """
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
-    options |= {"on_step": on_step, "live": streamer is not None}
-    call = _prepare(model, inputs, (drafter, verifier), settings, **options)
+    streamer = options.streamer
+    call = _prepare(model, inputs, options, live=streamer is not None)
     if streamer is not None:
         check_streamer(streamer, len(call.requests))
-        tell(streamer, [[request.prompt] for request in call.requests])
+        put_tensors(streamer, [[request.prompt] for request in call.requests])
     responses = []
-    for piece in call.pieces():
+    for chunk in call.chunks():
         if streamer is not None:
-            tell(streamer, [[token] for token in piece.tokens])
-        if piece.response is not None:
-            responses.append(piece.response)
+            put_tensors(streamer, [[token] for token in chunk.tokens])
+        if chunk.response is not None:
+            responses.append(chunk.response)
     if streamer is not None:
         streamer.end()
     responses.sort(key=lambda response: response.index)
@@ -180,54 +157,33 @@ def generate(
     return responses
 
 
-@explain_unexpected
+@keywords_of(StreamOptions)
 def stream(
-    model: str | LoadedModel,
-    inputs: str | Sequence[str] | Sequence[Sequence[int]],
-    *,
-    drafter: StrategyLike = "prompt-lookup",
-    verifier: StrategyLike | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    temperature: float | Sequence[float] = 1.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-    batch_size: int = 8,
-    seed: int = 0,
-    chat: bool | None = None,
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
-    logits_processor: Sequence[Processor] = (),
-    prefill_tokens: int = PREFILL_TOKENS,
-    on_step: Callable[[StepEvent], None] | None = None,
+    model: str | LoadedModel, inputs: str | Sequence[str] | Sequence[Sequence[int]], options: StreamOptions
 ) -> Iterator[Chunk]:
-    """What :func:`generate` returns, while it is made: after every step, a piece of each answer in work.
+    """Generate as :func:`generate` does, with the same arguments, and yield a chunk per running output and step.
 
-    Arguments are checked by this call; decoding waits for the first piece to be asked for. The pieces of a prompt come
-    in order, those of different prompts interleaved. The last piece of a prompt has what `generate` would return for it
-    as its ``response``. A caller that stops early gives the rest up.
+    Arguments are checked by the call; decoding starts when the first chunk is requested. Chunks of an input come in
+    order, those of different inputs interleave. The last chunk of an input has its ``response``, equal to the one of
+    `generate`. Closing the iterator aborts the rest.
 
-    Raises: as `generate`, a NumericalError behind all pieces.
+    Raises: as `generate`; a NumericalError after all chunks.
     """
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, "chat": chat, "stop": stop}
-    options |= {"ignore_eos": ignore_eos, "logits_processor": logits_processor, "prefill_tokens": prefill_tokens}
-    options |= {"on_step": on_step, "live": True}
-    return _streamed(_prepare(model, inputs, (drafter, verifier), settings, **options))
+    return _chunks(_prepare(model, inputs, options, live=True))
 
 
-def _streamed(call: _Call) -> Iterator[Chunk]:
+def _chunks(call: _Call) -> Iterator[Chunk]:
     responses = []
-    for piece in call.pieces():
-        if piece.response is not None:
-            responses.append(piece.response)
-        yield piece
+    for chunk in call.chunks():
+        if chunk.response is not None:
+            responses.append(chunk.response)
+        yield chunk
     raise_failed(sorted(responses, key=lambda response: response.index))
 
 
 @dataclass
 class _Batch:
-    """Requests of one law, and what makes the decoder that will answer them."""
+    """Requests with equal sampling parameters, and a function that makes their decoder."""
 
     requests: list[Request]
     outputs: list[Output]
@@ -236,95 +192,73 @@ class _Batch:
 
 @dataclass
 class _Call:
-    """A checked call: a batch for each law, in the order of their first inputs."""
+    """A checked call: a batch per set of sampling parameters, in the order of their first inputs."""
 
     requests: list[Request]
     batches: list[_Batch]
     live: bool
     on_step: Callable[[StepEvent], None] | None
 
-    def pieces(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[Chunk]:
         while self.batches:
-            yield from self._of(self.batches.pop(0))  # its slots are free before the next ones are made
+            yield from self._decode(self.batches.pop(0))  # frees its slots before the next ones are allocated
 
-    def _of(self, batch: _Batch) -> Iterator[Chunk]:
+    def _decode(self, batch: _Batch) -> Iterator[Chunk]:
         outputs = Outputs(batch.decoder(), live=self.live, on_step=self.on_step)
-        for pieces in outputs.steps(zip(batch.requests, batch.outputs, strict=True)):
-            yield from pieces
+        for chunks in outputs.steps(zip(batch.requests, batch.outputs, strict=True)):
+            yield from chunks
 
 
-def _prepare(
-    model: str | LoadedModel,
-    inputs: Any,
-    pair: tuple[StrategyLike, StrategyLike | None],
-    settings: Mapping[str, Any],
-    *,
-    max_new_tokens: int | Sequence[int],
-    batch_size: int,
-    seed: int,
-    chat: bool | None,
-    stop: str | Sequence[str],
-    ignore_eos: bool,
-    logits_processor: Sequence[Processor],
-    prefill_tokens: int,
-    on_step: Callable[[StepEvent], None] | None,
-    live: bool,
-) -> _Call:
-    batch_size, seed = whole("batch_size", batch_size, 1), whole("seed", seed)
-    stop, processors = stop_strings(stop), checked_processors(logits_processor)
-    prefill_tokens = whole("prefill_tokens", prefill_tokens, 0)
-    if chat is not None and not isinstance(chat, bool):
-        raise UsageError(f"chat={chat!r} must be True, False, or None for what the model's tokenizer has")
-    if not isinstance(ignore_eos, bool):
-        raise UsageError(f"ignore_eos={ignore_eos!r} must be True or False")
-    if on_step is not None and not callable(on_step):
-        raise UsageError(f"on_step={on_step!r} must be a function of a StepEvent")
+def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live: bool) -> _Call:
+    options = options.checked()
     if not isinstance(model, str | LoadedModel):
         raise UsageError(
-            f"a {type(model).__name__} is no model here; give a name or what crossdraft.load_model returns, or call "
+            f"model is a {type(model).__name__}; pass a name or the result of crossdraft.load_model, or call "
             "model.generate(..., custom_generate=crossdraft.custom_generate)"
         )
     texts = separate(inputs)
-    wanted, sampled = limits(max_new_tokens, len(texts)), laws(len(texts), **settings)
-    fitting = {law: fitting_pair(*pair, law) for law in dict.fromkeys(sampled)}  # before anything is loaded
+    max_new_tokens, samplings = per_input_limits(options.max_new_tokens, len(texts)), options.samplings(len(texts))
+    # Checked before anything is loaded.
+    pairs = {one: fitting_pair(options.drafter, options.verifier, one) for one in dict.fromkeys(samplings)}
     if not texts:
-        return _Call([], [], live, on_step)
+        return _Call([], [], live, options.on_step)
     target = load_model(model) if isinstance(model, str) else model
-    if stop and target.tokenizer is None:
-        raise UsageError(f"{target.name} has no tokenizer, so its answers have no text in which stop could be said")
+    if options.stop and target.tokenizer is None:
+        raise UsageError(f"stop needs text, but {target.name} has no tokenizer; leave stop out")
     prompts = [
-        encoded(target, i, text, chat) if isinstance(text, str) else ids(i, text) for i, text in enumerate(texts)
+        encoded(target, i, text, options.chat) if isinstance(text, str) else token_ids(i, text)
+        for i, text in enumerate(texts)
     ]
-    eos: tuple[int, ...] | None = () if ignore_eos else None
+    eos: tuple[int, ...] | None = () if options.ignore_eos else None
     requests = [
-        Request(prompt, i, i, f"prompt {i}", most, eos)
-        for i, (prompt, most) in enumerate(zip(prompts, wanted, strict=True))
+        Request(prompt, i, i, f"prompt {i}", limit, eos)
+        for i, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True))
     ]
 
-    def decoder_of(law: Sampling) -> Decoder:
-        rows = [i for i, one in enumerate(sampled) if one == law]
+    def decoder_of(sampling: Sampling) -> Decoder:
+        rows = [i for i, one in enumerate(samplings) if one == sampling]
         return pair_decoder(
             target,
-            *fitting[law],
-            max(len(prompts[i]) + wanted[i] for i in rows),
-            sampling=law,
-            batch_size=min(batch_size, len(rows)),
-            max_new_tokens=max(wanted[i] for i in rows),
-            seed=seed,
-            processors=processors,
-            prefill_tokens=prefill_tokens,
+            *pairs[sampling],
+            max(len(prompts[i]) + max_new_tokens[i] for i in rows),
+            sampling=sampling,
+            batch_size=min(options.batch_size, len(rows)),
+            max_new_tokens=max(max_new_tokens[i] for i in rows),
+            seed=options.seed,
+            processors=checked_processors(options.logits_processor),
+            prefill_tokens=options.prefill_tokens,
         )
 
-    first = decoder_of(sampled[0])  # the others when it is their turn: each has slots of its own
+    first = decoder_of(samplings[0])  # the other decoders are made later: each has its own slots
     for request in requests:
         check_ids(first, request.name, request.prompt, target.name)
     batches = []
-    for law in fitting:
-        mine = [request for request, one in zip(requests, sampled, strict=True) if one == law]
-        outputs = [Output(target.tokenizer, stop, live=live) for _ in mine]
-        batches.append(_Batch(mine, outputs, partial(decoder_of, law)))
+    for sampling in pairs:
+        members = [request for request, one in zip(requests, samplings, strict=True) if one == sampling]
+        outputs = [Output(target.tokenizer, options.stop, live=live) for _ in members]
+        batches.append(_Batch(members, outputs, partial(decoder_of, sampling)))
     batches[0].decoder = lambda: first
-    return _Call(requests, batches, live, on_step)
+    return _Call(requests, batches, live, options.on_step)
 
 
 def fitting_pair(

@@ -1,4 +1,4 @@
-"""What users hand over to `generate` and its like: each argument as it is meant, or a sentence about what is wrong."""
+"""Arguments of `generate` and `stream`: options, conversions and checks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -15,48 +16,125 @@ from pydantic import ValidationError
 from ..contracts.models import LoadedModel
 from ..contracts.options import fault
 from ..contracts.sampling import Sampling
-from ..engine.logits_processors import LogitsProcessors
+from ..contracts.steps import StepEvent
+from ..engine.logits_processors import LogitsProcessors, Processor
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode
-from .build import configured
+from ..util.limits import PREFILL_TOKENS
+from .build import StrategyLike, configured
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Options = TypeVar("Options")
 
 
 class UnexpectedArgumentError(UsageError, TypeError):
-    """A keyword argument that a function does not have; a TypeError, as Python's own."""
+    """Unknown keyword argument; a TypeError, as Python's own."""
 
 
-def explain_unexpected(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function raise `UnexpectedArgumentError` for a keyword that it lacks, with the place where it belongs.
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """Keyword arguments of `stream`; `generate` documents them."""
 
-    For functions that take a ``drafter`` and a ``verifier``, whose options are often given to the function instead.
+    drafter: StrategyLike = "prompt-lookup"
+    verifier: StrategyLike | None = None
+    max_new_tokens: int | Sequence[int] = 128
+    temperature: float | Sequence[float] = 1.0
+    top_k: int | Sequence[int] = 0
+    top_p: float | Sequence[float] = 1.0
+    min_p: float | Sequence[float] = 0.0
+    batch_size: int = 8
+    seed: int = 0
+    chat: bool | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    logits_processor: Sequence[Processor] = ()
+    prefill_tokens: int = PREFILL_TOKENS
+    on_step: Callable[[StepEvent], None] | None = None
+
+    def checked(self) -> Self:
+        """The options with integers and ``stop`` in one form. Raises UsageError for a value of another kind."""
+        checked_processors(self.logits_processor)
+        if self.chat is not None and not isinstance(self.chat, bool):
+            raise UsageError(f"chat={self.chat!r} must be True, False, or None for the tokenizer's default")
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        if self.on_step is not None and not callable(self.on_step):
+            raise UsageError(f"on_step={self.on_step!r} must be a function of a StepEvent")
+        return replace(
+            self,
+            batch_size=whole("batch_size", self.batch_size, 1),
+            seed=whole("seed", self.seed),
+            stop=stop_strings(self.stop),
+            prefill_tokens=whole("prefill_tokens", self.prefill_tokens, 0),
+        )
+
+    def samplings(self, inputs: int) -> list[Sampling]:
+        """The sampling parameters of each input; those that are lists have one value per input."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
+        for name, numbers in lists.items():
+            if len(numbers) != inputs:
+                raise UsageError(
+                    f"{name} has {len(numbers)} values for {inputs} inputs; give one number, or one per input"
+                )
+        each = [
+            checked_sampling(**values | {name: numbers[i] for name, numbers in lists.items()}) for i in range(inputs)
+        ]
+        return each or [checked_sampling(**{name: value for name, value in values.items() if name not in lists})]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(StreamOptions):
+    """Keyword arguments of `generate`, which documents them."""
+
+    streamer: Any = None
+
+
+Model = str | LoadedModel
+Inputs = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def keywords_of(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Model, Inputs, Options], T]], Callable[Concatenate[Model, Inputs, P], T]]:
+    """Let a function of (model, inputs, options) take the fields of a dataclass of ``options`` as keyword arguments.
+
+    Its signature lists them. An unknown keyword raises `UnexpectedArgumentError`, which says where it belongs: options
+    of a drafter or verifier are often passed to the function instead.
     """
-    known = inspect.signature(function).parameters
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in kwargs.items():
-            if name not in known:
-                raise UnexpectedArgumentError(_unexpected(function.__name__, name, value, kwargs, list(known)))
-        return function(*args, **kwargs)
+    def decorate(function: Callable[[Model, Inputs, Options], T]) -> Callable[Concatenate[Model, Inputs, P], T]:
+        own = inspect.signature(function)
+        keywords = inspect.signature(options).parameters
+        parameters = [*list(own.parameters.values())[:2], *keywords.values()]
 
-    return call
+        @wraps(function)
+        def call(model: Model, inputs: Inputs, *args: P.args, **kwargs: P.kwargs) -> T:
+            for name, value in kwargs.items():
+                if name not in keywords:
+                    names = [parameter.name for parameter in parameters]
+                    raise UnexpectedArgumentError(_unexpected(function.__name__, name, value, kwargs, names))
+            return function(model, inputs, options(*args, **kwargs))
+
+        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
-def _unexpected(function: str, name: str, value: Any, given: Mapping[str, Any], known: Sequence[str]) -> str:
+def _unexpected(function: str, name: str, value: Any, keywords: Mapping[str, Any], names: Sequence[str]) -> str:
     for kind in ("drafter", "verifier"):
-        strategy = given.get(kind) or ("prompt-lookup" if kind == "drafter" else None)
+        strategy = keywords.get(kind) or ("prompt-lookup" if kind == "drafter" else None)
         try:
             cls, _ = configured(f"{kind}s", strategy) if strategy is not None else (None, None)
-        except CrossdraftError:  # the function itself reports that, once the keyword is gone
+        except CrossdraftError:  # reported by the function itself once the keyword is gone
             continue
         if cls is not None and name in cls.Config.model_fields:
             place = f'{kind}={{"name": {cls.name!r}, {name!r}: {quoted(value)}}}'.replace("'", '"')
             return f"{function}() has no argument {name!r}; it is an option of the {kind}: {place}"
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"its arguments are {', '.join(known)}"
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"its arguments are {', '.join(names)}"
     return f"{function}() has no argument {name!r}; {hint}"
 
 
@@ -67,73 +145,63 @@ def check_text(name: str, text: str) -> None:
 
 
 def checked_sampling(**parameters: Any) -> Sampling:
-    """Sampling parameters from a user; UsageError names the first that cannot be."""
+    """Validate sampling parameters; UsageError names the first invalid one."""
     try:
         return Sampling(**parameters)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageError(f"{first['loc'][0]}={first['input']!r} cannot be: {fault(first)}") from None
-
-
-def laws(inputs: int, **parameters: Any) -> list[Sampling]:
-    """The law of each of so many inputs: every parameter is one number, or a list of them, one for each input."""
-    each = {key: value for key, value in parameters.items() if isinstance(value, list | tuple)}
-    shared = {key: value for key, value in parameters.items() if key not in each}
-    for key, values in each.items():
-        if len(values) != inputs:
-            raise UsageError(f"{key} names {len(values)} numbers for {inputs} inputs; give one number, or one each")
-    found = [checked_sampling(**shared, **{key: values[i] for key, values in each.items()}) for i in range(inputs)]
-    return found or [checked_sampling(**shared)]
+        raise UsageError(f"{first['loc'][0]}={first['input']!r} is not valid: {fault(first)}") from None
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """An integer from a user, of any integer type, at least ``least``; UsageError says what it is instead."""
-    found = _index(value)
-    if found is None or (least is not None and found < least):
+    """Convert an argument of any integer type; UsageError if it is not an integer of at least ``least``."""
+    integer = _index(value)
+    if integer is None or (least is not None and integer < least):
         raise UsageError(f"{name}={value!r} must be an integer{'' if least is None else f' of at least {least}'}")
-    return found
+    return integer
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """Strings that end an answer, from a user: one, several or none; UsageError for what can be none."""
-    found: tuple[Any, ...]
-    found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
-    for one in found:
-        if not isinstance(one, str) or not one:
-            raise UsageError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
-    return found
+    """Convert the argument ``stop`` to a tuple; UsageError if it is not a string or a list of strings."""
+    strings: tuple[Any, ...]
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise UsageError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
+    return strings
 
 
 def checked_processors(given: Any) -> LogitsProcessors | None:
-    """Logits processors from a user, None for none; UsageError for what can be none."""
+    """Wrap a list of logits processors, None if it is empty; UsageError if it is not a list of functions."""
     if not isinstance(given, list | tuple) or not all(map(callable, given)):
         raise UsageError(f"logits_processor={given!r} must be a list of functions of (ids [1, T], logits [1, V])")
     return LogitsProcessors(lambda _: given) if given else None
 
 
-def limits(most: Any, inputs: int) -> list[int]:
-    """Most new tokens of each of so many inputs."""
-    if not isinstance(most, Sequence) or isinstance(most, str):
-        return [whole("max_new_tokens", most, 1)] * inputs
-    if len(most) != inputs:
-        raise UsageError(f"max_new_tokens names {len(most)} limits for {inputs} inputs; give one number, or one each")
-    return [whole(f"max_new_tokens[{i}]", one, 1) for i, one in enumerate(most)]
+def per_input_limits(max_new_tokens: Any, inputs: int) -> list[int]:
+    """``max_new_tokens`` of each input."""
+    if not isinstance(max_new_tokens, Sequence) or isinstance(max_new_tokens, str):
+        return [whole("max_new_tokens", max_new_tokens, 1)] * inputs
+    if len(max_new_tokens) != inputs:
+        raise UsageError(
+            f"max_new_tokens has {len(max_new_tokens)} values for {inputs} inputs; give one number, or one per input"
+        )
+    return [whole(f"max_new_tokens[{i}]", limit, 1) for i, limit in enumerate(max_new_tokens)]
 
 
 def check_streamer(streamer: Any, inputs: int) -> None:
-    """Raise UsageError for what is no streamer, or cannot tell several answers apart."""
+    """Raise UsageError if ``streamer`` has not the methods of one, or if there are more inputs than one."""
     if not callable(getattr(streamer, "put", None)) or not callable(getattr(streamer, "end", None)):
         raise UsageError(f"streamer={streamer!r} must have put(tokens) and end(), as transformers.TextStreamer has")
     if inputs != 1:
         raise UsageError(
-            f"a streamer is told one answer, and there are {inputs} inputs; leave it out, or take "
-            "crossdraft.stream, whose pieces say which answer they belong to"
+            f"a streamer takes one output, but there are {inputs} inputs; leave it out, or use crossdraft.stream, "
+            "whose chunks have the index of their input"
         )
 
 
-def tell(streamer: Any, values: Iterable[Sequence[Any]]) -> None:
-    """Put each of ``values`` as a tensor of its own."""
-    with torch.inference_mode(False):  # the streamer's tensors are ordinary ones
+def put_tensors(streamer: Any, values: Iterable[Sequence[Any]]) -> None:
+    """Put each of ``values`` as a separate tensor."""
+    with torch.inference_mode(False):  # the streamer gets ordinary tensors
         for value in values:
             streamer.put(torch.tensor(value))
 
@@ -143,36 +211,36 @@ def _index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of numbers that are none, and of tensors with many
+    except (TypeError, ValueError, RuntimeError):  # not an integer, or a tensor with several numbers
         return None
 
 
 def separate(inputs: Any) -> list[Any]:
-    """The inputs one by one; what is no list of texts or lists is refused."""
+    """Split ``inputs`` into a list; UsageError if it is not a text, a list of texts or a list of lists."""
     if isinstance(inputs, str):
         return [inputs]
     if isinstance(inputs, Mapping):
         raise UsageError(
-            f"inputs is a {type(inputs).__name__}; give its token ids alone, without padding: a list of lists of ids"
+            f"inputs is a {type(inputs).__name__}; give only its token ids, without padding: a list of lists of ids"
         )
     if isinstance(inputs, bytes | bytearray | set | frozenset) or not isinstance(inputs, Iterable):
         raise UsageError(
             f"inputs must be a text, a list of texts or a list of lists of token ids, not {type(inputs).__name__}"
         )
     try:
-        found = list(inputs)
+        items = list(inputs)
     except TypeError:  # a tensor without dimensions
         raise UsageError(f"inputs must be a list of texts or a list of lists of token ids, not {inputs!r}") from None
-    for i, one in enumerate(found):
-        if _index(one) is not None:
+    for i, item in enumerate(items):
+        if _index(item) is not None:
             raise UsageError("inputs is one flat list of token ids; wrap it into a list of prompts: [[1, 2, 3]]")
-        if isinstance(one, bytes | bytearray | set | frozenset | Mapping) or not isinstance(one, Iterable):
-            raise UsageError(f"inputs[{i}] must be a text or a list of token ids, not {one!r}")
-    return found
+        if isinstance(item, bytes | bytearray | set | frozenset | Mapping) or not isinstance(item, Iterable):
+            raise UsageError(f"inputs[{i}] must be a text or a list of token ids, not {item!r}")
+    return items
 
 
 def encoded(target: LoadedModel, i: int, text: str, chat: bool | None) -> list[int]:
-    """Token ids of input ``i``, a text; UsageError if it is empty, or where the target has not what that needs."""
+    """Token ids of input ``i``, a text; UsageError if it is empty, or the target has no tokenizer or chat template."""
     check_text(f"inputs[{i}]", text)
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; give lists of token ids instead of texts")
@@ -181,11 +249,12 @@ def encoded(target: LoadedModel, i: int, text: str, chat: bool | None) -> list[i
     return encode(target.tokenizer, [text], chat=chat)
 
 
-def ids(i: int, prompt: Any) -> list[int]:
-    """Token ids of input ``i``, of whatever integers it is made."""
-    listed = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)  # tensors and arrays
-    found = [_index(token) for token in listed]
-    for token, index in zip(listed, found, strict=True):
+def token_ids(i: int, prompt: Any) -> list[int]:
+    """Token ids of input ``i``: a list, array or tensor of any integers."""
+    ids = []
+    for token in prompt.tolist() if hasattr(prompt, "tolist") else prompt:
+        index = _index(token)
         if index is None:
-            raise UsageError(f"inputs[{i}] has {token!r} among its token ids, which are integers")
-    return [index for index in found if index is not None]
+            raise UsageError(f"inputs[{i}] has {token!r} among its token ids; they must be integers")
+        ids.append(index)
+    return ids

@@ -1,15 +1,25 @@
-"""Which widths and reaches passes are recorded for: few, so that they come again, and all that may come.
+"""Bucket sizes for CUDA-graph capture: few enough to be reused, enough to cover every shape.
 
-A pass over more slots or more tokens than it needs does useless work, at most a quarter where this is by steps; one
-that is recorded for each length is recorded again and again.
+A pass is padded to the next bucket, at most a quarter more slots; a graph for every exact length would rarely be
+replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .cuda_graphs import Graphs, Outputs, ahead
+from .forward_pass import ForwardPass
+
+#: Graphs attend over a multiple of so many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
+#: whose rows are not a multiple of 8 or 16 numbers.
+BUCKET = 256
+#: Passes over more tokens than this keep a GPU busy for longer than their launches take.
+MOST_GRAPHED = 4096
 
 
 def stepped(n: int, least: int) -> int:
@@ -18,13 +28,13 @@ def stepped(n: int, least: int) -> int:
     return -(-n // step) * step
 
 
-def reaches(least: int, most: int) -> list[int]:
-    """All that `stepped` says of 1 to ``most``, longest first; the longest is ``most`` itself."""
-    reach, found = stepped(1, least), []
-    while reach < most:
-        found.append(reach)
-        reach = stepped(reach + 1, least)
-    return [most, *reversed(found)]
+def kv_lens(least: int, most: int) -> list[int]:
+    """All values of `stepped` for 1 to ``most``, longest first; the longest is ``most`` itself."""
+    length, shorter = stepped(1, least), []
+    while length < most:
+        shorter.append(length)
+        length = stepped(length + 1, least)
+    return [most, *reversed(shorter)]
 
 
 def widths(width: int, widest: int) -> list[int]:
@@ -39,10 +49,117 @@ def wider(width: int, more: int) -> list[int]:
 
 
 def at_width(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """``tensors [B, W, ..]``, by name, cut or padded to ``width``: with 0, parents with -1, the root."""
-    found = {}
+    """``tensors [B, W, ..]``, by name, cut or padded to ``width``: with 0, parents and paths with -1."""
+    resized = {}
     for name, tensor in tensors.items():
-        more, nothing = width - tensor.shape[1], -1 if name in ("parents", "path") else 0
-        behind = (*(0, 0) * (tensor.dim() - 2), 0, more)
-        found[name] = functional.pad(tensor, behind, value=nothing) if more > 0 else tensor[:, :width]
-    return found
+        missing, value = width - tensor.shape[1], -1 if name in ("parents", "path") else 0
+        padding = (*(0, 0) * (tensor.dim() - 2), 0, missing)
+        resized[name] = functional.pad(tensor, padding, value=value) if missing > 0 else tensor[:, :width]
+    return resized
+
+
+class BucketedPasses:
+    """Runs the passes of a model, at bucket sizes if they are recorded into CUDA graphs.
+
+    While a warm-up records (`recording` with an `Ahead`), the first pass of each kind is recorded at every width and
+    every number of slots; later passes are padded to the next recorded width. What lies beyond a row's own nodes is
+    masked.
+
+    Args:
+        graphs: calls the passes, and records and replays them where that is possible.
+    """
+
+    def __init__(self, forward_pass: ForwardPass, graphs: Graphs, batch_size: int, max_length: int):
+        self.graphs = graphs
+        self._pass, self._batch_size, self._max_length = forward_pass, batch_size, max_length
+
+    def score(
+        self, tensors: dict[str, Tensor], nodes: int, lengths: Sequence[int], layers: tuple[float, ...]
+    ) -> Outputs:
+        """`ForwardPass.score` of ``tensors`` behind ``nodes`` earlier nodes of rows with ``lengths`` tokens."""
+        longest, width = max(lengths), tensors["tokens"].shape[1]
+        if self.graphs.records and tensors["tokens"].numel() <= MOST_GRAPHED:
+            return self._replayed(tensors, nodes, longest, layers)
+        start = longest + nodes if min(lengths) == longest else None
+        return self._pass.score(longest + nodes + width, start, layers, **tensors)
+
+    def compact(self, path: Tensor, committed: Tensor, longest: int) -> None:
+        """`ForwardPass.compact`; the longest row has ``longest`` tokens."""
+        tensors = {"path": path, "committed": committed}
+        if self.graphs.records:
+            self._record_compact(tensors, longest)
+            tensors |= at_width({"path": path}, self._width("compact", path.shape[1], longest))
+        self.graphs(self._pass.compact, tensors)
+
+    def _replayed(self, tensors: dict[str, Tensor], nodes: int, longest: int, layers: tuple[float, ...]) -> Outputs:
+        per_node = {name: value for name, value in tensors.items() if name in ("tokens", "parents") or value.dim() > 2}
+        # Inputs that index positions, such as the position at which a head wants logits.
+        indices = {
+            name: value for name, value in tensors.items() if name not in per_node and name not in ("starts", "tree")
+        }
+        kind = (
+            nodes if "tree" in tensors else None,
+            layers,
+            *((name, value.shape[2:], value.dtype) for name, value in per_node.items()),
+            *((name, value.shape, value.dtype) for name, value in indices.items()),
+        )
+        width, filled = tensors["tokens"].shape[1], longest + nodes
+        self._record_scores(kind, tensors, nodes, per_node, indices, layers)
+        padded = self._width(kind, width, filled)
+        kv_len = min(stepped(filled + padded, BUCKET), self._max_length)
+        outputs = self.graphs(self._pass.score, tensors | at_width(per_node, padded), kv_len, None, layers)
+        if padded == width:
+            return outputs
+        logits, hidden, tree = outputs
+        if not indices:  # with indices, outputs are those of the indexed positions
+            logits, hidden = (None if value is None else value[:, :width] for value in (logits, hidden))
+        return logits, hidden, None if tree is None else tree[:, : nodes + width]
+
+    def _width(self, kind: Hashable, width: int, filled: int) -> int:
+        """The smallest recorded width of a kind of pass that holds ``width`` and fits the slots; or ``width``."""
+        recorded = self.graphs.widths.get(kind, ())
+        return min((n for n in recorded if width <= n <= self._max_length - filled), default=width)
+
+    def _record_scores(
+        self,
+        kind: Hashable,
+        tensors: Mapping[str, Tensor],
+        nodes: int,
+        per_node: Mapping[str, Tensor],
+        indices: Mapping[str, Tensor],
+        layers: tuple[float, ...],
+    ) -> None:
+        """During a warm-up, record this kind of pass at every width and every number of slots.
+
+        The outputs are discarded; every slot written is written again before it is read, or belongs to a sequence of
+        the warm-up.
+        """
+        limits, width = ahead(), per_node["tokens"].shape[1]
+        if limits is None:
+            return
+        if "tree" not in tensors:
+            candidates = wider(width, limits.depth) if indices else widths(width, limits.depth + 1)
+        else:  # later levels of a tree are not padded
+            candidates = [width] if nodes or indices else widths(width, limits.nodes + 1)
+        recorded = self.graphs.widths.setdefault(kind, set())
+        for n in candidates:
+            if n in recorded or n * self._batch_size > MOST_GRAPHED:
+                continue
+            for kv_len in kv_lens(BUCKET, self._max_length):
+                if kv_len < nodes + n:
+                    continue
+                inputs = {name: torch.zeros_like(value) for name, value in indices.items()}
+                inputs |= at_width(per_node, n) | {"starts": tensors["starts"].clamp(max=kv_len - n)}
+                if self.graphs.records:
+                    self.graphs(self._pass.score, {**tensors, **inputs}, kv_len, None, layers)
+                    recorded.add(n)
+
+    def _record_compact(self, tensors: Mapping[str, Tensor], longest: int) -> None:
+        limits, path = ahead(), tensors["path"]
+        if limits is None:
+            return
+        recorded = self.graphs.widths.setdefault("compact", set())
+        for n in widths(path.shape[1], limits.depth + 1):
+            if n not in recorded and longest + n <= self._max_length:
+                self.graphs(self._pass.compact, {**tensors, "path": path.new_full((len(path), n), -1)})
+                recorded.add(n)

@@ -1,16 +1,16 @@
-"""A ragged key-value cache: every row of the batch has its own length.
+"""Key-value caches of ragged batches: the protocol, and the built-in contiguous cache.
 
-One buffer ``[B, heads, max_length, dim]`` per layer and per kind. A forward pass writes each row at the row's
-own slots and attends over the first ``reach`` slots of the buffer; which of them a query may see is the mask's
-business (``lm.py``), so stale slots need no clearing. transformers' own caches have one write offset for all
-rows, which is why this exists.
+transformers' own caches have one write offset for all rows; here every row has its own length, so each pass carries a
+`WritePlan`. The built-in cache is one buffer ``[B, heads, max_length, dim]`` per layer for keys and one for values. A
+pass writes each row at the row's own slots and attends over the first ``kv_len`` slots. The attention mask hides stale
+slots, so they are not cleared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,59 +20,86 @@ from ..util.tensors import counting
 
 
 @dataclass
-class Placement:
-    """Where the next forward pass writes, shared by all layers.
+class WritePlan:
+    """Slots that one forward pass writes and reads; shared by all layers.
+
+    The pass has R rows: all B batch rows in order, or ``row``, or ``rows``.
 
     Attributes:
-        slots: ``[R, W]`` int64, the slot each new token is written to.
-        reach: number of leading slots the pass attends over; at least every slot written + 1.
-        start: the first slot, if all rows write W consecutive slots from the same one (a plain copy), else None.
-        row: the one batch row that takes part, which needs a ``start``; ``None`` for all B of them in order.
-        several: ``[R]`` int64, the batch rows that take part where they are some and nothing stands before what is
-            written: a ``start`` of 0, and a ``reach`` of W.
+        slots: ``[R, W]`` int64, the slot of each new token; ``[1, W]`` if all rows write the same slots.
+        kv_len: number of leading slots to attend over; greater than every slot written.
+        start: the first slot, if every row writes W consecutive slots from the same one (a plain copy), else None.
+        row: the only batch row of the pass; requires ``start``.
+        rows: ``[R]`` int64, the batch rows of a pass that writes from slot 0 on and attends only over what it writes:
+            ``start`` is 0 and ``kv_len`` is W.
     """
 
     slots: Tensor
-    reach: int
+    kv_len: int
     start: int | None = None
     row: int | None = None
-    several: Tensor | None = None
+    rows: Tensor | None = None
 
     @cached_property
-    def rows(self) -> Tensor:
-        """``[R, 1]`` int64, the batch row of each row of ``slots``."""
+    def row_index(self) -> Tensor:
+        """``[R, 1]`` int64, the batch row of each row of ``slots`` where all rows take part."""
         return torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
 
-    def on(self, device: torch.device) -> Placement:
-        """The same where ``device`` reads it: layers of a model may lie on several."""
+    def to(self, device: torch.device) -> WritePlan:
+        """The plan with its tensors on ``device``, copied once per pass: layers may lie on several devices."""
         if device == self.slots.device:
             return self
-        if device not in self._elsewhere:
-            several = None if self.several is None else self.several.to(device)
-            self._elsewhere[device] = replace(self, slots=self.slots.to(device), several=several)
-        return self._elsewhere[device]
+        if device not in self._copies:
+            rows = None if self.rows is None else self.rows.to(device)
+            self._copies[device] = replace(self, slots=self.slots.to(device), rows=rows)
+        return self._copies[device]
 
     @cached_property
-    def _elsewhere(self) -> dict[torch.device, Placement]:
+    def _copies(self) -> dict[torch.device, WritePlan]:
         return {}
 
 
-@dataclass
-class Begun:
-    """What of a prompt a slot holds before its sequence begins.
+class KVCache(Protocol):
+    """Keys and values of B rows of different lengths, for all layers of a model.
 
-    Attributes:
-        layers: of which the hidden states were asked for.
-        hidden: what they said, ``[n, L, H]`` for each pass.
+    `begin_pass`, the updates of a pass, and `move` may be recorded into CUDA graphs: they launch operations on tensors
+    at fixed addresses and depend on nothing else that changes between passes. `reserve`, `clear` and `nbytes` run on
+    the host, outside of recordings.
+
+    A pass may attend over slots that were never reserved or written (short rows beside longer ones), and may write
+    beyond the reserved slots (padding of graph buckets). The mask hides both; the values read must be finite.
     """
 
-    layers: tuple[float, ...]
-    tokens: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
+    def reserve(self, row: int, length: int) -> None:
+        """Provide the first ``length`` slots of ``row``; called before every pass that writes to them."""
+        ...
+
+    def begin_pass(self, plan: WritePlan) -> Cache:
+        """Return the cache that the model receives as ``past_key_values`` for one pass.
+
+        Its ``update(keys, values, layer)`` takes ``[R, heads, W, dim]``, writes them as ``plan`` prescribes and returns
+        the keys and values of the first ``plan.kv_len`` slots, those just written included.
+        """
+        ...
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row and layer; read all, then write.
+
+        Commits a path of a tree: its nodes move behind the committed tokens.
+        """
+        ...
+
+    def clear(self, row: int) -> None:
+        """Release ``row``; NaN in its keys and values must not reach the next sequence of the row."""
+        ...
+
+    def nbytes(self) -> int:
+        """Memory held by keys and values, in bytes."""
+        ...
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer."""
+    """Keys and values of one layer of a `RaggedCache`."""
 
     is_croppable = True
     is_sliding = False
@@ -82,7 +109,7 @@ class RaggedLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, length = self.cache.slots, self.cache.max_length
+        batch, length = self.cache.num_rows, self.cache.max_length
         self.dtype, self.device = key_states.dtype, key_states.device
         # Zeros, not empty memory: a masked slot still enters the product with weight 0, and 0 x NaN is NaN.
         self.keys = key_states.new_zeros(batch, key_states.shape[1], length, key_states.shape[3])
@@ -90,30 +117,30 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write ``[R, heads, W, dim]`` states where the placement says; returns the slots to attend over."""
+        """Write states ``[R, heads, W, dim]`` as the plan of the pass prescribes; return the slots to attend over."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        place = self.cache.placement
-        return self._write(self.keys, key_states, place), self._write(self.values, value_states, place)
+        plan = self.cache.plan
+        return self._write(self.keys, key_states, plan), self._write(self.values, value_states, plan)
 
     @staticmethod
-    def _write(buffer: Tensor, states: Tensor, place: Placement) -> Tensor:
-        if place.several is not None:
-            buffer[place.on(buffer.device).several, :, : states.shape[2]] = states
-            return states  # all there is to attend over; the buffer's rows would have to be copied
-        if place.row is not None:
-            buffer = buffer[place.row : place.row + 1]
-        if place.start is not None:
-            buffer[:, :, place.start : place.start + states.shape[2]] = states
+    def _write(buffer: Tensor, states: Tensor, plan: WritePlan) -> Tensor:
+        if plan.rows is not None:
+            buffer[plan.to(buffer.device).rows, :, : states.shape[2]] = states
+            return states  # equal to the slots to attend over, which would have to be gathered
+        if plan.row is not None:
+            buffer = buffer[plan.row : plan.row + 1]
+        if plan.start is not None:
+            buffer[:, :, plan.start : plan.start + states.shape[2]] = states
         else:
-            place = place.on(buffer.device)
+            plan = plan.to(buffer.device)
             # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
-            buffer[place.rows, :, place.slots] = states.transpose(1, 2)
-        return buffer[:, :, : place.reach]
+            buffer[plan.row_index, :, plan.slots] = states.transpose(1, 2)
+        return buffer[:, :, : plan.kv_len]
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row (all read before any is written)."""
+        """Copy slots ``source [B, D]`` to ``target [B, D]`` of ``rows [B, 1]``; read all, then write."""
         if not self.is_initialized:
             return
         for buffer in (self.keys, self.values):
@@ -124,39 +151,42 @@ class RaggedLayer(CacheLayerMixin):
         return 0  # rows have no common length: positions and masks are always passed explicitly
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.placement.reach, 0
+        return self.cache.plan.kv_len, 0
 
     def get_max_length(self) -> int:
         return self.cache.max_length
 
 
 class RaggedCache(Cache):
-    """The cache object handed to a transformers model; layers appear as the model asks for them."""
+    """The built-in `KVCache`; layers are created when the model first writes to them."""
 
     def __init__(self, batch_size: int, max_length: int):
-        self.slots, self.max_length = batch_size, max_length
-        self.placement = Placement(torch.empty(0, 0, dtype=torch.long), 0)
+        self.num_rows, self.max_length = batch_size, max_length
+        self.plan = WritePlan(torch.empty(0, 0, dtype=torch.long), 0)
         super().__init__(layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
 
+    def reserve(self, row: int, length: int) -> None:
+        """Every row has ``max_length`` slots from the start."""
+
+    def begin_pass(self, plan: WritePlan) -> RaggedCache:
+        self.plan = plan
+        return self
+
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row of every layer."""
         rows = counting(source.shape[0], source.device)[:, None]
-        there = {source.device: (rows, source, target)}
+        indices = {source.device: (rows, source, target)}
         for layer in cast(list[RaggedLayer], self.layers):
             if layer.keys is not None and layer.is_initialized:
-                place = layer.keys.device
-                if place not in there:
-                    there[place] = rows.to(place), source.to(place), target.to(place)
-                layer.move(*there[place])
+                device = layer.keys.device
+                if device not in indices:
+                    indices[device] = rows.to(device), source.to(device), target.to(device)
+                layer.move(*indices[device])
 
-    @torch.inference_mode()
     def clear(self, row: int) -> None:
-        """Zeros in every slot of ``row``: a masked slot enters the product with weight 0, and 0 x NaN is NaN."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
                 if buffer is not None:
                     buffer[row].zero_()
 
     def nbytes(self) -> int:
-        """Memory held by keys and values, in bytes."""
         return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)  # type: ignore[union-attr]

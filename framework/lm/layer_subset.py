@@ -1,14 +1,15 @@
-"""Some layers of a model over the slots of the whole one, see `LM.fork`; and a whole model that goes on where they end.
+"""Forks: some layers of a model over the slots of the whole one, see `LM.fork`; and early-exit resume.
 
 Early exit: M. Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", ACL 2024;
 layers left out, and parts of layers: J. Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via
-Self-Speculative Decoding", ACL 2024. A layer stands in the cache under its own number, so what the whole model
-computed for committed tokens is there to be attended over. Nodes of a fork lie behind them until the whole model
-writes its own there.
+Self-Speculative Decoding", ACL 2024.
 
-Where a fork's first layers are the model's own first layers, keys and values that they write for a chain are those
-that the whole model would write, in the same slots. The fork keeps what these layers said, and the whole model may go
-on from there (`LayerFork.finished`). Whether a model can be run in two parts is tried once, see `_continues`.
+A layer keeps its own number in the cache, so a fork attends over what the whole model computed for committed tokens.
+Nodes of a fork lie behind them until the whole model writes its own nodes there.
+
+If the first layers of a fork are the model's own first layers, the keys and values that they write for a chain equal
+those of the whole model, in the same slots. The fork keeps the hidden states behind these layers, and the whole model
+can resume from them (`LayerFork.resume`). `_can_split` tests once per model if it can be run in two parts.
 """
 
 from __future__ import annotations
@@ -16,91 +17,138 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
-from .architectures import TRIAL_LENGTH, text_config
+from .architectures import TRIAL_LENGTH
+from .attention_masks import Visibility
 from .cuda_graphs import runner_for
-from .layer_surgery import close, parts_add_up, seam, with_layers
+from .forward_pass import ForwardPass
+from .kv_cache import WritePlan
+from .layer_surgery import Seam, close, insert_seam, parts_add_up, with_layers
 from .ragged_lm import RaggedLM
 
 
-class _Part(RaggedLM):
-    """Some layers of a model over the slots of the whole one: ``model`` is what `with_layers` made of it."""
+class _PartialPass(ForwardPass):
+    """Passes of some layers of ``whole``'s model, over its cache.
 
-    def __init__(self, whole: RaggedLM, model: Any):
-        self.__dict__.update(whole.__dict__)
-        self._whole, self._forks, self.model = whole, WeakSet(), model
-        self.hidden_layers, self.passes = (), 0
-        self._run = runner_for(model)
-        self.follow()
+    Args:
+        model: the layers, see `with_layers`.
+        seam: `run` returns the hidden states behind this layer, unless hidden states of other layers are requested.
+        embeddings: ``[n, H]``, of the tokens V, V + 1, ..
+        head: False if ``model`` has no head and returns no logits.
+    """
+
+    def __init__(
+        self,
+        whole: ForwardPass,
+        model: Any,
+        seam: Seam | None = None,
+        embeddings: Tensor | None = None,
+        head: bool = True,
+    ):
+        super().__init__(model, whole.dims, whole.masks, whole.cache)
+        self._seam, self._embeddings, self._head = seam, embeddings, head
+
+    def run(
+        self,
+        tokens: Tensor,
+        plan: WritePlan,
+        visibility: Visibility,
+        inputs: Mapping[str, Tensor],
+        layers: tuple[float, ...],
+        want_logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        logits, hidden = super().run(tokens, plan, visibility, inputs, layers, want_logits and self._head)
+        return logits, hidden if self._seam is None or layers else self._seam.output
+
+    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
+        if self._embeddings is None:
+            return super().embed(tokens)
+        index = tokens - self.dims.vocab_size  # >= 0: one of the fork's own embeddings
+        own = self.model.get_input_embeddings()(tokens.where(index < 0, 0))
+        return {"inputs_embeds": torch.where(index[..., None] < 0, own, self._embeddings[index.clamp(min=0)])}
+
+
+class _ResumedPass(ForwardPass):
+    """Passes of the last layers of ``whole``'s model, and its head, from the hidden states ``inputs["given"]`` on."""
+
+    def __init__(self, whole: ForwardPass, model: Any, seam: Seam):
+        super().__init__(model, whole.dims, whole.masks, whole.cache)
+        self._seam = seam
+
+    def run(
+        self,
+        tokens: Tensor,
+        plan: WritePlan,
+        visibility: Visibility,
+        inputs: Mapping[str, Tensor],
+        layers: tuple[float, ...],
+        want_logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        with self._seam.replacing(inputs["given"]):
+            return super().run(tokens, plan, visibility, {}, layers, want_logits)
+
+
+class _PartialLM(RaggedLM):
+    """Some layers of a model over the slots of the whole one."""
+
+    def __init__(self, whole: RaggedLM, forward_pass: ForwardPass):
+        super().__init__(forward_pass, whole.batch_size, whole.max_length, runner_for(forward_pass.model))
+        self._whole = whole
+        self.lengths = list(whole.lengths)
 
     def follow(self) -> None:
-        """Hold what the whole model holds, and nothing speculative."""
+        """Take over the lengths of the whole model and drop all speculative nodes."""
         self.lengths = list(self._whole.lengths)
-        self._grown, self._tree = 0, None
+        self._drop_nodes()
 
 
-class _First(_Part):
-    """The first ``count`` layers without the head: they say what goes into the next one."""
+class _FirstLayers(_PartialLM):
+    """The first ``count`` layers without the head."""
 
     def __init__(self, whole: RaggedLM, count: int):
         model = with_layers(whole.model, range(count))
-        self._seam = seam(model, count - 1)
-        super().__init__(whole, model.get_decoder())
-        self._keep_logits = False
+        seam = insert_seam(model, count - 1)
+        super().__init__(whole, _PartialPass(whole.forward_pass, model.get_decoder(), seam, head=False))
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        super()._forward(*args, **kwargs, want_logits=False)
-        return None, self._seam.said
-
-    def after(self, tokens: Tensor, grown: int) -> Tensor:
-        """``[B, W, H]`` behind them, of ``tokens [B, W]`` that follow ``grown`` speculative nodes."""
+    def hidden_states(self, tokens: Tensor, nodes: int) -> Tensor:
+        """``[B, W, H]`` behind these layers, of ``tokens [B, W]`` that follow ``nodes`` speculative nodes."""
         self.follow()
-        self._grown = grown
-        hidden = self._grow(tokens, None, {})[1]
+        self._nodes = nodes
+        hidden = self._add_nodes(tokens, None, {})[1]
         assert hidden is not None
         return hidden
 
 
-class _Rest(_Part):
+class _LastLayers(_PartialLM):
     """All layers from ``first`` on, and the head."""
 
     def __init__(self, whole: RaggedLM, first: int):
-        count = text_config(whole.model).num_hidden_layers
-        model = with_layers(whole.model, range(first, count))
-        self._seam = seam(model, 0)
-        super().__init__(whole, model)
+        model = with_layers(whole.model, range(first, whole.forward_pass.dims.num_layers))
+        super().__init__(whole, _ResumedPass(whole.forward_pass, model, insert_seam(model, 0)))
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        *others, inputs, layers = args
-        self._seam.given, others = inputs["given"], [*others, {}, layers]
-        try:
-            return super()._forward(*others, **kwargs)
-        finally:
-            self._seam.given = None
-
-    def scored(self, tokens: Tensor, given: Tensor) -> Tensor:
-        """Logits ``[B, W, V]`` of the chain ``tokens [B, W]``, whose hidden states are ``given [B, W, H]`` so far."""
+    def logits(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Logits ``[B, W, V]`` of the chain ``tokens [B, W]``, from its hidden states ``[B, W, H]`` on."""
         self.follow()
-        logits = self._grow(tokens, None, {"given": given})[0]
+        logits = self._add_nodes(tokens, None, {"given": hidden})[0]
         assert logits is not None
         return logits
 
 
-class LayerFork(_Part):
+class LayerFork(_PartialLM):
     """Some layers of a model over the slots of the whole one.
 
     Args:
         layers, no_attention, no_mlp, embeddings: see `LM.fork`.
-        tried: the model can be run in two parts; ``False`` = try that.
+        splittable: the model is known to run in two parts; ``False`` = test it.
 
     Raises:
-        ModelError: a model that cannot run some of its layers, or parts of them, or embeddings that do not fit.
+        ModelError: the model cannot run these layers, or parts of them, or the embeddings do not fit.
     """
 
     def __init__(
@@ -109,128 +157,118 @@ class LayerFork(_Part):
         layers: Sequence[int],
         no_attention: Collection[int] = (),
         no_mlp: Collection[int] = (),
-        tried: bool = False,
+        splittable: bool = False,
         embeddings: Tensor | None = None,
     ):
-        left_out = {*no_attention, *no_mlp}
+        skipped = {*no_attention, *no_mlp}
         model = with_layers(whole.model, layers, no_attention, no_mlp)
-        real = whole.device.type != "meta"  # there is no value to compare
-        if left_out and real and not parts_add_up(whole.model, min(left_out)):
+        has_values = whole.device.type != "meta"
+        if skipped and has_values and not parts_add_up(whole.model, min(skipped)):
             raise ModelError(
-                f"{type(whole.model).__name__} does more in a layer than add up what attention and feed-forward "
-                "network say, so they cannot be left out one by one; leave out whole layers"
+                f"{type(whole.model).__name__} does more in a layer than add the outputs of attention and feed-forward "
+                "network, so neither can be skipped; skip whole layers"
             )
-        count = text_config(whole.model).num_hidden_layers
-        # So many of the model's first layers run here as they do there.
-        shared = next((i for i, n in enumerate(layers) if n != i or n in left_out), len(layers))
-        alike = embeddings is None and 0 < shared < count
-        shares = alike and (tried or (real and _continues(whole.model, shared)))
-        self._first = _First(whole, shared) if shares else None
-        self._rest = _Rest(whole, shared) if shares else None
-        self._seam = seam(model, shared - 1) if shares else None
-        self._embeddings = None if embeddings is None else _fitting(model, embeddings)
-        super().__init__(whole, model)
+        # Leading layers that run exactly as in the whole model.
+        shared = next((i for i, n in enumerate(layers) if n != i or n in skipped), len(layers))
+        resumable = embeddings is None and 0 < shared < whole.forward_pass.dims.num_layers
+        resumable = resumable and (splittable or (has_values and _can_split(whole.model, shared)))
+        self._first = _FirstLayers(whole, shared) if resumable else None
+        self._rest = _LastLayers(whole, shared) if resumable else None
+        seam = insert_seam(model, shared - 1) if resumable else None
+        if embeddings is not None:
+            embeddings = _fitted_embeddings(model, embeddings)
+        super().__init__(whole, _PartialPass(whole.forward_pass, model, seam, embeddings))
+        self._chain = True
+        self._tokens: list[Tensor] = []
+        self._hidden: list[Tensor] = []  # of each of these, behind the shared layers
 
     @property
     def fed(self) -> Tensor | None:
-        return torch.cat(self._fed, 1) if self._fed and self._chain and self._seam is not None else None
+        return torch.cat(self._tokens, 1) if self._tokens and self._chain and self._rest is not None else None
 
     def follow(self) -> None:
         super().follow()
-        self._fed: list[Tensor] = []
-        self._said: list[Tensor] = []  # after the shared layers, of each
-        self._chain = True
+        self._chain, self._tokens, self._hidden = True, [], []
 
-    def finished(self, tokens: Tensor) -> Tensor:
-        """Logits ``[B, W, V]`` of the whole model for a root and chain ``tokens [B, W]``, of which some were `fed`."""
+    def resume(self, tokens: Tensor) -> Tensor:
+        """Logits ``[B, W, V]`` of the whole model for a root and chain ``tokens [B, W]`` that starts with `fed`."""
         assert self._first is not None and self._rest is not None
-        said = torch.cat(self._said, 1)
-        if said.shape[1] < tokens.shape[1]:
-            more = self._first.after(tokens[:, said.shape[1] :], said.shape[1])
-            said = torch.cat([said, more], 1)
-        return self._rest.scored(tokens, said[:, : tokens.shape[1]])
+        hidden = torch.cat(self._hidden, 1)
+        done = hidden.shape[1]
+        if done < tokens.shape[1]:
+            hidden = torch.cat([hidden, self._first.hidden_states(tokens[:, done:], done)], 1)
+        return self._rest.logits(tokens, hidden[:, : tokens.shape[1]])
 
     def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> None:
-        """The whole model has begun already."""
+        """Compute nothing: the whole model has started already."""
         self.follow()
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """The whole model holds it already."""
+        """Compute nothing: the whole model holds the prompts already."""
 
     def forward(
         self, tokens: Tensor, parents: Tensor | None = None, resume_from: Any = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         logits, hidden = super().forward(tokens, parents, None, **inputs)
         self._chain = self._chain and parents is None and not self.hidden_layers
-        if self._seam is None or self.hidden_layers:
+        if self._rest is None or self.hidden_layers:
             return logits, hidden
         assert hidden is not None
-        self._fed.append(tokens)
-        self._said.append(hidden)
+        self._tokens.append(tokens)
+        self._hidden.append(hidden)
         return logits, None
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        logits, hidden = super()._forward(*args, **kwargs)
-        return logits, hidden if self._seam is None or args[-1] else self._seam.said  # args[-1]: layers
-
-    def _words(self, tokens: Tensor) -> dict[str, Tensor]:
-        if self._embeddings is None:
-            return super()._words(tokens)
-        more = tokens - self.vocab_size  # from 0 on: one of the fork's own
-        own = self.model.get_input_embeddings()(tokens.where(more < 0, 0))
-        return {"inputs_embeds": torch.where(more[..., None] < 0, own, self._embeddings[more.clamp(min=0)])}
-
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
-        """Nothing but counting; once the whole model has kept, there is nothing left to keep."""
-        if self._grown:
+        """Count the tokens only; after the whole model's commit there are no nodes left to count."""
+        if self._nodes:
             self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-            self._grown, self._tree = 0, None
+            self._drop_nodes()
 
     def free(self, row: int) -> None:
         self.follow()
 
     def fork(self, layers: Sequence[int], **_: Any) -> LayerFork:
-        raise ModelError("a fork of a model has no forks of its own; ask the target for another one")
+        raise ModelError("a fork cannot be forked; call fork() of the target")
 
 
-def _fitting(model: Any, embeddings: Tensor) -> Tensor:
-    """``embeddings [n, H]`` where the model's own lie, in its dtype; ModelError if it cannot be fed such."""
+def _fitted_embeddings(model: Any, embeddings: Tensor) -> Tensor:
+    """``embeddings [n, H]`` on the device and in the dtype of the model's own; ModelError if they do not fit."""
     name, weight = type(model).__name__, model.get_input_embeddings().weight
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name} takes no inputs_embeds, so it cannot be fed anything but tokens of its own")
+        raise ModelError(f"{name} takes no inputs_embeds, so it cannot run tokens with embeddings of a drafter")
     if embeddings.dim() != 2 or embeddings.shape[1] != weight.shape[1]:
         raise ModelError(
-            f"embeddings {list(embeddings.shape)} do not stand beside those of {name}, which are vectors of "
-            f"{weight.shape[1]}; take some that were made for it"
+            f"embeddings have shape {list(embeddings.shape)}, but those of {name} are vectors of {weight.shape[1]}; "
+            "use embeddings that were made for this model"
         )
     return embeddings.to(weight.device, weight.dtype)
 
 
-#: Of each model, whether it may be run in two parts, by the number of layers in the first.
-_known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+#: By model and number of first layers: True if the model can be run in two parts.
+_splittable: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
-def _continues(model: Any, shared: int) -> bool:
-    """Does ``model`` say the same if its first ``shared`` layers run a token at a time, and the others afterwards?
+def _can_split(model: Any, shared: int) -> bool:
+    """True if logits stay the same when the first ``shared`` layers run token by token and the others afterwards.
 
-    Not so where later layers read more of earlier ones than hidden states. One small pass whole, and one in parts.
+    False for models whose later layers read more of earlier ones than hidden states. Runs one small pass whole, and
+    one in parts.
     """
-    known = _known.setdefault(model, {})
-    if shared not in known:
-        whole = object.__new__(RaggedLM)
-        whole._prepare(model, 1, TRIAL_LENGTH)
+    results = _splittable.setdefault(model, {})
+    if shared not in results:
+        whole = RaggedLM(ForwardPass.of(model, 1, TRIAL_LENGTH), 1, TRIAL_LENGTH)
         ids = on_device([[(7 * i + 3) % whole.vocab_size for i in range(9)]], whole.device)
         try:
             whole.start(0, ids[0, :6].tolist())
-            said = whole.forward(ids[:, 5:])[0]
+            expected = whole.forward(ids[:, 5:])[0]
             whole.commit([0])
-            fork = LayerFork(whole, range(shared), tried=True)
-            whole._forks.add(fork)
+            fork = LayerFork(whole, range(shared), splittable=True)
+            whole.register_fork(fork)
             fork.forward(ids[:, 5:6])
             fork.commit([1])
             fork.forward(ids[:, 6:7])
-            known[shared] = close(whole.forward(ids[:, 5:], resume_from=fork)[0], said, model.dtype)
+            results[shared] = close(whole.forward(ids[:, 5:], resume_from=fork)[0], expected, model.dtype)
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError):
-            known[shared] = False  # layers that hand on something else than hidden states
-    return known[shared]
+            results[shared] = False  # layers that pass on more than hidden states
+    return results[shared]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,37 +68,45 @@ def with_layers(
     return twin
 
 
-def seam(model: Any, index: int) -> Seam:
-    """Put a `Seam` around layer ``index`` of what `with_layers` made, and return it."""
+def insert_seam(model: Any, index: int) -> Seam:
+    """Put a `Seam` around layer ``index`` of a result of `with_layers`, and return it."""
     decoder = model.get_decoder()
     stack = decoder._modules[decoder._layers_name]
-    stack[index] = found = Seam(stack[index])
-    return found
+    stack[index] = seam = Seam(stack[index])
+    return seam
 
 
 class Seam(nn.Module):
-    """A decoder layer where a pass is cut in two: what it returned is kept, and what it is handed may be replaced.
+    """A decoder layer at which a pass can be cut in two: its output is kept, and its input can be replaced.
 
     Attributes:
-        given: hidden states ``[B, W, H]`` instead of what the layers before made; ``None`` = those.
-        said: what the layer returned last.
+        output: the hidden states ``[B, W, H]`` that the layer returned last.
     """
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
-        self.given: Tensor | None = None
-        self.said: Tensor | None = None
+        self.output: Tensor | None = None
+        self._input: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # decoders ask a layer what kind it is of
+        except AttributeError:  # decoders read attributes of their layers, such as the type of attention
             return getattr(super().__getattr__("layer"), name)
 
+    @contextmanager
+    def replacing(self, hidden_states: Tensor) -> Iterator[None]:
+        """Within the context, run the layer on ``hidden_states [B, W, H]`` instead of the previous layer's output."""
+        self._input = hidden_states
+        try:
+            yield
+        finally:
+            self._input = None
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = self.layer(hidden_states if self.given is None else self.given, *args, **kwargs)
-        self.said = out[0] if isinstance(out, tuple) else out
+        out = self.layer(hidden_states if self._input is None else self._input, *args, **kwargs)
+        self.output = out[0] if isinstance(out, tuple) else out
         return out
 
 

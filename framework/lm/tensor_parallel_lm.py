@@ -22,25 +22,29 @@ from ..errors import CrossdraftError, ModelError, first_line
 from ..models import distributed
 from ..models.load import load_model
 from ..models.placement import input_device, is_split, split_of
-from .architectures import TRIAL_LENGTH, refuse_unsupported, trial
+from .forward_pass import ForwardPass
 from .layer_subset import LayerFork
-from .transformers_lm import TransformersLM
+from .ragged_lm import RaggedLM
+from .transformers_lm import check_model
 
 #: Models that passed the trial.
 _tried: WeakSet[Any] = WeakSet()
 
 
-class SplitLM(TransformersLM):
-    """Slots of a split model, in the process that leads. Each of its passes is made by all processes.
+class SplitLM(RaggedLM):
+    """Slots of a split model, in the process that leads; all processes run each of its passes.
 
-    Every model is put to the trial once: that a plan splits an architecture as its cache and attention expect is known
-    of few.
+    Every model goes through the trial once: few architectures are known to be split as their cache and attention
+    expect.
     """
 
     def __init__(self, model: Any, batch_size: int, max_length: int):
         self._key, split = distributed.next_key(), split_of(model)
         sizes = batch_size, max_length, split not in _tried
-        distributed.run_everywhere(lambda: _fill(self, model, *sizes), "slots", split.key, self._key, *sizes)
+        forward_pass = distributed.everywhere(
+            lambda: _checked_pass(model, *sizes), "slots", split.key, self._key, *sizes
+        )
+        super().__init__(forward_pass, batch_size, max_length)
         _tried.add(split)
         finalize(self, distributed.release, self._key)
 
@@ -86,15 +90,10 @@ class SplitLM(TransformersLM):
             return mine(*arguments)
 
 
-def _fill(lm: TransformersLM, model: Any, batch_size: int, max_length: int, untried: bool) -> TransformersLM:
-    """Make slots, after a trial where the first process says so: models may be other objects there."""
-    refuse_unsupported(model, max_length)
-    if untried:
-        apart = object.__new__(TransformersLM)
-        apart._prepare(model, 2, TRIAL_LENGTH)
-        trial(apart)
-    lm._prepare(model, batch_size, max_length)
-    return lm
+def _checked_pass(model: Any, batch_size: int, max_length: int, untried: bool) -> ForwardPass:
+    """The passes of new slots. The first process decides if the trial runs: models may be other objects elsewhere."""
+    check_model(model, max_length, untried)
+    return ForwardPass.of(model, batch_size, max_length)
 
 
 class Tables:
@@ -196,9 +195,9 @@ def _step(held: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: 
         key, name, options = arguments
         held[key] = load_model(name, device=distributed.SPLIT, **options).model
     elif step == "slots":
-        model, key, *sizes = arguments
-        lm = object.__new__(TransformersLM)
-        held[key] = distributed.run_everywhere(lambda: _fill(lm, held[model], *sizes), step)
+        model, key, batch_size, max_length, untried = arguments
+        forward_pass = distributed.everywhere(lambda: _checked_pass(held[model], batch_size, max_length, untried), step)
+        held[key] = RaggedLM(forward_pass, batch_size, max_length)
     elif step == "tables":
         _tables(held[arguments[0]])
     else:

@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
+from .cuda_graphs import Graphs
+from .forward_pass import ForwardPass
+from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
 
@@ -17,21 +20,26 @@ class TransformersLM(RaggedLM):
 
     Args:
         model: a loaded ``*ForCausalLM``; put in eval mode, and on a CPU in float32 its linear layers get a faster
-            product for few rows (see ``cpu.py``).
+            product for few rows (see ``small_batch_linear.py``).
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
+        cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new `RaggedCache` by default.
+        graphs: calls the passes, see `RaggedLM`.
 
     Raises:
-        ModelError: a model that would be run wrongly, see `refuse_unsupported` and `trial`.
+        ModelError: the model would be run wrongly, see `refuse_unsupported` and `trial`.
     """
 
-    def __init__(self, model: Any, batch_size: int, max_length: int):
-        refuse_unsupported(model, max_length)
-        self._prepare(model, batch_size, max_length)
-        if needs_trial(model):
-            apart = object.__new__(TransformersLM)
-            apart._prepare(model, 2, TRIAL_LENGTH)
-            trial(apart)
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        max_length: int,
+        cache: KVCache | None = None,
+        graphs: Graphs | None = None,
+    ):
+        check_model(model, max_length, needs_trial(model))
+        super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length, graphs)
 
     def fork(
         self,
@@ -42,5 +50,12 @@ class TransformersLM(RaggedLM):
         embeddings: Tensor | None = None,
     ) -> LayerFork:
         fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
-        self._forks.add(fork)
+        self.register_fork(fork)
         return fork
+
+
+def check_model(model: Any, max_length: int, untried: bool) -> None:
+    """Raise ModelError for an unsupported model; run the `trial` of an ``untried`` one."""
+    refuse_unsupported(model, max_length)
+    if untried:
+        trial(RaggedLM(ForwardPass.of(model, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..lm.ragged_lm import RaggedLM
+from ..lm.forward_pass import ForwardPass
 
 #: They make room or another view, and launch nothing.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")
@@ -56,8 +56,8 @@ class Launches(TorchDispatchMode):
         for name in _READS:
             self._replace(Tensor, name, self._counted(getattr(Tensor, name), self.reads, name))
         self._replace(torch, "from_numpy", self._counted(torch.from_numpy, self.work, "from_numpy"))
-        for name in ("_score", "_compact"):
-            self._replace(RaggedLM, name, self._recorded(getattr(RaggedLM, name)))
+        for name in ("score", "compact"):
+            self._replace(ForwardPass, name, self._recorded(getattr(ForwardPass, name)))
         for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
             if hasattr(module, "eager_on_cpu"):
                 self._replace(module, "eager_on_cpu", lambda like: False)

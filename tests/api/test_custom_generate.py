@@ -43,29 +43,37 @@ def fields() -> list[str]:
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
-def test_every_field_of_this_transformers_is_in_one_table() -> None:
-    known = [*door.HONOURED, *door.HARMLESS, *door.REFUSED]
-    assert len(known) == len(set(known))
+def names(table: dict[str, door.Setting], effect: str) -> list[str]:
+    return [name for name, setting in table.items() if setting.effect == effect]
+
+
+REFUSED, HARMLESS = names(door.FIELDS, "refused"), names(door.FIELDS, "harmless")
+
+
+def test_every_field_of_this_transformers_is_in_the_table() -> None:
     listed = {*fields(), *GenerationConfig().to_dict(), *GenerationConfig._get_default_generation_params()}
-    unknown = {name for name in listed if not name.startswith("_")} - set(known)
+    unknown = {name for name in listed if not name.startswith("_")} - door.FIELDS.keys()
     assert not unknown, f"decide: honoured, harmless or refused? {sorted(unknown)}"
 
 
-def test_every_argument_of_this_transformers_is_in_one_table() -> None:
+def test_every_argument_of_this_transformers_is_in_the_table() -> None:
     parameters = inspect.signature(GenerationMixin.generate).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    assert not door.HONOURED_ARGUMENTS & door.REFUSED_ARGUMENTS.keys()
-    assert named == door.HONOURED_ARGUMENTS | door.REFUSED_ARGUMENTS.keys(), "decide: honoured or refused?"
+    assert named == door.ARGUMENTS.keys(), "decide: honoured or refused?"
 
 
 def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     honoured, rest = page.partition("**Honoured**")[2].split("**Refused**")
     refused, harmless = rest.split("**Without effect")
-    parts = {honoured: door.HONOURED, refused: {**door.REFUSED, **door.REFUSED_ARGUMENTS}, harmless: door.HARMLESS}
-    for part, names in parts.items():
-        assert set(names) - set(re.findall(r"`(\w+)`", part)) == set()
-        assert not (set(re.findall(r"`(\w+)`", part)) & {*fields()}) - set(names) - {"top_p", "eos_token_id"}
+    parts = {
+        honoured: names(door.FIELDS, "honoured"),
+        refused: [*REFUSED, *names(door.ARGUMENTS, "refused")],
+        harmless: HARMLESS,
+    }
+    for part, listed in parts.items():
+        assert set(listed) - set(re.findall(r"`(\w+)`", part)) == set()
+        assert not (set(re.findall(r"`(\w+)`", part)) & {*fields()}) - set(listed) - {"top_p", "eos_token_id"}
 
 
 #: A value of each refused field that asks for something, where 3 would not.
@@ -81,12 +89,12 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", door.REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_each_refused_field_is_refused_by_name_and_value(name: str) -> None:
     config, value = GenerationConfig(), VALUES.get(name, 3)
     config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     door.check_fields(config)  # what transformers fills in by default asks for nothing
-    for nothing in (None, *door.REFUSED[name][0]):
+    for nothing in (None, *door.FIELDS[name].neutral):
         setattr(config, name, nothing)
         door.check_fields(config)
     setattr(config, name, value)
@@ -98,7 +106,7 @@ def test_each_refused_field_is_refused_by_name_and_value(name: str) -> None:
 EARLIER = {"stop_strings", "token_healing", "constraints", "force_words_ids", "watermarking_config", "speculation_type"}
 
 
-@pytest.mark.parametrize("name", [name for name in door.REFUSED if name not in EARLIER])
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in EARLIER])
 def test_each_refused_field_is_refused_through_transformers(model: Any, name: str) -> None:
     assert refused(model, do_sample=True, **{name: VALUES.get(name, 3)}).startswith(
         f"custom_generate cannot honour {name}="
@@ -111,7 +119,7 @@ def test_what_transformers_refuses_runs_no_more_than_the_rest(model: Any, name: 
         ask(model, **{name: VALUES.get(name, 3)})
 
 
-@pytest.mark.parametrize("name", door.HARMLESS)
+@pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_fields_change_no_token(model: Any, plain: torch.Tensor, name: str) -> None:
     values: dict[str, Any] = {"use_cache": False, "early_stopping": True, "renormalize_logits": True}
     values |= {"compile_config": CompileConfig(), "continuous_batching_config": object()}
@@ -188,7 +196,7 @@ def test_an_argument_that_a_later_transformers_adds_is_refused(model: Any) -> No
 
     later = Later(model.config)
     assert later.generate(IDS, custom_generate=custom_generate).shape == (1, 9)
-    with pytest.raises(UsageError, match="novelty=3: this version of crossdraft does not know it"):
+    with pytest.raises(UsageError, match="novelty=3: this version of crossdraft does not support it"):
         later.generate(IDS, 3, custom_generate=custom_generate)
 
 
@@ -208,7 +216,7 @@ def test_what_is_built_from_honoured_fields_is_no_processor_of_the_users() -> No
 
 
 def test_a_direct_call_is_refused(model: Any) -> None:
-    with pytest.raises(UsageError, match="custom_generate is called by transformers"):
+    with pytest.raises(UsageError, match="custom_generate was not called by transformers"):
         custom_generate(model, IDS, generation_config=GenerationConfig(max_new_tokens=3))
 
 
@@ -223,7 +231,9 @@ def test_a_drafter_with_a_model_of_its_own_is_refused_there(model: Any) -> None:
 def test_laws_that_are_no_sampling(name: str, value: float) -> None:
     config = GenerationConfig(do_sample=True)
     setattr(config, name, value)
-    with pytest.raises(UsageError, match=f"cannot sample with {name}={value}; for the argmax say do_sample=False"):
+    with pytest.raises(
+        UsageError, match=f"cannot sample with {name}={value}; for greedy decoding pass do_sample=False"
+    ):
         door.sampling_of(config)
 
 

@@ -133,5 +133,5 @@ def test_a_streamer_hears_what_it_hears_from_transformers(model: Any, end: int |
 
 
 def test_a_streamer_of_several_rows_is_refused(model: Any) -> None:
-    with pytest.raises(UsageError, match="streams one sequence, and there are 2"):
+    with pytest.raises(UsageError, match="streams only one sequence, but there are 2"):
         ask(model, IDS, attention_mask=MASK, streamer=Listener())

@@ -44,11 +44,11 @@ def refused(target: Any, inputs: Any, **options: Any) -> str:
         (7, "inputs must be a text, a list of texts or a list of lists of token ids, not int"),
         (b"ab", "inputs must be a text, a list of texts or a list of lists of token ids, not bytes"),
         (torch.tensor(5), "inputs must be a list of texts or a list of lists"),
-        ({"input_ids": [[5]], "attention_mask": [[1]]}, "inputs is a dict; give its token ids alone"),
+        ({"input_ids": [[5]], "attention_mask": [[1]]}, "inputs is a dict; give only its token ids"),
         ([[5], None], r"inputs[1] must be a text or a list of token ids, not None"),
         ([5.5], r"inputs[0] must be a text or a list of token ids, not 5.5"),
         ([b"ab"], r"inputs[0] must be a text or a list of token ids"),
-        ([[5, 2.9]], "inputs[0] has 2.9 among its token ids, which are integers"),
+        ([[5, 2.9]], "inputs[0] has 2.9 among its token ids; they must be integers"),
         ([[5], [6, 3.0]], "inputs[1] has 3.0 among its token ids"),
         ([torch.tensor([1.0])], "inputs[0] has 1.0 among its token ids"),
         ([[5, "6"]], "inputs[0] has '6' among its token ids"),
@@ -75,15 +75,15 @@ def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: 
         ({"seed": 1.5}, "seed=1.5 must be an integer"),
         ({"seed": "1"}, "seed='1' must be an integer"),
         ({"seed": True}, "seed=True must be an integer"),
-        ({"temperature": -1}, "temperature=-1 cannot be: should be greater than or equal to 0"),
-        ({"temperature": float("nan")}, "temperature=nan cannot be"),
-        ({"temperature": float("inf")}, "temperature=inf cannot be"),
-        ({"temperature": None}, "temperature=None cannot be"),
-        ({"top_p": 0}, "top_p=0 cannot be: should be greater than 0"),
-        ({"top_p": 1.5}, "top_p=1.5 cannot be"),
-        ({"top_k": -3}, "top_k=-3 cannot be"),
-        ({"top_k": 2.5}, "top_k=2.5 cannot be"),
-        ({"min_p": 2}, "min_p=2 cannot be"),
+        ({"temperature": -1}, "temperature=-1 is not valid: should be greater than or equal to 0"),
+        ({"temperature": float("nan")}, "temperature=nan is not valid"),
+        ({"temperature": float("inf")}, "temperature=inf is not valid"),
+        ({"temperature": None}, "temperature=None is not valid"),
+        ({"top_p": 0}, "top_p=0 is not valid: should be greater than 0"),
+        ({"top_p": 1.5}, "top_p=1.5 is not valid"),
+        ({"top_k": -3}, "top_k=-3 is not valid"),
+        ({"top_k": 2.5}, "top_k=2.5 is not valid"),
+        ({"min_p": 2}, "min_p=2 is not valid"),
         ({"chat": "no"}, "chat='no' must be True, False, or None"),
         ({"on_step": 3}, "on_step=3 must be a function"),
         ({"drafter": None}, "a drafter is given by its name"),
@@ -103,8 +103,8 @@ def test_arguments_that_cannot_be(target: LoadedModel, options: dict[str, Any], 
 
 
 def test_a_model_that_was_not_loaded_here(target: LoadedModel) -> None:
-    assert "a LlamaForCausalLM is no model here" in refused(target.model, [[5]])
-    assert "a NoneType is no model here" in refused(None, [[5]])
+    assert "model is a LlamaForCausalLM; pass a name" in refused(target.model, [[5]])
+    assert "model is a NoneType" in refused(None, [[5]])
 
 
 def test_texts_need_a_tokenizer_and_a_chat_a_template(target: LoadedModel, tokenizers: Any) -> None:

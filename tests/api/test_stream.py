@@ -157,11 +157,11 @@ def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys
         ({"stop": [3]}, "stop=[3] must be a text"),
         ({"stop": None}, "stop=None must be a text"),
         ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
-        ({"max_new_tokens": [4]}, "max_new_tokens names 1 limits for 2 inputs"),
+        ({"max_new_tokens": [4]}, "max_new_tokens has 1 values for 2 inputs"),
         ({"max_new_tokens": [4, 0]}, "max_new_tokens[1]=0 must be an integer of at least 1"),
         ({"max_new_tokens": "44"}, "max_new_tokens='44' must be an integer"),
-        ({"temperature": [0.5]}, "temperature names 1 numbers for 2 inputs"),
-        ({"temperature": [0.5, -1.0]}, "temperature=-1.0 cannot be"),
+        ({"temperature": [0.5]}, "temperature has 1 values for 2 inputs"),
+        ({"temperature": [0.5, -1.0]}, "temperature=-1.0 is not valid"),
         ({"temperature": [0.5, 0], "verifier": "greedy"}, "temperature"),
     ],
 )
@@ -175,12 +175,12 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
 
 
 def test_streamers_and_stop_strings_need_what_they_need(target: LoadedModel) -> None:
-    with pytest.raises(UsageError, match=r"a streamer is told one answer, and there are 2 inputs.*crossdraft\.stream"):
+    with pytest.raises(UsageError, match=r"a streamer takes one output, but there are 2 inputs.*crossdraft\.stream"):
         generate(target, [[5], [6]], streamer=Listener())
     with pytest.raises(UsageError, match=r"must have put\(tokens\) and end\(\)"):
         generate(target, [[5]], streamer=StringIO())
     bare = LoadedModel(target.model, None, "bare", "", "", (), None)
-    with pytest.raises(UsageError, match="bare has no tokenizer, so its answers have no text in which stop could be"):
+    with pytest.raises(UsageError, match="stop needs text, but bare has no tokenizer"):
         generate(bare, [[5]], stop="a")
     assert [piece.text for piece in stream(bare, [[5]], max_new_tokens=1)] == [None]
 

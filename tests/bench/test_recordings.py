@@ -11,7 +11,7 @@ from tiny_runs import ONE_GROUP, cells, said
 from crossdraft.framework.api import build
 from crossdraft.framework.bench import cell_runner, pass_timing
 from crossdraft.framework.bench.cell_runner import Cell
-from crossdraft.framework.lm import layer_subset, ragged_lm
+from crossdraft.framework.lm import graph_buckets, layer_subset, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs
 
 DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}]"
@@ -27,7 +27,7 @@ def recorded(monkeypatch: Any) -> list[Graphs]:
 
     for module in (ragged_lm, layer_subset, build):
         monkeypatch.setattr(module, "runner_for", runner)
-    monkeypatch.setattr(ragged_lm, "BUCKET", 16)
+    monkeypatch.setattr(graph_buckets, "BUCKET", 16)
     return found
 
 

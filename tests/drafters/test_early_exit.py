@@ -119,7 +119,7 @@ def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, tem
 
 def test_without_taking_up_the_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
     """What the test before would look like if nothing was shared: it can fail."""
-    monkeypatch.setattr(layer_subset, "_continues", lambda model, shared: False)
+    monkeypatch.setattr(layer_subset, "_can_split", lambda model, shared: False)
     seen: list[Any] = []
     loop = decoder(deep, 1, 0.0, on_step=seen.append)
     counted = Counted(deep)
@@ -206,7 +206,7 @@ def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, t
     kept: list[Any] = []
     first.register_forward_hook(lambda *call: kept.append(call[2]))
     last.register_forward_hook(lambda _, args, out: out + 0.5 * kept[-1] if kept[-1].shape == out.shape else out * 0)
-    assert not layer_subset._continues(model, 1) and layer_subset._continues(deep, 2)
+    assert not layer_subset._can_split(model, 1) and layer_subset._can_split(deep, 2)
 
 
 def test_an_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:

@@ -106,7 +106,7 @@ def test_a_fork_says_what_a_model_without_the_parts_says(tiny_model: Callable, f
 def test_models_whose_parts_do_not_add_up_are_refused(tiny_model: Callable) -> None:
     louder = tiny_model("llama", seed=7, copy="louder")
     louder.model.layers[0].register_forward_hook(lambda _, args, out: 1.5 * out)
-    with pytest.raises(ModelError, match="does more in a layer than add up"):
+    with pytest.raises(ModelError, match="does more in a layer than add the outputs"):
         TransformersLM(louder, 1, 64).fork([0, 1], no_mlp=[0])
     lm = TransformersLM(tiny_model("opt", copy="layer-skip"), 1, 64)
     with pytest.raises(

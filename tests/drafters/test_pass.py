@@ -252,7 +252,9 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_fork_takes_embeddings_of_the_models_own_size(tiny_model: Callable) -> None:
     lm = TransformersLM(tiny_model("llama"), 1, 32)
-    with pytest.raises(ModelError, match=r"embeddings \[2, 8\] do not stand beside those of LlamaForCausalLM"):
+    with pytest.raises(
+        ModelError, match=r"embeddings have shape \[2, 8\], but those of LlamaForCausalLM are vectors of 32"
+    ):
         lm.fork(range(2), embeddings=torch.zeros(2, 8))
 
 

@@ -16,7 +16,7 @@ from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.engine.prefill import passes, shares
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.ragged_lm import SELECTS
+from crossdraft.framework.lm.forward_pass import SELECTS
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Ragged; two have nothing to prefill but the root, some outgrow a window of 8, one what a pass may feed below.
@@ -37,11 +37,14 @@ class CountingLM(TransformersLM):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.fed: list[tuple[int, ...]] = []
+        run = self.forward_pass.run
 
-    def _forward(self, tokens: Any, *arguments: Any, want_logits: bool = True) -> Any:
-        if not want_logits:
-            self.fed.append(tuple(tokens.shape))
-        return super()._forward(tokens, *arguments, want_logits=want_logits)
+        def counted(tokens: Any, *arguments: Any, want_logits: bool = True) -> Any:
+            if not want_logits:
+                self.fed.append(tuple(tokens.shape))
+            return run(tokens, *arguments, want_logits=want_logits)
+
+        self.forward_pass.run = counted
 
 
 @pytest.fixture

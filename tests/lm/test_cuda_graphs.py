@@ -22,8 +22,7 @@ from crossdraft.framework.api import build
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.lm import cuda_graphs
-from crossdraft.framework.lm import ragged_lm as lm_module
+from crossdraft.framework.lm import cuda_graphs, graph_buckets, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.util.tensors import descent
@@ -140,7 +139,7 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
         return found
 
     plain, recorder = run(), Recorder()
-    monkeypatch.setattr(lm_module, "runner_for", lambda model: Graphs(recorder, "test"))
+    monkeypatch.setattr(ragged_lm, "runner_for", lambda model: Graphs(recorder, "test"))
     for ours, other in zip(run(), plain, strict=True):
         torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
     assert recorder.replayed > 6
@@ -188,7 +187,7 @@ def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> 
 
 
 def test_large_passes_are_not_recorded(tiny_model: Callable, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lm_module, "MOST_GRAPHED", 4)
+    monkeypatch.setattr(graph_buckets, "MOST_GRAPHED", 4)
     lm = ReplayingLM(tiny_model("llama"), 2, 64)
     for _ in range(4):
         lm.forward(torch.ones(2, 3, dtype=torch.long))
@@ -264,7 +263,7 @@ def test_graphs_on_cuda(
     (plain, _), (replayed, loop) = run("0"), run("1")
     assert replayed == plain
     for lm in [loop.target] + ([loop.drafter.model.lm] if drafter != "none" else []):
-        assert len(lm._run) > 0
+        assert len(lm.graphs) > 0
     assert not [r for r in caplog.records if r.name == cuda_graphs.__name__]
 
 

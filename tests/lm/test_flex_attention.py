@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm import cuda_graphs, flex_attention
-from crossdraft.framework.lm import ragged_lm as lm_module
+from crossdraft.framework.lm import attention_masks, cuda_graphs, flex_attention, prompt_prefill
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 TREE = [-1, 0, 0, 1, 2]
@@ -66,7 +65,7 @@ def test_chains_and_trees_equal_explicit_masks(
     tiny_model: Callable, monkeypatch: Any, traced: list[int], family: str
 ) -> None:
     """Heads that share keys, windows, rows of different length."""
-    monkeypatch.setattr(lm_module, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(prompt_prefill, "PREFILL_CHUNK", 7)
     asked = tiny_model(family, attn_implementation=flex_attention.FLEX)
     expected = said(tiny_model(family))
     torch.testing.assert_close(said(asked), expected, atol=2e-5, rtol=1e-5)
@@ -75,7 +74,7 @@ def test_chains_and_trees_equal_explicit_masks(
     def mistaken(allowed: torch.Tensor) -> Any:
         return flex_attention.block_mask(allowed | allowed.roll(1, 2))
 
-    monkeypatch.setattr(lm_module, "block_mask", mistaken)  # everybody sees one slot more
+    monkeypatch.setattr(attention_masks, "block_mask", mistaken)  # everybody sees one slot more
     assert (said(asked) - expected).abs().max() > 0.1
 
 
@@ -225,5 +224,5 @@ def test_on_cuda(
 
     (asked, loop), (expected, _) = run(attn_implementation=flex_attention.FLEX), run()
     assert asked == expected
-    assert len(loop.target._run) > 0
+    assert len(loop.target.graphs) > 0
     assert not [r for r in caplog.records if r.name == cuda_graphs.__name__]

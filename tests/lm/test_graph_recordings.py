@@ -72,8 +72,7 @@ def test_where_recording_fails_there_is_one_warning(
 
     class RefusedLM(TransformersLM):
         def __init__(self, *arguments: Any):
-            super().__init__(*arguments)
-            self._run = Graphs(Refusing(), "LlamaForCausalLM")
+            super().__init__(*arguments, graphs=Graphs(Refusing(), "LlamaForCausalLM"))
 
     def run(lm: type[TransformersLM]) -> list:
         small, greedy = plugins.get("drafters", "draft-model"), plugins.get("verifiers", "greedy")

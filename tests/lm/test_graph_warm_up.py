@@ -16,7 +16,7 @@ from crossdraft.framework.api import build
 from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.lm import cuda_graphs, layer_subset, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Ahead, Graphs, held, recording
-from crossdraft.framework.lm.graph_buckets import at_width, reaches, stepped, wider, widths
+from crossdraft.framework.lm.graph_buckets import at_width, kv_lens, stepped, wider, widths
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 CPU = torch.device("cpu")
@@ -28,15 +28,15 @@ CPU = torch.device("cpu")
 def test_steps() -> None:
     assert [stepped(n, 1) for n in (1, 2, 7, 8, 9, 10, 11, 16, 17, 33)] == [1, 2, 7, 8, 10, 10, 12, 16, 20, 40]
     assert [stepped(n, 256) for n in (1, 256, 257, 2048, 2049)] == [256, 256, 512, 2048, 2560]
-    assert reaches(256, 3000) == [3000, 2560, 2048, 1792, 1536, 1280, 1024, 768, 512, 256]
-    assert reaches(16, 16) == [16] and reaches(16, 5) == [5]
+    assert kv_lens(256, 3000) == [3000, 2560, 2048, 1792, 1536, 1280, 1024, 768, 512, 256]
+    assert kv_lens(16, 16) == [16] and kv_lens(16, 5) == [5]
 
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.integers(0, 5000))
-def test_a_step_is_near_and_among_the_reaches(n: int, least: int, more: int) -> None:
+def test_a_step_is_near_and_among_the_kv_lens(n: int, least: int, more: int) -> None:
     step = stepped(n, least)
     assert n <= step < max(n + least, 1.25 * n + least) and step % least == 0 and stepped(step, least) == step
-    assert min(step, n + more) in reaches(least, n + more)
+    assert min(step, n + more) in kv_lens(least, n + more)
 
 
 def test_widths() -> None:
@@ -188,8 +188,7 @@ def test_nothing_is_recorded_after_the_warm_up(
 def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """Logits and hidden states are those of the tokens alone, for chains, trees and trees in pieces."""
     lm = TransformersLM(tiny_model("llama"), 2, 64)
-    plain = TransformersLM(tiny_model("llama"), 2, 64)
-    plain._run = Graphs(None, "plain")
+    plain = TransformersLM(tiny_model("llama"), 2, 64, graphs=Graphs(None, "plain"))
     tree = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 2, 0]])
     for one in (lm, plain):
         one.hidden_layers = (-1,)
@@ -197,7 +196,7 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
         for parents in (None, tree):
             lm.forward(torch.ones(2, 5, dtype=torch.long), parents)
             lm.commit([0, 0], None if parents is None else torch.tensor([[0, 1], [0, 1]]))
-    runner = lm._run
+    runner = lm.graphs
     recordings = len(runner)
     for width in (3, 5, 6, 7):
         for parents in (None, tree[:, :3]):
@@ -216,7 +215,7 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
                 for ours, theirs in zip(*found, strict=True):
                     assert ours.shape == theirs.shape
                     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    assert (len(runner), runner.missed) == (recordings, 0)  # type: ignore[attr-defined]
+    assert (len(runner), runner.missed) == (recordings, 0)
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -229,7 +228,7 @@ def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: lis
     with recording(None):
         lm.start(0, list(range(1, 15)))  # 13 in the slot, room for 3
         logits, _ = lm.forward(torch.tensor([[1, 2, 3]]))
-    assert logits.shape == (1, 3, 97) and lm._run.missed == 1
+    assert logits.shape == (1, 3, 97) and lm.graphs.missed == 1
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -251,15 +250,14 @@ def test_heads_that_name_positions_are_padded(tiny_model: Callable, recorded: li
             lm.forget()
         return found
 
-    plain = TransformersLM(head, 2, 64)
-    plain._run = Graphs(None, "plain")
+    plain = TransformersLM(head, 2, 64, graphs=Graphs(None, "plain"))
     expected = run(FeatureLM(head, plain, 97), (4, 1, 3, 6, 2, 5))
     ours = TransformersLM(head, 2, 64)
     with recording(Ahead(5, 5)):
         run(FeatureLM(head, ours, 97), (1,))
-    recordings = len(ours._run)  # type: ignore[arg-type]
+    recordings = len(ours.graphs)
     with recording(None):
         found = run(FeatureLM(head, ours, 97), (4, 1, 3, 6, 2, 5))
-    assert (len(ours._run), ours._run.missed) == (recordings, 0)  # type: ignore[arg-type]
+    assert (len(ours.graphs), ours.graphs.missed) == (recordings, 0)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

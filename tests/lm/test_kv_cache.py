@@ -59,7 +59,7 @@ def test_the_cache_is_what_a_fresh_forward_computes(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_long_prompt_is_prefilled_in_pieces(tiny_model: Callable, monkeypatch: Any, family: str) -> None:
-    from crossdraft.framework.lm import ragged_lm as module
+    from crossdraft.framework.lm import prompt_prefill as module
 
     monkeypatch.setattr(module, "PREFILL_CHUNK", 5)
     lm = TransformersLM(tiny_model(family), 2, 64)

@@ -10,7 +10,7 @@ from tiny_models import save_model
 
 from crossdraft import UsageError, generate, load_model
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm.kv_cache import Placement, RaggedCache
+from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
 from crossdraft.framework.models.placement import input_device
 
 #: Half of the weights stay on the disk, and are read in every pass.
@@ -47,14 +47,14 @@ def test_indices_follow_keys_and_values_to_their_device() -> None:
     """PyTorch takes an index on the device of what is indexed; a device without values is one that is elsewhere."""
     cache = RaggedCache(2, 8)
     states = {where: torch.zeros(2, 1, 2, 4, device=where) for where in ("cpu", "meta")}
-    cache.placement = Placement(torch.tensor([[1, 2], [3, 4]]), 5)
+    plan = WritePlan(torch.tensor([[1, 2], [3, 4]]), 5)
     for layer, where in enumerate(("cpu", "meta")):
-        keys, _ = cache.update(states[where], states[where], layer)
+        keys, _ = cache.begin_pass(plan).update(states[where], states[where], layer)
         assert keys.device.type == where
-    place = cache.placement.on(torch.device("meta"))
-    assert place.slots.device.type == place.rows.device.type == "meta"
-    assert cache.placement.on(torch.device("meta")) is place  # once a pass, not once a layer
-    assert cache.placement.on(torch.device("cpu")) is cache.placement
+    copied = plan.to(torch.device("meta"))
+    assert copied.slots.device.type == copied.row_index.device.type == "meta"
+    assert plan.to(torch.device("meta")) is copied  # once a pass, not once a layer
+    assert plan.to(torch.device("cpu")) is plan
     moved: list[str] = []
     for layer in cache.layers:
         layer.move = lambda *indices: moved.extend(one.device.type for one in indices)  # type: ignore[union-attr]

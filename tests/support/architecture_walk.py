@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm import ragged_lm
+from crossdraft.framework.lm import graph_buckets
 from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -93,11 +93,11 @@ class _RecordedLM(ReplayingLM):
     """Passes as CUDA graphs replay them: they attend over more slots than they need."""
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        before, ragged_lm.BUCKET = ragged_lm.BUCKET, 16
+        before, graph_buckets.BUCKET = graph_buckets.BUCKET, 16
         try:
             return super().forward(*arguments, **inputs)
         finally:
-            ragged_lm.BUCKET = before
+            graph_buckets.BUCKET = before
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:

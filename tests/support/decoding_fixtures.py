@@ -9,8 +9,7 @@ from oracle_trees import NEW, PROMPTS
 from tiny_models import generated
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crossdraft.framework.lm import cuda_graphs
-from crossdraft.framework.lm import ragged_lm as lm_module
+from crossdraft.framework.lm import cuda_graphs, graph_buckets
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def answers(expected: Callable) -> Callable[[str], dict]:
 @pytest.fixture
 def small_buckets(monkeypatch: Any) -> None:
     """Attention masks grow in steps that short texts reach too."""
-    monkeypatch.setattr(lm_module, "BUCKET", 16)
+    monkeypatch.setattr(graph_buckets, "BUCKET", 16)
 
 
 @pytest.fixture

@@ -1,0 +1,137 @@
+"""The device work of a forward pass: everything that is launched for it, as functions of tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ..models.placement import input_device
+from .architectures import text_config
+from .attention import own_attention
+from .attention_masks import AttentionMasks, Visibility
+from .cuda_graphs import Outputs
+from .kv_cache import KVCache, RaggedCache, WritePlan
+from .small_batch_linear import speed_up_small_batches
+
+#: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
+SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Sizes of a whole model, which forks with fewer layers share."""
+
+    vocab_size: int
+    context_length: int | None
+    num_layers: int
+    device: torch.device
+
+
+class ForwardPass:
+    """Passes of one model over one cache.
+
+    CUDA graphs replay `score` and `compact`, so both depend only on their arguments, the weights and the cache. The
+    state that the host keeps (lengths, nodes) lives in `RaggedLM`.
+    """
+
+    def __init__(self, model: Any, dims: ModelDims, masks: AttentionMasks, cache: KVCache):
+        self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
+        self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def of(cls, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None) -> ForwardPass:
+        """Passes of a whole model, over a new `RaggedCache` by default; puts the model in eval mode."""
+        model.eval()
+        speed_up_small_batches(model)
+        config, device = text_config(model), input_device(model)
+        dims = ModelDims(
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            context_length=getattr(config, "max_position_embeddings", None),
+            num_layers=getattr(config, "num_hidden_layers", 0),
+            device=device,
+        )
+        masks = AttentionMasks(config, model.dtype, device, max_length)
+        return cls(model, dims, masks, RaggedCache(batch_size, max_length) if cache is None else cache)
+
+    def score(
+        self,
+        kv_len: int,
+        start: int | None,
+        layers: tuple[float, ...],
+        tokens: Tensor,
+        starts: Tensor,
+        parents: Tensor | None = None,
+        tree: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Outputs:
+        """Score ``tokens [B, W]``, written to the slots of row b from ``starts[b]`` on.
+
+        Args:
+            kv_len: slots attended over.
+            start: the first slot if it is the same in all rows; ``None`` = see ``starts [B]``.
+            layers: layers whose hidden states are returned.
+            parents: ``[B, W]``, see `LM.forward`; ``None`` = chains.
+            tree: ``[B, N]``, the parents of the nodes of earlier passes.
+
+        Returns:
+            logits ``[B, W, V]``, hidden states ``[B, W, L, H]`` or None, the parents of old and new nodes or None.
+        """
+        slots, width = starts[:, None], tokens.shape[1]
+        if width > 1:
+            slots = slots + self.masks.slots[:width]
+        if tree is None:
+            visibility = self.masks.causal(slots, kv_len)
+        else:
+            assert parents is not None
+            tree = torch.cat([tree, parents], 1) if tree.shape[1] else parents
+            visibility = self.masks.tree(starts, tree, width, kv_len)
+        return *self.run(tokens, WritePlan(slots, kv_len, start), visibility, inputs, layers), tree
+
+    def compact(self, path: Tensor, committed: Tensor) -> Outputs:
+        """Move nodes ``path [B, D]`` (-1 = none) behind the ``committed [B]`` slots of their row."""
+        target = committed[:, None] + self.masks.slots[: path.shape[1]]
+        self.cache.move(torch.where(path >= 0, committed[:, None] + path, target), target)
+        return ()
+
+    def run(
+        self,
+        tokens: Tensor,
+        plan: WritePlan,
+        visibility: Visibility,
+        inputs: Mapping[str, Tensor],
+        layers: tuple[float, ...],
+        want_logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the model on ``tokens [R, W]``; return logits and the hidden states of ``layers``, or None for either."""
+        position_ids = visibility.positions.expand_as(tokens)
+        context = self.dims.context_length
+        if context is not None and plan.kv_len > context:
+            # Padding behind a row that fills the context has no position; its outputs are not used.
+            position_ids = position_ids.clamp(max=context - 1)
+        extra: dict[str, Any] = dict(inputs)
+        wanted = [int(i * self.dims.num_layers) if isinstance(i, float) else i for i in layers]
+        if layers:
+            extra["output_hidden_states"] = wanted if SELECTS else True
+        if self._keep_logits and not want_logits:
+            extra["logits_to_keep"] = 1  # 0 means all of them
+        with own_attention():
+            out = self.model(
+                **self.embed(tokens),
+                attention_mask=self.masks.build(visibility),
+                position_ids=position_ids,
+                past_key_values=self.cache.begin_pass(plan),
+                use_cache=True,
+                **extra,
+            )
+        hidden = torch.stack([out.hidden_states[i] for i in wanted], 2) if layers else None
+        return (out.logits if want_logits else None), hidden
+
+    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The model's arguments for ``tokens [R, W]``: their ids, or embeddings of them."""
+        return {"input_ids": tokens}
