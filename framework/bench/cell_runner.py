@@ -149,7 +149,7 @@ class _Steps:
     """Recorder of the batch's steps since `start`: their times, and if all slots were in use."""
 
     def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
-        self._decoder, self._limit, self._contention = decoder, limit, Waiting(decoder.target.device)
+        self._decoder, self._limit, self._contention = decoder, limit, CpuWait(decoder.target.device)
         self._clear()
 
     def start(self) -> None:

@@ -36,7 +36,7 @@ class TooLargeError(UsageError):
 
 def drawn_nodes(traits: DraftTraits, vocab_size: int, depth: int) -> float:
     """Maximum number of sampled nodes of a draft truncated at ``depth``; 0 for point masses."""
-    if traits.point_mass or traits.drawn is None or not depth:
+    if traits.point_mass or traits.kind is None or not depth:
         return 0.0
     if traits.branching is not None:
         nodes, level = 0.0, 1.0

@@ -23,13 +23,13 @@ def worst_row(rows: Sequence[Row]) -> Row | None:
     return max(failed, key=lambda row: row.tv or 0.0, default=None)
 
 
-def outcome(rows: Sequence[Row]) -> Certificate | None:
+def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
     """Return the certificate of a verifier from its rows.
 
     None if they prove nothing: declared lossy, a row was not enumerated, or nothing was drafted.
     """
     if (worst := worst_row(rows)) is not None:
-        return Certificate(worst.tv or 0.0, False, location(worst))
+        return CertificateRecord(worst.tv or 0.0, False, location(worst))
     if rows and all(row.proves for row in rows) and any(row.drafted for row in rows):
         return CertificateRecord(max(row.tv or 0.0 for row in rows))
     return None

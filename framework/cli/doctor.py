@@ -65,23 +65,23 @@ def main(args: argparse.Namespace) -> int:
     options = {"device": args.device, "trust_remote_code": trusted_with_drafter(args, args.target)}
     target = Target(args.target, sampling, dtype=args.dtype, **options)
     trials = list(_trials(args, drafter, target, options))
-    results: list[Examined] = []
+    results: list[TrialResult] = []
     start = time.perf_counter()
-    for result in examine(drafter, trials, args.gamma):
+    for result in run_trials(drafter, trials, args.gamma):
         results.append(result)
         if len(results) == 1:
             seconds = time.perf_counter() - start
             log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
-    likely, facts = named(results), _facts(drafter, target.loaded)
+    likely, facts = likely_causes(results), _facts(drafter, target.loaded)
     if results[0].warning:
         facts.append(results[0].warning)
     if args.json:
-        open_questions = [result.suspect.mistake for result in undecided(results)]
+        open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
         report = {
             "facts": facts,
             "likely": list(map(_json, likely)),
             "tried": list(map(_json, results)),
-            "undecided": open_questions,
+            "inconclusive": open_questions,
             "responses_needed": responses_needed(results) if open_questions else None,
         }
         print(json.dumps(report))
@@ -162,9 +162,13 @@ def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
     ]
 
 
-def _json(result: Examined) -> dict[str, Any]:
+def _json(result: TrialResult) -> dict[str, Any]:
     row = result.row
-    fields: dict[str, Any] = {"mistake": result.suspect.mistake, "cure": result.suspect.cure, "reason": result.reason}
+    fields: dict[str, Any] = {
+        "mistake": result.misconfiguration.mistake,
+        "cure": result.misconfiguration.cure,
+        "reason": result.reason,
+    }
     if row is not None and row.block_efficiency is not None:
         fields |= {"gamma": row.gamma, "marginal": row.marginal, "block_efficiency": row.block_efficiency.value}
     if result.gain is not None:
@@ -172,7 +176,7 @@ def _json(result: Examined) -> dict[str, Any]:
     return fields
 
 
-def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Sequence[str]) -> None:
+def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str]) -> None:
     from tabulate import tabulate
 
     from ..replay.doctor import inconclusive
@@ -189,7 +193,7 @@ def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Seque
             gain = "" if result is base else result.reason[:60] or "-"
         lines.append(
             {
-                "hypothesis": result.suspect.mistake or "none (as configured)",
+                "hypothesis": result.misconfiguration.mistake or "none (as configured)",
                 "accepted at 1, 2, ..": " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
                 "BE": f"{efficiency.value:.2f}" if efficiency else "-",
                 "gain [95 %]": gain,
@@ -209,7 +213,7 @@ def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Seque
         print(f"Note: {fact}.")
     if not likely and base.reason:
         print(f"None of the {len(results) - 1} common mistakes explains this error; fix it first.")
-    elif not likely and undecided(results):
+    elif not likely and inconclusive(results):
         print(_too_few(results))
     elif not likely:
         print(
@@ -220,15 +224,17 @@ def _print(results: Sequence[Examined], likely: Sequence[Examined], facts: Seque
         first = "Most likely" if number == 1 else f"{number}. Possibly"
         row = result.row
         assert row is not None and row.block_efficiency is not None
-        print(f"{first}: {result.suspect.mistake} (BE {row.block_efficiency.value:.2f}). Fix: {result.suspect.cure}.")
+        print(
+            f"{first}: {result.misconfiguration.mistake} (BE {row.block_efficiency.value:.2f}). Fix: {result.misconfiguration.cure}."
+        )
 
 
-def _too_few(results: Sequence[Examined]) -> str:
+def _too_few(results: Sequence[TrialResult]) -> str:
     """The conclusion if the intervals are too wide."""
     from ..metrics.intervals import LEAST_PIECES
     from ..replay.doctor import inconclusive, responses_needed
 
-    open_questions, needed = undecided(results), responses_needed(results)
+    open_questions, needed = inconclusive(results), responses_needed(results)
     advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"
     few = f"too few to confirm or exclude {len(open_questions)} of the {len(results) - 1} common mistakes"
     return f"No conclusion: the responses are {few}; {advice} (--responses{f' {needed}' if needed else ''})."

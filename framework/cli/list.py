@@ -50,7 +50,7 @@ def _marks() -> dict[str, str]:
         try:
             verifier = plugins.get("verifiers", name)
             required = any(field.is_required() for field in verifier.Config.model_fields.values())
-            marks[name] = "depends on its options" if required else str(mark_of_rule(verifier, verifier.Config()))
+            marks[name] = "depends on its options" if required else str(mark_of_verifier(verifier, verifier.Config()))
         except CrossdraftError:
             marks[name] = "unusable"
     return marks
@@ -58,7 +58,7 @@ def _marks() -> dict[str, str]:
 
 def _describe(kind: str, name: str, as_json: bool) -> int:
     """Print the options and traits of one drafter, verifier, recipe or launcher."""
-    from ..runs.marks import mark_of_rule
+    from ..runs.marks import mark_of_verifier
 
     known = plugins.entries(kind)
     if name not in known:
@@ -81,7 +81,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             with plugins.guarded(kind, name, "its Config"):
                 config = value.Config()
             traits = plugins.traits_of(kind, value, config)
-            mark = mark_of_rule(value, config)
+            mark = mark_of_verifier(value, config)
             facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": traits.kinds}
             kinds = ", ".join(traits.kinds)
             lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; verifies drafts: {kinds}")

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return follow()
     if argv and argv[0] in (*COMMANDS, "env") and argv[0] not in WITHOUT_MODELS:
         threads.choose_wait_policy()  # PyTorch is not loaded yet
-    with interrupting(), distributed.leading():  # SIGTERM and SIGHUP act like Ctrl-C
+    with interrupting(), distributed.lead_processes():  # SIGTERM and SIGHUP act like Ctrl-C
         return _main(argv)
 
 

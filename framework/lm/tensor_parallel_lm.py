@@ -41,7 +41,7 @@ class SplitLM(RaggedLM):
     def __init__(self, model: Any, batch_size: int, max_length: int):
         self._key, split = distributed.next_key(), split_of(model)
         sizes = batch_size, max_length, split not in _tried
-        forward_pass = distributed.everywhere(
+        forward_pass = distributed.run_everywhere(
             lambda: _checked_pass(model, *sizes), "slots", split.key, self._key, *sizes
         )
         super().__init__(forward_pass, batch_size, max_length)
@@ -196,7 +196,9 @@ def _step(held: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: 
         held[key] = load_model(name, device=distributed.SPLIT, **options).model
     elif step == "slots":
         model, key, batch_size, max_length, untried = arguments
-        forward_pass = distributed.everywhere(lambda: _checked_pass(held[model], batch_size, max_length, untried), step)
+        forward_pass = distributed.run_everywhere(
+            lambda: _checked_pass(held[model], batch_size, max_length, untried), step
+        )
         held[key] = RaggedLM(forward_pass, batch_size, max_length)
     elif step == "tables":
         _tables(held[arguments[0]])

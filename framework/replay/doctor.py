@@ -165,7 +165,7 @@ def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, s
     sampling = trial.target.sampling
     config = cls.Config(**{**options.model_dump(exclude_unset=True), **trial.misconfiguration.options})
     traits = cls.traits(config, sampling)
-    if traits.drawn != "chain":
+    if not traits.is_chain:
         raise UsageError(f"drafter '{cls.name}' does not draft single chains with these options; choose others")
     config = with_gamma(cls, config, gamma)
     gamma = min(gamma, cls.traits(config, sampling).depth)

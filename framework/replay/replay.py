@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from .. import plugins
 from ..api.build import Configured, configured
-from ..contracts.draft_kind import INDEPENDENT_SEQUENCES
+from ..contracts.draft_kind import IID
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, UsageError
@@ -107,14 +107,14 @@ def verifiers_for(
     """
     cls, config = drafter
     traits = plugins.traits_of("drafters", cls, config, sampling)
-    if traits.drawn is None:
+    if traits.kind is None:
         raise UsageError(f"drafter '{title}' does not draft with these options, so it cannot be replayed")
-    if traits.drawn not in ("chain", "iid"):
+    if traits.kind not in ("chain", "iid"):
         raise UsageError(
-            f"drafter '{title}' drafts trees ('{traits.drawn}'), which cannot be replayed; measure it with crossdraft "
+            f"drafter '{title}' drafts trees ('{traits.kind}'), which cannot be replayed; measure it with crossdraft "
             "run"
         )
-    multi = traits.drawn == "iid"
+    multi = traits.kind is IID
     if not names:
         # All verifiers accept a point mass alike.
         single = ("token",) if traits.point_mass else ("token", "block")

@@ -63,7 +63,7 @@ def differences(summary: Summary) -> list[str]:
             if first is result:
                 continue
             assert first.metrics is not None
-            difference = paired_difference(*(free(r.records, first.metrics.depth) for r in (result, first)))
+            difference = paired_difference(*(uncut_steps(r.records, first.metrics.depth) for r in (result, first)))
             if difference is not None and difference.low is None and difference.value == 0:
                 equal += 1
             elif difference is not None:

@@ -204,7 +204,7 @@ def _difference(
 ) -> PairDifference:
     assert first.metrics is not None and second.metrics is not None
     depth = max(first.metrics.depth, second.metrics.depth)
-    difference = paired_difference(free(second.records, depth), free(first.records, depth))
+    difference = paired_difference(uncut_steps(second.records, depth), uncut_steps(first.records, depth))
     differs = []
     for kind in ("drafter", "verifier"):
         a, b = getattr(first.config, kind), getattr(second.config, kind)

@@ -91,7 +91,7 @@ def _merge(shards: Sequence[FinishedRun]) -> FinishedRun:
     if missing := len(first.cells) - len(results):
         reason = "they failed or belong to a missing shard"
         remarks.append(f"- note: {missing} of {len(first.cells)} cells have no results: {reason}")
-    environment = joined([shard.environment for shard in shards])
+    environment = merge_environments([shard.environment for shard in shards])
     if environment.get("elsewhere"):
         remarks.append("- note: groups were measured on several machines; tok/s are comparable only within a group")
     curves = [curve for shard in shards for curve in shard.summary.curves]
@@ -119,7 +119,7 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
     try:
         recipe = read_recipe(directory / "recipe.json")
     except UsageError:  # possibly of another version
-        for path in run.found_cells():
+        for path in run.cell_paths():
             read_config(path)  # raises if the version differs
         raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
@@ -155,8 +155,8 @@ def _unfinished(directory: Path) -> str:
         status = state_of(directory)
         if status.state != "finished":
             run = RunDirectory(directory)
-            complete = sum(path.parent.parent == directory for path in run.found_cells())
-            incomplete = len(run.found_cells()) - complete
+            complete = sum(path.parent.parent == directory for path in run.cell_paths())
+            incomplete = len(run.cell_paths()) - complete
             count = f"{complete} of {status.cells if status.cells is not None else 'an unknown number of'} cells so far"
             more = f", and {incomplete} on some of their prompts" if incomplete else ""
             note = f" ({status.note})" if status.note else ""
@@ -198,7 +198,7 @@ def _partial_cells(run: RunDirectory, partial: str) -> tuple[list[Path], list[st
     has_summary = (run.path / "summary.csv").exists() and (run.path / "summary.md").exists()
     order = {row["cell"]: i for i, row in enumerate(_rows(run))} if has_summary else {}
     heads = {}
-    for path in reversed(run.found_cells()):  # incomplete groups come last
+    for path in reversed(run.cell_paths()):  # incomplete groups come last
         head = read_config(path)[1]
         heads[head["hash"]] = head, path
     cells = sorted(

@@ -161,7 +161,9 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
 def _threads(provenance: Mapping[str, Any]) -> list[str]:
     """Thread settings of a cell; several if it was resumed with others."""
     recorded = provenance.get("decoding_threads")
-    settings = [described(item) for item in recorded if isinstance(item, dict)] if isinstance(recorded, list) else []
+    settings = (
+        [describe_threads(item) for item in recorded if isinstance(item, dict)] if isinstance(recorded, list) else []
+    )
     return list(filter(None, settings)) or ([str(provenance["threads"])] if "threads" in provenance else [])
 
 

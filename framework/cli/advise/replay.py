@@ -74,7 +74,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
         target=args.target or reader.target,
         trust_remote_code=consent,
     )
-    pairs = sum(len(candidate.rules) for candidate in candidates)
+    pairs = sum(len(candidate.verifiers) for candidate in candidates)
     log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
     statistics = _Statistics()
     result = replay(

@@ -150,7 +150,7 @@ def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbos
 
 def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
     """The last line of the output, and True if it reports a failure."""
-    from ...certificate.outcomes import place, worst_row
+    from ...certificate.outcomes import location, worst_row
 
     verifiers = dict.fromkeys(row.verifier for row in rows)
     wrong = [worst for verifier in verifiers if (worst := worst_row(_rows_of(verifier, rows)))]
@@ -160,14 +160,14 @@ def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
         subject = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
         if of_drafter:
             subject = f"drafter '{wrong[0].draft}' with {subject}"
-        return f"FAILED: {subject} the target's distribution (TV up to {wrong[0].tv:.2g} {place(wrong[0])})", True
+        return f"FAILED: {subject} the target's distribution (TV up to {wrong[0].tv:.2g} {location(wrong[0])})", True
     if errors := [row for row in rows if row.error is not None]:
         row = errors[0]
         more = f"; {len(errors) - 1} more pairs failed" if len(errors) > 1 else ""
-        return f"FAILED: verifier '{row.verifier.name}' {place(row)}: {row.error}{more}", True
+        return f"FAILED: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", True
     if idle := sorted(verifier.name for verifier in _without_drafts(rows)):
         return f"not certified: {', '.join(idle)} received empty drafts only", of_drafter
-    certified = [row for row in rows if row.promise.lossless]
+    certified = [row for row in rows if row.traits.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
         return f"lossy: nothing to certify; {_count(lossy)} declared lossy", False
@@ -205,7 +205,7 @@ def _rows(
     args: argparse.Namespace, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
     """Rows of all pairs that can be enumerated, and the reasons why others are incompatible or too large."""
-    from ...certificate.rows import CannotRun, TooMuch, certify_row, row_bounds
+    from ...certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
 
     rows, incompatible, too_large = [], {}, {}
     for toy in toys:
@@ -219,7 +219,7 @@ def _rows(
             for verifier in verifiers:
                 try:
                     row = certify_row(toy, label, kind, verifier, args.steps, args.gamma)
-                except TooMuch as reason:
+                except PairTooLarge as reason:
                     too_large[str(reason)] = None
                     continue
                 except CannotRun as reason:
@@ -275,7 +275,7 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
     certificates = []
     for drafter in named.values():
         cls, options = drafter.config(0)
-        certified = [row for row in rows if mark_of_rule(row.verifier, row.verifier.Config()).headline]
+        certified = [row for row in rows if mark_of_verifier(row.verifier, row.verifier.Config()).headline]
         certificates.append((cls, options, outcome(certified)))
     if not named:
         for verifier in dict.fromkeys(row.verifier for row in rows):

@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
                 progress=bar.update,
             )
             seconds.append(time.perf_counter() - start)
-            results_by_prompt.append([judge(*pair, prompt) for pair in zip(cases, counts, strict=True)])
+            results_by_prompt.append([check_counts(*pair, prompt) for pair in zip(cases, counts, strict=True)])
 
     records = {
         "written_by": _MARK,
@@ -215,7 +215,7 @@ def _checked(args: argparse.Namespace) -> Sampling:
 
 def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
-) -> tuple[list[PromptLaws], Callable[[int], str]]:
+) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
     from ...api.build import TargetContext, load_drafting_model, make_slots
     from ...certificate.first_token_check import PromptDistributions, next_token_probs
@@ -246,8 +246,8 @@ def _prompts(
         distributions = []
         for model, title in ((lm, f"target '{args.model}'"), (draft_model, f"drafter '{drafter}'")):
             model.start(0, tokens)
-            distributions.append(laws_after(model, tokens[-1:], sampling, title)[0])
-        prompts.append(PromptLaws(text, len(tokens), *distributions))
+            distributions.append(next_token_probs(model, tokens[-1:], sampling, title)[0])
+        prompts.append(PromptDistributions(text, len(tokens), *distributions))
     return prompts, lambda token: str(tokenizer.decode([token]))
 
 
@@ -272,7 +272,7 @@ def _record(prompt: PromptDistributions, results: Sequence[Result], decode: Call
     }
 
 
-def _most_probable(prompt: PromptLaws) -> list[int]:
+def _most_probable(prompt: PromptDistributions) -> list[int]:
     return prompt.p.topk(min(SHOWN_TOKENS, int((prompt.p > 0).sum()))).indices.tolist()
 
 

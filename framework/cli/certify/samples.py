@@ -82,19 +82,19 @@ def _distributions(args: argparse.Namespace, all_draws: Sequence[Draws], trees: 
     from ...models.load import load_model
 
     sampling = sampling_from(args)
-    without = [draws for draws in all_draws if draws.law is None]
+    without = [draws for draws in all_draws if draws.probs is None]
     if not without:
         if args.model:
-            raise UsageError(f"--model: every line of {args.samples} has its own distribution (law); remove --model")
-        return given_distributions(all_draws)
+            raise UsageError(f"--model: every line of {args.samples} has its own probs; remove --model")
+        return file_distributions(all_draws)
     if not args.model:
         raise UsageError(
-            f"{without[0].where}: the line has a prefix and no distribution (law); give the target as --model"
+            f"{without[0].where}: the line has a prefix and no distribution (probs); give the target as --model"
         )
     if len(without) < len(all_draws):
-        given = next(draws for draws in all_draws if draws.law is not None)
+        given = next(draws for draws in all_draws if draws.probs is not None)
         raise UsageError(
-            f"{given.where}: this line has a distribution (law), {without[0].where} a prefix; use separate files"
+            f"{given.where}: this line has a distribution (probs), {without[0].where} a prefix; use separate files"
         )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code

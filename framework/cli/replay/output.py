@@ -19,14 +19,14 @@ from ...report.table_utils import estimate_text, tabulated
 Key = tuple[Candidate, str, int, int]
 
 
-def keys(result: Replayed) -> Iterator[Key]:
+def keys(result: ReplayResult) -> Iterator[Key]:
     for candidate in result.candidates:
         for verifier, k in candidate.tallies:
             for gamma in candidate.gammas:
                 yield candidate, verifier, k, gamma
 
 
-def differences(result: Replayed, key: Key) -> dict[str, tuple[str, Estimate | None]]:
+def differences(result: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate | None]]:
     """Paired differences of block efficiency to the first verifier, the first drafter and the next shorter draft."""
     candidate, verifier, k, gamma = key
     tally, pairs = candidate.tallies[verifier, k], {}
@@ -49,14 +49,14 @@ def _verifier_title(verifier: str, k: int) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------
 
 
-def tables(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
     """Tables of block efficiency, acceptance by position and categories, with notes."""
     setting = f"temperature {sampling.temperature:g}" if sampling else "sampling parameters unknown"
-    grouped = " or groups of them" if any(len(ids) >= MOST_PIECES for ids in result.pieces.of_category.values()) else ""
-    prompts = f"{len(result.pieces.category)} prompts{grouped}"
+    grouped = " or groups of them" if any(len(ids) >= MAX_GROUPS for ids in result.groups.by_category.values()) else ""
+    prompts = f"{len(result.groups.category)} prompts{grouped}"
     head = f"{result.responses} responses, {result.tokens} tokens, {prompts}, {setting}"
     parts = [head, _efficiency(result), _acceptance(result)]
-    if len(result.pieces.of_category) > 1:
+    if len(result.groups.by_category) > 1:
         parts.append(_categories(result))
     notes = [
         "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
@@ -68,7 +68,7 @@ def tables(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, in
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
-def _efficiency(result: Replayed) -> str:
+def _efficiency(result: ReplayResult) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
     columns |= {"all steps": "right", "drafted per step": "right", "drafted per token": "right"}
     columns |= {"rows per token": "right"}
@@ -93,7 +93,7 @@ def _efficiency(result: Replayed) -> str:
     )
 
 
-def _acceptance(result: Replayed) -> str:
+def _acceptance(result: ReplayResult) -> str:
     rows, deepest = [], 0
     for candidate in result.candidates:
         for (verifier, k), tally in candidate.tallies.items():
@@ -108,8 +108,8 @@ def _acceptance(result: Replayed) -> str:
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
 
 
-def _categories(result: Replayed) -> str:
-    names = list(result.pieces.of_category)
+def _categories(result: ReplayResult) -> str:
+    names = list(result.groups.by_category)
     columns = {"drafter": "left", "verifier": "left", "gamma": "right"} | dict.fromkeys(names, "left")
     rows = []
     for candidate in result.candidates:
@@ -127,7 +127,7 @@ def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | No
 # -- JSON and CSV --------------------------------------------------------------------------------------------------
 
 
-def as_json(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
     """All results, by category as well, and all differences."""
     rows = []
     for key in keys(result):
@@ -144,7 +144,7 @@ def as_json(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, i
         {
             "responses": result.responses,
             "tokens": result.tokens,
-            "prompts": len(result.pieces.category),
+            "prompts": len(result.groups.category),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
             "warnings": [result.log_p.warning] if result.log_p.warning else [],
@@ -154,7 +154,7 @@ def as_json(result: Replayed, sampling: Sampling | None, assumed: Mapping[str, i
     )
 
 
-def as_csv(result: Replayed) -> str:
+def as_csv(result: ReplayResult) -> str:
     """A row per drafter, verifier, K, gamma and category; an empty category means all."""
     rows = []
     for key in keys(result):

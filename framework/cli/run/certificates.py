@@ -53,9 +53,10 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
         log(f"certified lossless on the smallest toy models, in {monotonic() - start:.1f} s: {names}")
 
 
-def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Certificate | None:
+def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
     """The certificate, or None if the strategy raised; its cells report the error."""
-    from ...runs.interrupts import asked
+
+    from ...runs.interrupts import user_interrupted
 
     try:
         limit.restart()
@@ -68,7 +69,7 @@ def _guarded(certify: Callable[[], Certificate | None], limit: StepLimit) -> Cer
         limit.stop()
 
 
-def _failure_message(kind: str, name: str, certificate: Certificate) -> str:
+def _failure_message(kind: str, name: str, certificate: CertificateRecord) -> str:
     where = f"TV {certificate.tv:.2g} {certificate.where}".rstrip()
     if kind == "verifier":
         return (
@@ -82,7 +83,7 @@ def _failure_message(kind: str, name: str, certificate: Certificate) -> str:
 
 
 #: A strategy to certify: "verifier" or "drafter", class, config, and the function that certifies it.
-Task = tuple[str, Any, Any, Callable[[], "Certificate | None"]]
+Task = tuple[str, Any, Any, Callable[[], "CertificateRecord | None"]]
 
 
 def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
@@ -132,7 +133,7 @@ def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[
 
         def certify(
             drafter: Any = drafter, config: Any = config, verifier: Any = verifier, options: Any = options
-        ) -> Certificate | None:
+        ) -> CertificateRecord | None:
             row = certify_drafter(drafter, config, verifier, options)
             return None if row is None else outcome([row])
 

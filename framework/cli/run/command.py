@@ -170,8 +170,8 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         log=None if args.quiet else log_to_stderr,
         progress=not args.quiet,
         debug=args.debug,
-        certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else say, limit),
-        so_far=None if args.quiet else _print_partial,
+        certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else log_to_stderr, limit),
+        on_partial=None if args.quiet else _print_partial,
     )
 
 
@@ -186,7 +186,7 @@ def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], conse
     from ...bench.step_limit import StepLimit
 
     limit = StepLimit(args.step_limit)
-    certify_missing(plan(recipe).cells, _discard if args.quiet else say, limit)  # once, not in each process
+    certify_missing(plan(recipe).cells, _discard if args.quiet else log_to_stderr, limit)  # once, not in each process
 
     options = {}
     for text in args.launcher_options:

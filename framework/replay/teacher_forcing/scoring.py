@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...api.build import Configured, TargetContext, make_slots
+from ...contracts.draft_kind import IID
 from ...contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
 from ...contracts.models import LoadedModel
 from ...contracts.options import fault
@@ -198,7 +199,7 @@ class _Scorer:
             self._construct(configs, make(rows, longest, slack))
         for request, distribution, traits in zip(requests, self.text_distributions, self.traits, strict=True):
             name = request.drafter[0].name
-            if distribution is None and (request.sequences or traits.drawn == "iid"):
+            if distribution is None and (request.sequences or traits.kind is IID):
                 raise not_replayable(name, "the distribution of its sequences depends on where a step starts")
             if (
                 request.sequences
@@ -281,8 +282,8 @@ def _checked_traits(cls: type[Drafter], config: Any, sampling: Sampling) -> Draf
         raise not_replayable(cls.name, "it adapts to the outcome of earlier steps")
     if not traits.nested:
         raise not_replayable(cls.name, "its shorter drafts are not prefixes of longer ones")
-    if traits.drawn not in (None, "chain", "iid"):
-        raise not_replayable(cls.name, f"it drafts trees ('{traits.drawn}')")
+    if traits.kind not in (None, "chain", "iid"):
+        raise not_replayable(cls.name, f"it drafts trees ('{traits.kind}')")
     if traits.temperature_zero_only and sampling.temperature:
         raise UsageError(f"drafter '{cls.name}' requires temperature 0, not {sampling.temperature:g}")
     return traits
