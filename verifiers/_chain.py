@@ -1,7 +1,7 @@
-"""What the rules for chains share: looking up P and Q along the draft, and drawing the next token.
+"""Shared functions of the chain verifiers: P and Q of drafted tokens, and the draw of the next token.
 
-Symbols follow Sun et al. 2024: P_i is the target's law after the first i draft tokens, Q_i the law the
-(i+1)-th was drawn from, tau the accepted tokens.
+Symbols follow Sun et al. 2024: P_i is the target's distribution after the first i draft tokens, Q_i the distribution
+that token i + 1 was drawn from, tau the number of accepted tokens.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from ..framework.contracts.draft import Draft, take_rows
 from ..framework.contracts.rng import StepRng
 from ..framework.util.tensors import at_once, counting, eager_on_cpu
 
-#: Stands for a division by zero: products of a few stay finite.
+#: Value of a division by zero: products of a few stay finite.
 HUGE = 1e30
-#: Numbers that fit in a processor's last cache beside others: 8 MiB of float32.
+#: Numbers that fit into the last-level CPU cache beside others: 8 MiB of float32.
 CACHED = 2**21
 
 
 def ratios(draft: Draft, p: Tensor) -> Tensor:
     """``[B, N]`` float64: P_{i-1}(x_i) / Q_{i-1}(x_i) of every drafted token; 0 on padding.
 
-    For a point mass Q is 1 at the token. Where Q says 0 of a token that was drawn (a drafter that reports a
-    law it did not sample from) the ratio is huge, or 0 if P is 0 too.
+    For a point mass Q is 1 at the token. If Q is 0 at a drafted token (the drafter did not sample from its q), the
+    ratio is `HUGE`, or 0 if P is 0, too.
     """
     x = draft.tokens[..., None]
     ratio = p.gather(2, x).double()  # N of its N + 1 positions
     if draft.q is not None:
-        ratio = (ratio / laws(draft).gather(2, x)).nan_to_num_(0.0, posinf=HUGE)
+        ratio = (ratio / draft_probs(draft).gather(2, x)).nan_to_num_(0.0, posinf=HUGE)
     return ratio.squeeze(2) * draft.valid
 
 
-def laws(draft: Draft) -> Tensor:
-    """``[B, N, V]``: Q_{i-1}, the law token i was drawn from."""
+def draft_probs(draft: Draft) -> Tensor:
+    """``[B, N, V]``: Q_{i-1}, the distribution token i was drawn from."""
     assert draft.q is not None
     if draft.q_index is None:
         return draft.q[:, : draft.width]
@@ -48,7 +48,7 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: StepRng, minus: Tensor
 
     Args:
         tau: ``[B]`` accepted tokens.
-        minus: ``[B]`` float64; ``None`` = 1 after a rejection, 0 once the whole draft is accepted.
+        minus: ``[B]`` float64; ``None`` = 1 after a rejection, 0 if the whole draft was accepted.
     """
     target = take_rows(p, tau)
     if not draft.width and (draft.q is None or not draft.q.shape[1]):
@@ -66,9 +66,9 @@ def next_token(draft: Draft, p: Tensor, tau: Tensor, rng: StepRng, minus: Tensor
 
 
 def or_target(weights: Tensor, target: Tensor) -> Tensor:
-    """``weights [B, V]``, written to: ``target [B, V]`` in rows of which nothing is left.
+    """Replace rows of ``weights [B, V]`` without mass by ``target [B, V]``, in place.
 
-    No mass left means p = q, and then a rejection has probability 0; rounding must not make it a crash.
+    No mass means p = q, where a rejection has probability 0 and happens only by rounding.
     """
     empty = (weights.sum(1, keepdim=True) <= 0).to(weights.dtype)
     return weights.addcmul_(target, empty)
@@ -81,7 +81,7 @@ def joint(ratio: Tensor) -> Tensor:
 
 
 def longest(accepted: Tensor) -> Tensor:
-    """``[B]``: the last i with ``accepted [B, N]`` at i - 1, 0 if there is none."""
+    """``[B]``: the last i with ``accepted [B, N]`` at i - 1, 0 without one."""
     n = accepted.shape[1]
     if not n:
         return accepted.sum(1)
@@ -92,7 +92,7 @@ def inner_excess(draft: Draft, p: Tensor, minus: Tensor) -> Tensor:
     """``[B, N-1]`` float64: sum_x (P_i(x) - minus_i Q_i(x))_+ for 1 <= i < N, ``minus [B, N-1]`` at least 1."""
     if draft.q is None or draft.width < 2:  # Q_i is one-hot at x_{i+1}
         return 1 - p[:, 1:-1].gather(2, draft.tokens[:, 1:, None]).squeeze(2).double()
-    return excess(p[:, 1:-1], laws(draft)[:, 1:], minus)
+    return excess(p[:, 1:-1], draft_probs(draft)[:, 1:], minus)
 
 
 def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def subtract(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
 
 def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     """``[.., M]`` float64: sum_x (P(x) - minus Q(x))_+ of ``p, q [.., M, V]`` and ``minus [.., M]``."""
-    # On a CPU some tokens at a time, so that what lies between the steps stays in its cache.
+    # On a CPU, blocks of the vocabulary, so that intermediate results stay in the cache.
     v, step = p.shape[-1], max(CACHED // max(minus.numel(), 1), 1024)
     if step >= v or not eager_on_cpu(p):
         pieces = at_once(len(p), p[0].numel() if len(p) else 0)
@@ -115,9 +115,8 @@ def excess(p: Tensor, q: Tensor, minus: Tensor) -> Tensor:
     return mass
 
 
-def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:
-    """``rows`` of ``numbers`` each, in pieces: on a CPU so many that what lies between the steps stays in
-    its cache; elsewhere see `at_once`."""
+def cache_slices(rows: int, numbers: int, like: Tensor) -> list[slice]:
+    """Slices of ``rows`` of ``numbers`` each: on a CPU, intermediate results fit the cache; elsewhere see `at_once`."""
     if not eager_on_cpu(like):
         return at_once(rows, numbers)
     step = max(CACHED // 2 // max(numbers, 1), 1)
@@ -125,24 +124,26 @@ def cached(rows: int, numbers: int, like: Tensor) -> list[slice]:
 
 
 def total(weights: Tensor) -> Tensor:
-    """``weights [.., V]`` -> ``[..]`` float64. torch adds in pairs; compiled for a CPU it adds one after the other,
-    which a large vocabulary bears in float64 only (and which takes no longer there)."""
-    one_by_one = weights.device.type == "cpu" and torch.compiler.is_compiling()
-    return weights.sum(-1, dtype=torch.float64 if one_by_one else None).double()
+    """Sum ``weights [.., V]`` over V, ``[..]`` float64.
+
+    torch sums in pairs, but compiled CPU code sums sequentially, which needs float64 for a large vocabulary.
+    """
+    sequential = weights.device.type == "cpu" and torch.compiler.is_compiling()
+    return weights.sum(-1, dtype=torch.float64 if sequential else None).double()
 
 
 def prefix_excess(p: Tensor, q: Tensor, minus: Tensor, ends: Sequence[int] | None) -> Tensor:
-    """``[B, M]`` float64: `excess` at positions where ``q`` is known, 0 elsewhere.
+    """``[B, M]`` float64: `excess` at positions with a ``q``, 0 elsewhere.
 
     Args:
-        p, q: ``[B, positions, V]``, of which q may have fewer than M.
+        p, q: ``[B, positions, V]``; q may have fewer than M positions.
         minus: ``[B, M]``.
-        ends: of each row, after how many positions the rest is not needed, which then is 0 too; ``None`` = after all.
+        ends: number of positions needed per row, the others are 0; ``None`` = all.
     """
     if ends is None:
-        known = min(minus.shape[1], q.shape[1])
-        found = excess(p[:, :known], q[:, :known], minus[:, :known])
-        return functional.pad(found, (0, minus.shape[1] - known))
+        n = min(minus.shape[1], q.shape[1])
+        mass = excess(p[:, :n], q[:, :n], minus[:, :n])
+        return functional.pad(mass, (0, minus.shape[1] - n))
     mass = torch.zeros_like(minus)
     for row, end in enumerate(ends):
         if end:

@@ -1,13 +1,13 @@
-"""Rollback: keep the draft up to the first token that surprises the target too much. Lossy.
+"""Rollback: accept the draft up to the first token with too much surprise under the target. Lossy.
 
 S. Kim, K. Mangalam, S. Moon, J. Malik, M. W. Mahoney, A. Gholami, K. Keutzer, "Speculative Decoding with Big
 Little Decoder", NeurIPS 2023 (BiLD, the rollback policy).
 
     the first x_i with -ln P_{i-1}(x_i) > rollback  and  x_i != argmax P_{i-1}  is replaced by argmax P_{i-1}
 
-What follows it is dropped; argmax P_gamma follows a draft that is kept whole. The rule draws nothing. It judges P as
-sampled, so what the paper does takes temperature 1; at temperature 0 (P one-hot) it is exact greedy matching, as it
-is with rollback 0.
+The rest of the draft is dropped; argmax P_gamma follows a draft that is accepted whole. The verifier is deterministic.
+P is the warped distribution: use temperature 1 for the paper's rule. At temperature 0 (P one-hot) it is exact greedy
+matching, as with rollback 0.
 
 The paper's other half, the fallback that ends a draft if the draft model is unsure, belongs to the drafter:
 ``draft-model`` with ``policy: {name: confidence, stop: before}`` and ``temperature: 0``.
@@ -28,7 +28,7 @@ from ..framework.contracts.verifier import Verifier, VerifierTraits
 
 
 class BiLD(Verifier):
-    """Accepts every token the target does not find absurd. Lossy, deterministic; sampled and point-mass chains."""
+    """Accepts tokens below a threshold of surprise. Lossy, deterministic; sampled and point-mass chains."""
 
     name = "bild"
 

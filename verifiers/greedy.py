@@ -1,8 +1,8 @@
 """Greedy verification at temperature 0: keep drafted tokens while they are the target's argmax.
 
 M. Stern, N. Shazeer, J. Uszkoreit, "Blockwise Parallel Decoding for Deep Autoregressive Models", NeurIPS 2018,
-section 3. On a tree: walk down while a child carries the argmax of its parent's row; the bonus is the argmax
-of the last node reached. Deterministic, so there is no residual to draw from.
+section 3. On a tree: descend while a child has the argmax token of its parent; the bonus token is the argmax of
+the last node. Deterministic, so no residual is drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Greedy block verification with distribution modification: the full-information ideal, paid for later.
+"""Greedy block verification with distribution modification: accepts more now, modifies later targets.
 
 Z. Sun, U. Mendlovic, Y. Leviathan, A. Aharoni, J. H. Ro, A. Beirami, A. T. Suresh, "Block Verification
 Accelerates Speculative Decoding", ICLR 2025, Algorithms 4 (the block), 5 (the modification), 6 (the outer loop).
@@ -13,9 +13,9 @@ gamma - tau - 1 tokens is modified: at a prefix z of that block it is
 
     P'(. | z) = norm((P(. | z) - r(z) Q(. | z))_+),   r(z) = Q(z) / P(z) over the tokens of the block so far.
 
-A block that starts while modifications are active stacks its own on top. Each layer k sees the target T_{k-1}
-as the older layers left it; the newest one is what this block verifies against. All of them subtract multiples of
-the same Q(. | z), so at every prefix a target is one factor and one mass:
+A block that starts while modifications are active adds a layer. Layer k modifies the target T_{k-1} of the earlier
+layers; the block verifies against the last one. All layers subtract multiples of the same Q(. | z), so at every prefix
+a target is one factor and one mass:
 
     T_k = (P - a_k Q)_+ / m_k,   a_k = a_{k-1} + r_k m_{k-1},   m_k = sum_x (P - a_k Q)_+,   a_0 = 0,  m_0 = 1
 """
@@ -40,7 +40,7 @@ from .block import Block
 
 
 class GreedyBlock(Verifier):
-    """Accepts the most any single block can, and modifies the targets that follow. Lossless; replayable chains."""
+    """Accepts as much as any single block can, and modifies the next targets. Lossless; replayable chains."""
 
     name = "greedy-block"
 
@@ -50,9 +50,9 @@ class GreedyBlock(Verifier):
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)
-        #: Per slot, how many positions each layer still modifies, oldest first. Host integers.
+        #: Per slot, the number of positions that each layer still modifies, oldest first. Host integers.
         self._remaining: dict[int, list[int]] = {}
-        #: r of every layer at the root, ``[B, layers]`` float64, 0 = modifies nothing; and rows to put in its place.
+        #: r of every layer at the root, ``[B, layers]`` float64, 0 = inactive; and restored rows that replace it.
         self._r: Tensor | None = None
         self._restored: dict[int, list[float]] = {}
 
@@ -71,7 +71,7 @@ class GreedyBlock(Verifier):
         if values is None:
             assert self._r is not None
             values = self._r[row, : len(remaining)].tolist()
-        layers = [(left, r) for left, r in zip(remaining, values, strict=True) if r > 0]  # r = 0 modifies nothing
+        layers = [(left, r) for left, r in zip(remaining, values, strict=True) if r > 0]  # r = 0 is inactive
         return tuple(layers) or None
 
     def restore(self, row: int, snapshot: Hashable) -> None:
@@ -80,9 +80,9 @@ class GreedyBlock(Verifier):
         self._restored[row] = [r for _, r in layers]
 
     def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """Age the layers by the tokens emitted, append this block's, drop those that modify nothing any more."""
+        """Advance the layers by the emitted tokens, append the layer of this block, and drop expired layers."""
         assert self._r is not None
-        newest, none = self._r.shape[1] - 2, self._r.shape[1] - 1  # the last two columns
+        newest, zero = self._r.shape[1] - 2, self._r.shape[1] - 1  # the last two columns
         kept: list[list[int]] = []
         for row, (tau, gamma) in enumerate(zip(accepted, drafted, strict=True)):
             aged = [(column, left - tau - 1) for column, left in enumerate(self._remaining.get(row, []))]
@@ -90,11 +90,11 @@ class GreedyBlock(Verifier):
             kept.append([column for column, left in aged if left > 0])
             self._remaining[row] = [left for _, left in aged if left > 0]
         width = max(map(len, kept))
-        columns = on_device([row + [none] * (width - len(row)) for row in kept], self._r.device)
+        columns = on_device([row + [zero] * (width - len(row)) for row in kept], self._r.device)
         self._r = self._r.gather(1, columns.view(len(kept), width))
 
     def held(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """r of every layer at the root, ``[B, layers]``, and how many positions of the draft each still modifies.
+        """r of every layer at the root, ``[B, layers]``, and the number of positions of the draft it modifies.
 
         Raises:
             ContractError: the draft lacks Q at one of them.
@@ -105,7 +105,7 @@ class GreedyBlock(Verifier):
         self._r = r
 
     def _held(self, draft: Draft) -> tuple[tuple[Tensor, Tensor], list[list[int]]]:
-        """`held`, and the second of the two on the host."""
+        """`held`, and its second tensor as lists on the host."""
         device = draft.tokens.device
         if self._r is None or len(self._r) != draft.batch_size:
             self._r = torch.zeros(draft.batch_size, 0, dtype=torch.float64, device=device)
@@ -118,12 +118,12 @@ class GreedyBlock(Verifier):
             self._restored.clear()
         layers, left = self._r.shape[1], []
         for row in range(draft.batch_size):
-            of_row = [min(positions, draft.width + 1) for positions in self._remaining.get(row, [])]
-            left.append(of_row + [0] * (layers - len(of_row)))
-        if draft.q is not None and max((end for of_row in left for end in of_row), default=0) > draft.q.shape[1]:
+            counts = [min(positions, draft.width + 1) for positions in self._remaining.get(row, [])]
+            left.append(counts + [0] * (layers - len(counts)))
+        if draft.q is not None and max((end for counts in left for end in counts), default=0) > draft.q.shape[1]:
             raise ContractError(
-                "greedy-block needs the drafter's law after the last token of a draft shorter than gamma "
-                "(DraftContext.final_q), and this draft does not carry it"
+                "greedy-block needs q after the last token of a draft shorter than gamma (DraftContext.final_q), which "
+                "this draft does not have; use another verifier"
             )
         return (self._r, on_device(left, device).view(draft.batch_size, layers)), left
 
@@ -131,7 +131,7 @@ class GreedyBlock(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         held, ends = self._held(draft)
-        # On a CPU, positions that a layer does not modify are left out.
+        # On a CPU, skip positions that a layer does not modify.
         verdict, r = self.judge(draft, p, rng, *held, ends=ends if p.device.type == "cpu" else None)
         self.hold(r)
         return verdict
@@ -139,28 +139,28 @@ class GreedyBlock(Verifier):
     def judge(
         self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor, ends: Sequence[Sequence[int]] | None = None
     ) -> tuple[Verdict, Tensor]:
-        """``ends``: the same as the second of ``held``, where the host knows it."""
+        """Verify a block, given `held`; ``ends``: its second tensor as lists, if the host has them."""
         root, left = held
         ratio = ratios(draft, p)
         r, a, m = self._modified(draft, p, ratio, root, left, ends)
         pt = ((ratio - a[-1][:, :-1]).clamp_(min=0) / m[-1][:, :-1]).cumprod(1).clamp_(max=1e150)
         p_i = pt.clamp(max=1)
-        # A_i >= B_i where pt_i >= 1, so h_i = 1 there; elsewhere B_i = A_i + 1 - pt_i as in block verification.
+        # If pt_i >= 1, A_i >= B_i and h_i = 1; else B_i = A_i + 1 - pt_i as in block verification.
         # pt T - Q is P - (a + m / pt) Q up to the factor pt / m.
         inner, inner_m = p_i[:, :-1], m[-1][:, 1:-1]
         excess = inner_excess(draft, p, a[-1][:, 1:-1] + inner_m / inner)
         h = Block.acceptance(draft, p_i, inner / inner_m * excess)
         tau = longest(rng.accept(h))
-        table = torch.stack([functional.pad(pt, (1, 0), value=1.0), *r, *a, *m])  # all of it at tau: [.., B]
+        table = torch.stack([functional.pad(pt, (1, 0), value=1.0), *r, *a, *m])  # values at tau: [.., B]
         pt_tau, *rest = table.gather(2, tau.expand(len(table), -1)[..., None]).squeeze(2)
         layers = len(r)
         r, a, m = rest[:layers], rest[layers : 2 * layers + 1], rest[2 * layers + 1 :]
         token = next_token(draft, p, tau, rng, a[-1] + (tau < draft.count) * m[-1] / pt_tau)
         if draft.q is None:
-            after = torch.zeros(len(root), root.shape[1] + 2, dtype=torch.float64, device=p.device)
+            new_r = torch.zeros(len(root), root.shape[1] + 2, dtype=torch.float64, device=p.device)
         else:
-            after = self._after(draft, p, tau, token, [*r, 1 / pt_tau], torch.stack(a), torch.stack(m))
-        return Verdict(tau, token, survival=p_i), after
+            new_r = self._next_r(draft, p, tau, token, [*r, 1 / pt_tau], torch.stack(a), torch.stack(m))
+        return Verdict(tau, token, survival=p_i), new_r
 
     def _modified(
         self,
@@ -171,41 +171,40 @@ class GreedyBlock(Verifier):
         left: Tensor,
         ends: Sequence[Sequence[int]] | None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Along the draft, each ``[B, N+1]``: r_k of every layer (0 once it has expired); a_k and m_k from k = 0 on.
+        """r_k of every layer (0 after its end), and a_k and m_k from k = 0 on, at every position, ``[B, N+1]`` each.
 
         Args:
             ratio: ``[B, N]``, P / Q of the drafted tokens.
             root: ``[B, layers]``, r_k before the draft.
-            left: ``[B, layers]``, how many positions of the draft each layer modifies; ``ends`` on the device.
+            left: ``[B, layers]``, number of positions of the draft that each layer modifies; ``ends`` on the device.
         """
         r: list[Tensor] = []
         a = [torch.zeros(draft.batch_size, draft.width + 1, dtype=torch.float64, device=p.device)]
         m = [torch.ones_like(a[0])]
-        if draft.q is None:  # what a point mass drafts is not drawn: there is nothing to modify
+        if draft.q is None:  # point masses are not drawn: no modification
             return r, a, m
-        place = torch.arange(draft.width + 1, device=p.device)
+        position = torch.arange(draft.width + 1, device=p.device)
         for k in range(root.shape[1]):
-            before_a, before_m = a[-1], m[-1]
-            # Q / T_{k-1} of the drafted tokens; 0 where the target cannot say one.
-            steps = (before_m[:, :-1] / (ratio - before_a[:, :-1]).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
-            along = torch.cat([root[:, k, None], steps], 1).cumprod(1)
-            along = torch.where(place < left[:, k, None], along, 0.0)
-            more = torch.addcmul(before_a, along, before_m)
-            of_layer = None if ends is None else [of_row[k] for of_row in ends]
-            mass = prefix_excess(p, draft.q, more, of_layer)
-            changed = (along > 0) & (mass > 0)  # rounding may leave nothing
-            r.append(along)
-            a.append(torch.where(changed, more, before_a))
-            m.append(torch.where(changed, mass, before_m))
+            last_a, last_m = a[-1], m[-1]
+            # Q / T_{k-1} of the drafted tokens; 0 if the target excludes the token.
+            steps = (last_m[:, :-1] / (ratio - last_a[:, :-1]).clamp_(min=0)).nan_to_num_(0.0, posinf=0.0)
+            r_k = torch.cat([root[:, k, None], steps], 1).cumprod(1)
+            r_k = torch.where(position < left[:, k, None], r_k, 0.0)
+            a_k = torch.addcmul(last_a, r_k, last_m)
+            mass = prefix_excess(p, draft.q, a_k, None if ends is None else [counts[k] for counts in ends])
+            changed = (r_k > 0) & (mass > 0)  # the mass may be 0 by rounding
+            r.append(r_k)
+            a.append(torch.where(changed, a_k, last_a))
+            m.append(torch.where(changed, mass, last_m))
         return r, a, m
 
-    def _after(
+    def _next_r(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
     ) -> Tensor:
-        """r of every layer after the emitted token, that of the layer which this block creates, and a 0.
+        """r of every layer after the emitted token, then that of this block's layer, then a column of zeros.
 
         Args:
-            r: ``[B]`` each, at tau; the new layer's starts as 1 / pt_tau.
+            r: ``[B]`` each, at tau; 1 / pt_tau for the new layer.
             a, m: ``[layers + 1, B]``, at tau.
         """
         assert draft.q is not None

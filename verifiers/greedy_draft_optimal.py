@@ -1,12 +1,12 @@
-"""The optimal rule for greedy drafts: K - 1 most probable children taken outright, one drawn from the rest.
+"""The optimal verifier for greedy drafts: the K - 1 most probable children, and one drawn from the rest.
 
 Z. Hu, T. Zheng, V. Viswanathan, Z. Chen, R. A. Rossi, Y. Wu, D. Manocha, H. Huang, "Towards Optimal Multi-draft
 Speculative Decoding", ICLR 2025, section 5 (greedy draft sampling).
 
-The drawn child x ~ q (the drafter's law without the others, renormalised) is verified first, as a single draft:
-accepted with probability min(1, P(x) / q(x)), else Y ~ norm((P - q)_+); an emitted token that is one of the other
-children goes on there. That is multi-step sampling with the drawn child examined before its elder siblings,
-and it reaches the optimal-transport bound P(top) + sum_{others} min(P, q) at every node.
+The drawn child x ~ q (the draft distribution without the others, renormalised) is verified first, as a single draft:
+accepted with probability min(1, P(x) / q(x)), else Y ~ norm((P - q)_+); if Y is one of the other children, verification
+continues there. This is multi-step sampling with the drawn child before its earlier siblings, and it attains the
+optimal-transport bound P(top) + sum_{others} min(P, q) at every node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .specinfer import SpecInfer
 
 
 class GreedyDraftOptimal(SpecInfer):
-    """Examines the drawn child first. Lossless; optimal node by node for greedy drafts (K = 1: a chain)."""
+    """Tries the drawn child first. Lossless; optimal node by node for greedy drafts (K = 1: a chain)."""
 
     name = "greedy-draft-optimal"
 
@@ -27,4 +27,4 @@ class GreedyDraftOptimal(SpecInfer):
     def traits(cls, config: Any) -> VerifierTraits:
         return VerifierTraits(accepts=frozenset({ONE_SAMPLED_SIBLING}))
 
-    youngest_first = True
+    last_sibling_first = True

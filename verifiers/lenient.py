@@ -1,4 +1,4 @@
-"""Lenient token verification: a drafted token may be up to 1/l times as probable as the target has it. Lossy.
+"""Lenient token verification: a token may become up to 1/l times as probable as under the target. Lossy.
 
 Y. Leviathan, M. Kalman, Y. Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023,
 appendix A.5.
@@ -6,13 +6,11 @@ appendix A.5.
     h_i = min(1, P_{i-1}(x_i) / (l Q_{i-1}(x_i)))        tau = (first i with eta_i >= h_i) - 1, or gamma
     Y ~ norm((P_tau - l Q_tau)_+) after a rejection,     Y ~ P_gamma otherwise
 
-The paper defines the test and promises that no token becomes more than 1/l times as probable as under the target;
-with this residual the promise holds at every position. l = 1 is token verification.
+The paper defines the test and states that no token becomes more than 1/l times as probable as under the target; with
+this residual the statement holds at every position. l = 1 is token verification.
 
-At temperature 0 the paper is lenient before it collapses the law: x passes if P(x) >= l max P. A verifier is given
-the law after warping, and that is one-hot at temperature 0: P(x) is 1 or 0, no l makes up for a 0, and the rule is
-exact greedy matching. A target that is to be lenient about its second choice must be sampled, if only at a low
-temperature.
+At temperature 0 the paper applies lenience before the argmax: x passes if P(x) >= l max P. A verifier reads P after
+warping, which is one-hot at temperature 0, so this is exact greedy matching there; use a low temperature instead.
 """
 
 from __future__ import annotations

@@ -2,23 +2,23 @@
 
 R. Thomas, A. Pal, "Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling", 2026.
 
-At every prefix the tokens are ranked by P / Q, ascending (ties: by id). The path taken is the lexicographically
-largest sequence: at each depth, among the sequences that still agree, the highest-ranked next token. With A the
-probability that one sequence ranks below the prefix and J the probability of the prefix (A = 0, J = 1 at first),
-the token x on that path has the law
+At every prefix the tokens are ranked by P / Q, ascending (ties: by id). The path is the lexicographically largest
+sequence: at each depth, among the sequences with the same prefix, the highest-ranked next token. With A the probability
+that a sequence ranks below the prefix and J the probability of the prefix (A = 0, J = 1 at first), the token x on that
+path has the distribution
 
     Qhat(x) = ((lo + J Q(x))^K - lo^K) / ((A + J)^K - A^K),   lo = A + J sum_{y < x} Q(y);   A <- lo, J <- J Q(x)
 
-and block verification runs on the path with Q := Qhat. With ``recycle`` a correction token that other sequences
-through the accepted prefix had drafted is accepted too, and the rule goes on with what follows it in those.
+and block verification runs on the path with Q := Qhat. With ``recycle`` a correction token that other sequences with
+the accepted prefix contain is accepted, too, and verification continues in those.
 
-Two children of the root drawn without replacement, a chain below each: the higher-ranked child has the law
+For two children of the root drawn without replacement, a chain below each, the higher-ranked child has the distribution
 
     Qhat(x) = Q(x) (sum_{y < x} Q(y) / (1 - Q(x)) + sum_{y < x} Q(y) / (1 - Q(y)))
 
-(x first and y second, or y first and x second), and what is below it is a single draft.
+(x first and y second, or y first and x second), and the chain below it is a single draft.
 
-It pays off when P and Q are far apart, and accepts less than one draft would when they are close.
+It pays off if P and Q are far apart, and accepts less than a single draft if they are close.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng, UniformStepRng, accept_each
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.util.tensors import counting, take_rows
-from ._chain import HUGE, cached, joint, or_target, subtract, total
-from ._tree_rules import at_token, choose, draw_where, none, stop_at
+from ._chain import HUGE, cache_slices, joint, or_target, subtract, total
+from ._tree import at_token, choose, draw_where, is_empty, stop_at
 
-#: Shorter lists torch does not sort by radix; those that are not much shorter are worth padding.
+#: Length from which torch sorts integers by radix on a CPU; slightly shorter lists are padded.
 RADIX = 32768
 
 
@@ -52,9 +52,7 @@ class MultipathBlock(Verifier):
     name = "multipath-block"
 
     class Config(StrategyConfig):
-        recycle: bool = Field(
-            default=True, description="go on in other sequences that had drafted the correction token"
-        )
+        recycle: bool = Field(default=True, description="continue in other sequences that contain the correction token")
 
     config: Config
 
@@ -68,119 +66,119 @@ class MultipathBlock(Verifier):
         if depth == 0:
             return Verdict(draft.count, rng.draw(p[:, 0]))
         drafted = DraftedSequences(draft, sequences)
-        place = drafted.ranked(p) if k > 1 else None
-        # None = all rows, all sequences, from the first level on.
-        going = members = start = at = token = waits = None
+        rank = drafted.ranks(p) if k > 1 else None
+        # None = all rows, all sequences, from the first level.
+        active = members = start = node_position = token = needs_bonus = None
         for attempt in range(min(depth, k if self.config.recycle else 1)):
-            # An attempt starts at least one token deeper than the one before, and at least one sequence is left
-            # behind: the correction is never the path's own token (Qhat below p_i P means p_{i+1} = 1).
-            path = drafted.highest(place, members, start, attempt)
+            # Each attempt starts at least one token deeper, with at least one sequence fewer: the correction is never
+            # the path's own token (Qhat below p_i P means p_{i+1} = 1).
+            path = drafted.highest(rank, members, start, attempt)
             last = not self.config.recycle or attempt == k - 1
-            # Rows that wait for a bonus token draw it with the last attempt of the others.
-            ended = at if last else None
-            stop, weights = verify_path(draft, p, path, members, start, attempt, k - attempt, going, rng, ended)
+            # Rows that need a bonus token draw it with the last attempt of the others.
+            ended = node_position if last else None
+            stop, weights = verify_path(draft, p, path, members, start, attempt, k - attempt, active, rng, ended)
             if last:
-                at, token = stop, draw_or_bonus(rng, going, waits, weights, token, attempt)
-                waits = None
+                node_position, token = stop, draw_or_bonus(rng, active, needs_bonus, weights, token, attempt)
+                needs_bonus = None
                 break
-            token = draw_where(rng, going, weights, token, index=attempt)
-            # Others through the accepted prefix that had drafted the token: the nodes that carry it.
-            carries = drafted.behind(stop, token)
-            node = torch.where(carries, drafted.places, 0).amax((1, 2))
-            if going is None or at is None or waits is None:
-                at, waits = torch.maximum(stop, node), node > 0
+            token = draw_where(rng, active, weights, token, index=attempt)
+            # Nodes of other sequences after the accepted prefix with this token.
+            matches = drafted.children_of(stop, token)
+            node = torch.where(matches, drafted.positions, 0).amax((1, 2))
+            if active is None or node_position is None or needs_bonus is None:
+                node_position, needs_bonus = torch.maximum(stop, node), node > 0
             else:
-                at = torch.where(going, torch.maximum(stop, node), at)
-                waits = torch.where(going, node > 0, waits)
+                node_position = torch.where(active, torch.maximum(stop, node), node_position)
+                needs_bonus = torch.where(active, node > 0, needs_bonus)
             if attempt + 1 == depth:
                 break
-            members = carries.any(2)
-            start = (carries.any(1) * counting(depth + 1, p.device)[1:]).amax(1)
-            # A row at a leaf waits for its bonus token, however deep the drafts of other rows are.
-            below = waits & (start < drafted.length)
-            going = below if going is None else going & below
-            if none(going):
+            members = matches.any(2)
+            start = (matches.any(1) * counting(depth + 1, p.device)[1:]).amax(1)
+            # Rows at a leaf only need their bonus token.
+            below = needs_bonus & (start < drafted.length)
+            active = below if active is None else active & below
+            if is_empty(active):
                 break
-            start = torch.where(going, start, depth)
-        assert at is not None and token is not None
-        # Rows whose last correction led to a leaf still lack their bonus token.
-        if waits is not None and not none(waits):
-            token = draw_where(rng, waits, take_rows(p, at), token, "other")
-        return stop_at(draft, at - 1, token)
+            start = torch.where(active, start, depth)
+        assert node_position is not None and token is not None
+        # Rows whose last correction was a leaf still need their bonus token.
+        if needs_bonus is not None and not is_empty(needs_bonus):
+            token = draw_where(rng, needs_bonus, take_rows(p, node_position), token, "other")
+        return stop_at(draft, node_position - 1, token)
 
 
 @dataclass
 class Path:
-    """A way down the draft, of L levels, in every row; what is not ``on`` it means nothing.
+    """A path of L levels in every row; entries outside of ``valid`` are meaningless.
 
     Attributes:
-        places: ``[B, L]``, nodes as positions in p: 0 is the root, i + 1 node i. 0 past its end.
-        above, token, law: ``[B, L]``, of each node its parent's position, its token, and the row of q it is ranked by.
-        on: ``[B, L]`` bool, its nodes from its first level on.
+        positions: ``[B, L]``, nodes as positions in p: 0 is the root, i + 1 is node i; 0 past its end.
+        parent, token, q_row: ``[B, L]``, parent's position, token, and row of q for the ranking.
+        valid: ``[B, L]`` bool, True for nodes of the path.
     """
 
-    places: Tensor
-    above: Tensor
+    positions: Tensor
+    parent: Tensor
     token: Tensor
-    law: Tensor
-    on: Tensor
+    q_row: Tensor
+    valid: Tensor
 
 
 class DraftedSequences:
-    """What is read of the nodes of K sequences.
+    """Nodes of K sequences, their parents, tokens and rows of q.
 
     Attributes:
-        places: ``[B, K, L]``, as in `Path`.
-        length: ``[B]``, tokens of every sequence of a row.
+        positions: ``[B, K, L]``, as in `Path`.
+        length: ``[B]``, length of the sequences of a row.
     """
 
     def __init__(self, draft: Draft, sequences: Tensor):
-        self._draft, self.places = draft, sequences + 1
-        inside = self.places > 0
+        self._draft, self.positions = draft, sequences + 1
+        inside = self.positions > 0
         self.length = inside[:, 0].sum(1)
         node = sequences.clamp(min=0).flatten(1)[:, None].expand(-1, 3, -1)
-        read = torch.stack([draft.parents + 1, draft.tokens, laws_of(draft)], 1).gather(2, node)
-        #: Three times ``[B, K, L]``: position of the parent, token, row of q.
-        self._read = read.unflatten(2, sequences.shape[1:])
-        # Past its end a sequence is behind no node.
-        self._above, self._token = torch.where(inside, self._read[:, 0], -1), self._read[:, 1]
+        fields = torch.stack([draft.parents + 1, draft.tokens, q_rows_of(draft)], 1).gather(2, node)
+        #: ``[B, 3, K, L]``: position of the parent, token, row of q.
+        self._fields = fields.unflatten(2, sequences.shape[1:])
+        # -1 past the end of a sequence.
+        self._parent, self._token = torch.where(inside, self._fields[:, 0], -1), self._fields[:, 1]
 
-    def ranked(self, p: Tensor) -> Tensor:
-        """``[B, K]``: how many sequences each is ranked above, by P / Q of their tokens.
+    def ranks(self, p: Tensor) -> Tensor:
+        """``[B, K]``: number of sequences that each one ranks above, by P / Q of their tokens.
 
-        The highest is known by where it differs from another first; ties by id. Equal sequences are equally high.
+        Two sequences compare by the first token that differs; ties by id. Equal sequences have equal ranks.
         """
-        above, token, law = self._read.unbind(1)
+        parent, token, q_row = self._fields.unbind(1)
         row = counting(len(p), p.device)[:, None, None]
-        top = p[row, above, token]
-        score = quotient(top, torch.ones_like(top) if self._draft.q is None else self._draft.q[row, law, token])
-        differ = (self.places[:, :, None] != self.places[:, None]).max(3).indices
+        top = p[row, parent, token]
+        score = quotient(top, torch.ones_like(top) if self._draft.q is None else self._draft.q[row, q_row, token])
+        differ = (self.positions[:, :, None] != self.positions[:, None]).max(3).indices
         rank, token = score.gather(2, differ), token.gather(2, differ)
-        other, its_token = rank.transpose(1, 2), token.transpose(1, 2)
-        return torch.where(rank == other, token > its_token, rank > other).sum(2)
+        other_rank, other_token = rank.transpose(1, 2), token.transpose(1, 2)
+        return torch.where(rank == other_rank, token > other_token, rank > other_rank).sum(2)
 
-    def highest(self, place: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> Path:
-        """The highest in ``place [B, K]`` of ``members [B, K]``, from level ``first`` of the draft on.
+    def highest(self, rank: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> Path:
+        """The path of the highest ``rank [B, K]`` among ``members [B, K]``, from level ``first`` of the draft.
 
-        A row's own path begins at level ``start [B]`` of the draft.
+        The path of a row begins at level ``start [B]`` of the draft.
         """
-        places, read = self.places[:, :, first:], self._read[..., first:]
-        if place is None:
-            chosen, along = places[:, 0], read[:, :, 0]
+        positions, fields = self.positions[:, :, first:], self._fields[..., first:]
+        if rank is None:
+            nodes, path = positions[:, 0], fields[:, :, 0]
         else:
-            place = place if members is None else torch.where(members, place, -1)
-            best = place.argmax(1)[:, None, None].expand(-1, 1, places.shape[2])
-            chosen = places.gather(1, best).squeeze(1)
-            along = read.gather(2, best[:, None].expand(-1, 3, -1, -1)).squeeze(2)
-        on = chosen > 0
+            rank = rank if members is None else torch.where(members, rank, -1)
+            best = rank.argmax(1)[:, None, None].expand(-1, 1, positions.shape[2])
+            nodes = positions.gather(1, best).squeeze(1)
+            path = fields.gather(2, best[:, None].expand(-1, 3, -1, -1)).squeeze(2)
+        valid = nodes > 0
         if start is not None:
-            on = on & (counting(self.places.shape[2], on.device)[first:] >= start[:, None])
-        above, token, law = along.unbind(1)
-        return Path(chosen, above, token, law, on)
+            valid = valid & (counting(self.positions.shape[2], valid.device)[first:] >= start[:, None])
+        parent, token, q_row = path.unbind(1)
+        return Path(nodes, parent, token, q_row, valid)
 
-    def behind(self, at: Tensor, token: Tensor) -> Tensor:
-        """``[B, K, L]`` bool: the children of position ``at [B]`` that carry ``token [B]``."""
-        return (self._above == at[:, None, None]) & (self._token == token[:, None, None])
+    def children_of(self, position: Tensor, token: Tensor) -> Tensor:
+        """``[B, K, L]`` bool: the children of ``position [B]`` with ``token [B]``."""
+        return (self._parent == position[:, None, None]) & (self._token == token[:, None, None])
 
 
 def verify_path(
@@ -191,105 +189,108 @@ def verify_path(
     start: Tensor | None,
     first: int,
     most: int,
-    going: Tensor | None,
+    active: Tensor | None,
     rng: StepRng,
     ended: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Block verification of ``path``, the highest-ranked of ``members [B, K]`` (at most ``most``) sequences.
 
-    Level 0 of the path is level ``first`` of the draft, and a row's own begins at level ``start [B]`` of the draft.
+    Level 0 of the path is level ``first`` of the draft; the path of a row begins at level ``start [B]`` of the draft.
 
-    Returns the position ``[B]`` where it stops and the weights ``[B, V]`` of the token that follows. Rows that are not
-    ``going [B]`` stop at ``ended [B]``, if that is given, and P follows.
+    Returns:
+        the position ``[B]`` of the last accepted node, and the weights ``[B, V]`` of the next token. Rows that are not
+        ``active [B]`` stop at ``ended [B]``, if given, with weights P.
     """
     n = None if members is None or most == 1 else members.sum(1)
-    levels, on_path = path.on.shape[1], path.on
+    levels, on_path = path.valid.shape[1], path.valid
 
     def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Qhat along the path; p_i, from p_0 = 1 to that of its last token; h_i between its tokens."""
-        law, token, on = take_rows(p[rows], path.above[rows]), path.token[rows], on_path[rows]
+        """Qhat at each token of the path; p_0 = 1 to p_L; h_i between its tokens."""
+        target, token, valid = take_rows(p[rows], path.parent[rows]), path.token[rows], on_path[rows]
         if draft.q is None:
-            q = torch.zeros_like(law).scatter_(2, token[..., None], 1.0)
+            q = torch.zeros_like(target).scatter_(2, token[..., None], 1.0)
         else:
-            q = take_rows(draft.q[rows], path.law[rows])
+            q = take_rows(draft.q[rows], path.q_row[rows])
         if most == 1:
             qhat = q
-        elif draft.kind is IID:
-            qhat = law_of_highest(law, q, token, on, None if n is None else n[rows], most)
+        elif draft.drawn == "iid":
+            qhat = best_path_probs(target, q, token, valid, None if n is None else n[rows], most)
         else:
-            qhat = torch.cat([higher_of_two(law[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
-        growth = (at_token(law, token) / qhat.gather(2, token[..., None]).squeeze(2)).nan_to_num_(0.0).clamp_(max=HUGE)
-        reached = functional.pad(joint(torch.where(on, growth, 1.0)), (1, 0), value=1.0)
+            qhat = torch.cat([better_of_two_probs(target[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
+        growth = (
+            (at_token(target, token) / qhat.gather(2, token[..., None]).squeeze(2)).nan_to_num_(0.0).clamp_(max=HUGE)
+        )
+        reached = functional.pad(joint(torch.where(valid, growth, 1.0)), (1, 0), value=1.0)
         credit = reached[:, 1:-1]
-        # Both as they are below 0: -S, and p_i - 1.
-        s = total(torch.addcmul(qhat[:, 1:], law[:, 1:], credit[..., None].to(law.dtype), value=-1).clamp_(max=0))
+        # Both with a negative sign: -S, and p_i - 1.
+        s = total(torch.addcmul(qhat[:, 1:], target[:, 1:], credit[..., None].to(target.dtype), value=-1).clamp_(max=0))
         return qhat, reached, (s / (s + (credit - 1))).nan_to_num_(1.0)
 
-    pieces = cached(draft.batch_size, levels * p.shape[2], p)
-    laws_on_path, reached, h = zip(*map(judge, pieces), strict=True)
-    reached, h = one(reached), one(h)
-    # The whole path: h_gamma = p_gamma, and the bonus from P_gamma.
-    whole = reached[:, -1] if going is None else torch.where(going, reached[:, -1], 0.0)
+    pieces = cache_slices(draft.batch_size, levels * p.shape[2], p)
+    qhats, reached, h = zip(*map(judge, pieces), strict=True)
+    reached, h = concat(reached), concat(h)
+    # The whole path: h_gamma = p_gamma, and a bonus token from P_gamma.
+    whole = reached[:, -1] if active is None else torch.where(active, reached[:, -1], 0.0)
     coins = torch.cat([whole[:, None], torch.where(on_path[:, 1:] & on_path[:, :-1], h, 0.0)], 1)
-    # The same numbers whatever the width of the batch.
+    # Random numbers do not depend on the width of the batch.
     numbers = [level * (level + 1) // 2 + first for level in range(first, first + levels)]
     accepted = accept_each(rng, coins, numbers)
     tau = (accepted * counting(levels, p.device)).amax(1)
     if start is not None:
         tau = torch.maximum(tau, (start - first).clamp_(max=levels - 1))
     ends = accepted[:, 0]
-    stop = torch.where(ends, path.places.amax(1), path.above.gather(1, tau[:, None]).squeeze(1))
-    # p_i P - Qhat is P - Qhat / p_i up to a factor; the whole path leaves P.
+    stop = torch.where(ends, path.positions.amax(1), path.parent.gather(1, tau[:, None]).squeeze(1))
+    # p_i P - Qhat is P - Qhat / p_i up to a factor; after the whole path the weights are P.
     fails = ~ends
-    if going is not None and ended is not None:
-        stop, fails = torch.where(going, stop, ended), fails & going
+    if active is not None and ended is not None:
+        stop, fails = torch.where(active, stop, ended), fails & active
     minus = fails / reached.gather(1, tau[:, None]).squeeze(1)
-    law = take_rows(p, stop)
-    qhat = one([take_rows(of, tau[rows]) for of, rows in zip(laws_on_path, pieces, strict=True)])
-    return stop, or_target(subtract(law, qhat, minus), law)
+    target = take_rows(p, stop)
+    qhat = concat([take_rows(part, tau[rows]) for part, rows in zip(qhats, pieces, strict=True)])
+    return stop, or_target(subtract(target, qhat, minus), target)
 
 
 def draw_or_bonus(
-    rng: StepRng, going: Tensor | None, waits: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
+    rng: StepRng, active: Tensor | None, needs_bonus: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
 ) -> Tensor:
-    """``[B]``: what follows an ``attempt`` where that is ``going [B]`` (``None`` = all rows), by the number of the
-    attempt; elsewhere the bonus token of rows that ``waits [B]``, by a number of its own, and ``token [B]`` of others.
+    """``[B]``: the token after an ``attempt`` in ``active [B]`` rows (``None`` = all), the bonus token in rows with
+    ``needs_bonus [B]``, and ``token [B]`` in others; attempts and bonus tokens have separate random numbers.
     """
-    if going is None or waits is None or token is None:
+    if active is None or needs_bonus is None or token is None:
         return draw_where(rng, None, weights, None, index=attempt)
     if isinstance(rng, UniformStepRng):
-        drawn = rng.draw_either(going, weights, ("residual", attempt), ("other", 0))
-        return torch.where(going | waits, drawn, token)
-    token = draw_where(rng, going, weights, token, index=attempt)
-    return draw_where(rng, waits & ~going, weights, token, "other")
+        drawn = rng.draw_either(active, weights, ("residual", attempt), ("other", 0))
+        return torch.where(active | needs_bonus, drawn, token)
+    token = draw_where(rng, active, weights, token, index=attempt)
+    return draw_where(rng, needs_bonus & ~active, weights, token, "other")
 
 
-def one(pieces: Sequence[Tensor]) -> Tensor:
-    """Pieces of the batch as a whole."""
+def concat(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenate slices of the batch."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def laws_of(draft: Draft) -> Tensor:
-    """``[B, N]``: the row of ``q`` that each node is ranked by: of two tokens drawn without replacement the first's."""
-    law = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
-    return torch.where(draft.parents < 0, law[:, :1], law) if draft.kind is WITHOUT_REPLACEMENT else law
+def q_rows_of(draft: Draft) -> Tensor:
+    """``[B, N]``: row of ``q`` for the ranking of each node; the first row for tokens drawn without replacement."""
+    row = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
+    return torch.where(draft.parents < 0, row[:, :1], row) if draft.drawn == "without_replacement" else row
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
-    """P / Q, by which tokens are ranked; 0 / 0 is 0.
+    """P / Q, the ranking score of tokens; 0 / 0 is 0.
 
-    Of float32 laws it is rounded to half precision, which halves the time of sorting. The order decides how much is
-    accepted, and hardly that; the rule keeps the target's law with any order.
+    Rounded to half precision for float32, which halves the time of sorting. The order hardly affects the acceptance,
+    and the verifier is lossless with any order.
     """
     score = (p / q).nan_to_num_(0.0, posinf=torch.inf)
     return score.half() if score.dtype == torch.float32 else score
 
 
 def ascending(score: Tensor) -> Tensor:
-    """``score.argsort(1, stable=True)`` of numbers that are not negative, ``[B, V]``.
+    """``score.argsort(1, stable=True)`` of non-negative numbers, ``[B, V]``.
 
-    On a CPU torch sorts a long list of integers by radix, in a tenth of the time of floats or less, and the bits of
-    floats that are not negative are integers in the same order.
+    On a CPU torch sorts long lists of integers by radix, at least ten times faster than floats, and the bits of
+    non-negative floats are integers in the same order.
     """
     size = score.shape[1]
     if score.device.type != "cpu" or score.dtype != torch.float16 or size < RADIX // 4:
@@ -301,35 +302,37 @@ def ascending(score: Tensor) -> Tensor:
     return torch.stack(orders) if len(orders) > 1 else orders[0][None]
 
 
-def higher_of_two(p: Tensor, q: Tensor) -> Tensor:
-    """``[B, V]``: the law of the higher, by ``p / q``, of two tokens drawn from ``q [B, V]`` without replacement."""
+def better_of_two_probs(p: Tensor, q: Tensor) -> Tensor:
+    """``[B, V]``: distribution of the higher by P / Q of two tokens drawn from ``q [B, V]`` without replacement."""
     order = ascending(quotient(p, q))
     sorted_q = q.gather(1, order).double()
     rest = 1 - sorted_q
-    odds = torch.where(rest > 0, sorted_q / rest, 0.0)  # of y; as a second token x has q(x) times that of the first
+    odds = torch.where(
+        rest > 0, sorted_q / rest, 0.0
+    )  # of y; a second token x has probability q(x) times the odds of the first
     below, odds_below = sorted_q.cumsum(1) - sorted_q, odds.cumsum(1) - odds
     # A token with all the mass has no sibling.
     factor = torch.where(rest > 0, below / rest + odds_below, 1.0)
     return torch.empty_like(sorted_q).scatter_(1, order, sorted_q * factor).to(q.dtype)
 
 
-def law_of_highest(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, most: int) -> Tensor:
-    """Qhat ``[B, L, V]`` along the path ``y [B, L]`` of the highest-ranked of ``n [B]`` sequences, ``None`` = ``most``.
+def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, most: int) -> Tensor:
+    """Qhat ``[B, L, V]`` of the path ``y [B, L]``, the highest-ranked of ``n [B]`` sequences (``None`` = ``most``).
 
-    u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels against the denominator's.
+    u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels with that of the denominator.
 
     Args:
-        p, q: ``[B, L, V]``, the laws before each token of the path.
-        on_path: ``[B, L]`` bool, which of the tokens there are.
-        most: at least 2, and no row has more sequences.
+        p, q: ``[B, L, V]``, the distributions at each token of the path.
+        on_path: ``[B, L]`` bool, True for existing tokens.
+        most: maximum number of sequences of a row, at least 2.
     """
     order = ascending(quotient(p, q).flatten(0, 1)).view_as(q)
     sums = q.gather(2, order).cumsum(2, dtype=torch.float64)
     up_to = torch.empty_like(q).scatter_(2, order, sums.to(q.dtype))  # sum of Q up to each token
-    # A and J before each token, as shares of their sum: only that matters, and it does not vanish.
+    # A and J before each token, divided by their sum: only the ratio matters, and it does not underflow.
     own = at_token(q, y)
     below = (at_token(up_to, y) - own).clamp_(min=0)
-    if n is not None:  # paths may begin further down; what is behind their end matters to no token before it
+    if n is not None:  # paths may begin deeper; values past their end do not affect earlier tokens
         own, below = torch.where(on_path, own, 1.0), torch.where(on_path, below, 0.0)
     j = functional.pad(own.cumprod(1)[:, :-1], (1, 0), value=1.0)
     a = functional.pad((below * j).cumsum(1)[:, :-1], (1, 0))

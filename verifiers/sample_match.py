@@ -1,10 +1,10 @@
-"""Sample the target, look for the token among the children ("naive" multi-draft sampling).
+"""Sample the target and match the token among the children ("naive" multi-draft sampling).
 
 X. Miao et al., "SpecInfer", ASPLOS 2024, section 4.3 (naive sampling), the baseline there.
 
-    y ~ P(node); if a child carries y go on there, else emit y and stop; at a leaf y is the bonus.
+    y ~ P(node); if a child has token y continue there, else emit y and stop; at a leaf y is the bonus token.
 
-It never looks at q, so it is exact for any tree, also for one that was pruned or ranked after sampling.
+q is not used, so it is lossless for any tree, including one that was pruned or ranked after sampling.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._tree_rules import none, settle, stop_at
+from ._tree import force_token, is_empty, stop_at
 
 
 class SampleMatch(Verifier):
-    """Samples the target at every node it reaches. Lossless on any tree, whatever drew it."""
+    """Samples the target at every node it reaches. Lossless on any tree."""
 
     name = "sample-match"
 
@@ -32,18 +32,18 @@ class SampleMatch(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)
-        at, walking = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
+        node, active = torch.full_like(rows, -1), torch.ones_like(rows, dtype=torch.bool)
         token = torch.zeros_like(rows)
         levels = draft.width if draft.levels is None else min(draft.levels, draft.width)
         for level in range(levels + 1):
-            law = take_rows(p, at + 1)
+            target = take_rows(p, node + 1)
             if level:
-                law = settle(law, token, ~walking)
-            token = rng.draw(law, index=level)
+                target = force_token(target, token, ~active)
+            token = rng.draw(target, index=level)
             if level < levels:
-                carries = (draft.parents == at[:, None]) & (draft.tokens == token[:, None]) & draft.valid
-                walking = walking & carries.any(1)
-                at = torch.where(walking, carries.long().argmax(1), at)
-                if none(walking):
+                matches = (draft.parents == node[:, None]) & (draft.tokens == token[:, None]) & draft.valid
+                active = active & matches.any(1)
+                node = torch.where(active, matches.long().argmax(1), node)
+                if is_empty(active):
                     break
-        return stop_at(draft, at, token)
+        return stop_at(draft, node, token)

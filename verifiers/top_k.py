@@ -1,14 +1,14 @@
-"""Top-k acceptance with a tolerance: keep what is nearly the target's first choice. Lossy.
+"""Top-k acceptance with a tolerance: accept tokens close to the target's most probable one. Lossy.
 
 H. Xia, T. Ge, P. Wang, S.-Q. Chen, F. Wei, Z. Sui, "Speculative Decoding: Exploiting Speculative Execution for
 Accelerating Seq2seq Generation", Findings of EMNLP 2023 (SpecDec).
 
     accept x  iff  x is among the k most probable tokens of P  and  ln max P - ln P(x) <= tolerance
 
-The deepest path of accepted tokens is kept (of several, the one with the larger sum of ln P(x)) and argmax P
-follows it. The rule draws nothing: it is a relaxed form of greedy decoding and loses the target's diversity
-altogether. It judges P as sampled, so what the paper does takes temperature 1; at temperature 0 (P one-hot) it is
-exact greedy matching, as it is with k = 1, and with tolerance 0 but for ties.
+The deepest path of accepted tokens is kept (ties go to the larger sum of ln P(x)), followed by argmax P. The verifier
+is deterministic, a relaxed form of greedy decoding without the target's diversity. P is the warped distribution: use
+temperature 1 for the paper's rule. At temperature 0 (P one-hot) it is exact greedy matching, as with k = 1, and, except
+for ties, with tolerance 0.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._tree_rules import stop_at
+from ._tree import stop_at
 from .typical import deepest_accepted
 
 
 class TopK(Verifier):
-    """Accepts the target's k best tokens unless they trail the best too far. Lossy, deterministic; any draft."""
+    """Accepts the target's k best tokens within a tolerance of the best. Lossy, deterministic; any draft."""
 
     name = "top-k"
 
     class Config(StrategyConfig):
         k: int = Field(3, ge=1, description="accept among this many most probable tokens; ties by lowest id")
         tolerance: float = Field(
-            1.0, ge=0, description="most nats by which a token may trail the most probable one; 1e9 = any"
+            1.0, ge=0, description="maximum difference in nats from the most probable token; 1e9 = any"
         )
 
     config: Config
@@ -49,15 +49,15 @@ class TopK(Verifier):
         )
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        rows, above = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1
+        rows, parents = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1
         best = p.argmax(-1)
-        law = p[:, :-1] if draft.is_chain else p[rows, above]
+        law = p[:, :-1] if draft.is_chain else p[rows, parents]
         x = draft.tokens[..., None]
         px = law.gather(2, x)
         order = torch.arange(p.shape[2], device=p.device)
         rank = ((law > px) | ((law == px) & (order < x))).sum(2)
         px = px.squeeze(2).double()
-        behind = p[rows, above, best.gather(1, above)].double().log() - px.log()
+        behind = p[rows, parents, best.gather(1, parents)].double().log() - px.log()
         # An infinite tolerance must not let in what has no probability.
         accepted = (rank < self.config.k) & (behind <= self.config.tolerance) & (px > 0)
         node = deepest_accepted(draft, accepted, px)

@@ -9,12 +9,11 @@ draft down to it; the root has a = 1. With p = P(node), for its children t_1, t_
     credit of child j    a_j = min(1, a p(t_j) / q_j(t_j))
     once it has failed   S = sum_x (a p - q_j)_+,   a <- S / (S + 1 - a),   p <- norm((a p - q_j)_+)
 
-Nodes are visited depth first, children before their parent; each is accepted with the credit that its failed
-children left it. The first one accepted ends the visit and Y ~ its p. All credits depend on the draft alone,
-so they are computed first (top down), and the coins are tossed afterwards (bottom up). One child per node is
-block verification.
+Nodes are visited depth first, children before their parent; each is accepted with the credit left by its failed
+children. The first accepted node ends the visit and Y ~ its p. Credits depend on the draft only, so they are computed
+first (top down), and the coins are tossed afterwards (bottom up). With one child per node this is block verification.
 
-What is kept of a node is its *share* a p, a law times its credit, and its *rest* 1 - a. A failure divides both:
+Each node stores its *share* a p, and its *rest* 1 - a. A failure divides both:
 
     d = S + 1 - a,   a p <- (a p - q_j)_+ / d,   1 - a <- (1 - a) / d
 """
@@ -35,7 +34,7 @@ from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ..framework.util.static_trees import TreeShape, tree_constant, tree_families
 from ..framework.util.tensors import columns, take_rows
 from ._chain import total
-from ._tree_rules import at_token, choose, laws_of_nodes, stop_at
+from ._tree import at_token, choose, draft_probs_of, stop_at
 
 
 class Traversal(Verifier):
@@ -52,24 +51,24 @@ class Traversal(Verifier):
         shares, rests = node_by_node(draft, p) if shape is None else level_by_level(draft, p, shape)
         order = leaves_first(draft, shape)
         visited = first_accepted(rng, (1 - rests[:, 1:]).gather(1, order))
-        at = functional.pad(order, (0, 1), value=-1).gather(1, visited[:, None]).squeeze(1)
-        # A node without children is left with P; so is one of which nothing is left, where only rounding can end.
-        held = shares.shape[1]
-        law, weights = take_rows(p, at + 1), take_rows(shares, (at + 1).clamp(max=held - 1))
-        whole = (weights.sum(1) <= 0) | (at + 1 >= held)
-        return stop_at(draft, at, rng.draw(choose(whole, law, weights)))
+        node = functional.pad(order, (0, 1), value=-1).gather(1, visited[:, None]).squeeze(1)
+        # A leaf keeps P; so does a node without mass, which ends the visit only by rounding.
+        n = shares.shape[1]
+        target, weights = take_rows(p, node + 1), take_rows(shares, (node + 1).clamp(max=n - 1))
+        whole = (weights.sum(1) <= 0) | (node + 1 >= n)
+        return stop_at(draft, node, rng.draw(choose(whole, target, weights)))
 
 
 def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
-    """Shares ``[B, M + 1, V]`` of the root and the M nodes above the last level, rests ``[B, N + 1]`` of all nodes.
+    """Shares ``[B, M + 1, V]`` of the root and the M nodes before the last level, rests ``[B, N + 1]`` of all nodes.
 
-    Children of different parents are judged at the same time, siblings one after the other.
+    Children of different parents are verified in parallel, siblings one after the other.
     """
     judge = _Judge(draft, p)
     shares = {node: p[:, node + 1] for node in range(-1, sum(map(sum, shape[:-1])))}
     rests = {-1: torch.zeros(draft.batch_size, dtype=torch.float64, device=p.device)}
     for level in tree_families(shape):
-        level.sort(key=lambda family: -len(family[1]))  # those with one more child are at the front
+        level.sort(key=lambda family: -len(family[1]))  # parents with more children first
         parents = [parent for parent, _ in level]
         rest = torch.stack([rests[parent] for parent in parents], 1)
         share = columns(p, [parent + 1 for parent in parents]) * (1 - rest)[..., None].to(p.dtype)
@@ -84,7 +83,7 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
 
 
 def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a tree whose shape the host does not know; shares ``[B, N + 1, V]`` of all nodes."""
+    """`level_by_level` for a tree whose shape the host does not know; shares ``[B, N + 1, V]`` of all nodes."""
     judge, rows = _Judge(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
     shares, rests = p.clone(), torch.zeros(p.shape[:2], dtype=torch.float64, device=p.device)
     for node in range(draft.width):
@@ -98,32 +97,33 @@ def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Judge:
-    """Judges ``nodes``, one child each of n parents: their credits, and the parents' shares and rests if they fail."""
+    """Verifies ``nodes``, one child of each of n parents: returns their credits, and the parents' shares and rests if
+    they fail."""
 
     def __init__(self, draft: Draft, p: Tensor):
         self._draft, self._off = draft, ~draft.valid
         self._on = draft.valid.to(p.dtype)[..., None]
 
     def __call__(self, nodes: Sequence[int], share: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``share [B, n, V]`` and ``rest [B, n]`` float64 of the parents; a node that is not valid changes nothing."""
+        """``share [B, n, V]`` and ``rest [B, n]`` float64 of the parents; invalid nodes change nothing."""
         token, off = columns(self._draft.tokens, nodes), columns(self._off, nodes)
-        q = laws_of_nodes(self._draft, nodes, share)
+        q = draft_probs_of(self._draft, nodes, share)
         credit = (at_token(share, token) / at_token(q, token)).clamp_(max=1).masked_fill_(off, 0.0)
         left = torch.addcmul(share, q, columns(self._on, nodes), value=-1).clamp_(min=0)
-        # 0 where the draft cannot fail: then there is nothing to divide.
+        # The mass is 0 if the draft cannot fail.
         mass = (total(left) + rest).masked_fill_(off, 1.0).clamp_(min=torch.finfo(left.dtype).tiny)
         return credit, left.div_(mass[..., None].to(left.dtype)), rest / mass
 
 
 def leaves_first(draft: Draft, shape: TreeShape | None) -> Tensor:
-    """``[B, N]`` int64: the nodes in the order of a depth-first visit that reports a node after its children."""
+    """``[B, N]`` int64: the nodes in depth-first postorder, children before their parent."""
     if not draft.width:
         return draft.tokens
     if shape is not None:
         left = tree_constant(shape, "leaves first", draft.tokens.device)
     else:
         size = draft.ancestor_mask.sum(1)  # nodes of each subtree
-        before = 1 + (draft.earlier_siblings * size[:, None]).sum(2)  # itself and the subtrees of its elder siblings
-        entered = (draft.ancestor_mask * before[:, None]).sum(2)  # position at which the visit enters it, from 1
+        before = 1 + (draft.earlier_siblings * size[:, None]).sum(2)  # itself and the subtrees of its earlier siblings
+        entered = (draft.ancestor_mask * before[:, None]).sum(2)  # position in preorder, from 1
         left = entered - draft.depth + size
     return torch.add(left, ~draft.valid, alpha=2 * draft.width).argsort(1)

@@ -1,13 +1,13 @@
-"""Typical acceptance: keep what the target finds likely enough, whoever proposed it. Lossy.
+"""Typical acceptance: accept tokens that are probable enough under the target. Lossy.
 
 T. Cai, Y. Li, Z. Geng, H. Peng, J. D. Lee, D. Chen, T. Dao, "Medusa: Simple LLM Inference Acceleration Framework
 with Multiple Decoding Heads", ICML 2024 (typical acceptance). With the entropy H(P) = -sum_x P(x) ln P(x) in nats:
 
     accept x  iff  P(x) > min(epsilon, delta exp(-H(P)))
 
-The deepest path of accepted tokens is kept; of several, the one with the larger sum of ln P(x). The token after it
-is drawn from P restricted to the tokens that pass the same test. q plays no part, so a draft of any shape will do.
-At temperature 0 (P one-hot) only the argmax passes: exact greedy matching.
+The deepest path of accepted tokens is kept; ties go to the larger sum of ln P(x). The next token is drawn from P
+restricted to tokens that pass the same test. q is not used, so any draft is supported. At temperature 0 (P one-hot)
+only the argmax passes: exact greedy matching.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._tree_rules import stop_at
+from ._tree import stop_at
 
 
 class Typical(Verifier):
@@ -50,27 +50,27 @@ class Typical(Verifier):
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p = p if p.dtype == torch.float64 else p.float()
         threshold = self.threshold(p)
-        rows, above = torch.arange(draft.batch_size, device=p.device), draft.parents + 1
-        px = p[rows[:, None], above, draft.tokens]
-        node = deepest_accepted(draft, px > threshold.gather(1, above), px)
-        law = p[rows, node + 1]
-        weights = torch.where(law > threshold.gather(1, node[:, None] + 1), law, 0.0)
-        # Only rounding can leave nothing, with a flat law and a delta next to 1.
-        return stop_at(draft, node, rng.draw(torch.where(weights.sum(1, keepdim=True) > 0, weights, law)))
+        rows, parents = torch.arange(draft.batch_size, device=p.device), draft.parents + 1
+        px = p[rows[:, None], parents, draft.tokens]
+        node = deepest_accepted(draft, px > threshold.gather(1, parents), px)
+        target = p[rows, node + 1]
+        weights = torch.where(target > threshold.gather(1, node[:, None] + 1), target, 0.0)
+        # Empty only by rounding, with a flat distribution and a delta next to 1.
+        return stop_at(draft, node, rng.draw(torch.where(weights.sum(1, keepdim=True) > 0, weights, target)))
 
     def threshold(self, p: Tensor) -> Tensor:
-        """Laws ``[.., V]`` -> ``[..]``, the probability that a token must exceed."""
+        """``[..]``: the probability that a token must exceed, from ``p [.., V]``."""
         entropy = torch.special.entr(p).sum(-1)
         return (self.config.delta * (-entropy).exp()).clamp(max=self.config.epsilon)
 
 
 def deepest_accepted(draft: Draft, accepted: Tensor, px: Tensor) -> Tensor:
-    """``[B]`` int64: the deepest node that is accepted together with all its ancestors, -1 = none.
+    """``[B]`` int64: the deepest node that is accepted with all its ancestors, -1 = none.
 
     Args:
-        accepted: ``[B, N]`` bool, what the rule says of each node by itself; padding may say anything.
-        px: ``[B, N]``, P(x) of each node, positive where it is accepted. Of equally deep nodes the one with the
-            larger product along its path wins, then the first.
+        accepted: ``[B, N]`` bool, the acceptance of each node by itself; padding is ignored.
+        px: ``[B, N]``, P(x) of each node, positive if accepted. Ties in depth go to the larger product along the path,
+            then to the first node.
     """
     if not draft.width:
         return torch.full_like(draft.count, -1)

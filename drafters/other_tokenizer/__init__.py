@@ -1,1 +1,1 @@
-"""Drafters with a language model that has another tokenizer than the target."""
+"""Drafters with a model whose tokenizer differs from the target's."""

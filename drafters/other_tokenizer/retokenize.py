@@ -1,75 +1,75 @@
-"""A text in the tokens of one model, told again in those of another, while it grows."""
+"""Incremental conversion of a text from the target's tokens to the draft model's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-from .token_bytes import Spelling, complete
+from .token_bytes import TokenBytes, complete
 
-#: Most bytes of a piece of text that is encoded by itself.
+#: Maximum number of bytes of a piece of text, the unit of encoding.
 LONGEST = 32
-#: Where a piece may end: no tokenizer joins a space with the character before it, unless that is one, too.
+#: A piece ends before a space: no tokenizer joins it with the previous character, unless that is whitespace, too.
 _END = re.compile(rb"(?<=[^ \t\r\n]) ")
 
 
-class Retelling:
+class Retokenizer:
     """One sequence of the target in the draft model's tokens.
 
-    The text is cut into pieces before spaces, and after `LONGEST` bytes at most; each is encoded by itself, once it is
-    over for good. So the draft model's tokens follow from the target's alone, however these came (in one prompt,
-    or step after step), and all but those of the last piece never change.
+    The text is cut into pieces before spaces, and after `LONGEST` bytes at most; each complete piece is encoded by
+    itself. So the draft model's tokens depend on the target's tokens only, not on how they arrived (in one prompt or
+    step by step), and only those of the last piece can change.
 
     Args:
-        theirs, mine: spellings of the target's tokens and of the draft model's.
-        twins: the draft model's id of target tokens that both have.
+        target, draft: bytes of the target's tokens and of the draft model's.
+        draft_ids: the draft model's id of each target token that both have.
     """
 
-    def __init__(self, theirs: Spelling, mine: Spelling, twins: Mapping[int, int]):
-        self._theirs, self._mine, self._twins = theirs, mine, twins
-        self.told = 0  # tokens of the target
+    def __init__(self, target: TokenBytes, draft: TokenBytes, draft_ids: Mapping[int, int]):
+        self._target, self._draft, self._draft_ids = target, draft, draft_ids
+        self.count = 0  # tokens of the target so far
         self._ids: list[int] = []
-        self._open, self._start = b"", True  # the last piece, and whether it stands at the start of a text
+        self._open, self._start = b"", True  # the last piece; True if it starts a text
 
     def add(self, tokens: Sequence[int]) -> None:
-        """The target's text goes on with ``tokens``."""
-        self.told += len(tokens)
+        """Append ``tokens`` of the target."""
+        self.count += len(tokens)
         for token in tokens:
-            piece = self._theirs.pieces.get(token)
+            piece = self._target.pieces.get(token)
             if piece is not None:
                 self._open += piece
                 self._cut()
                 continue
             self._close(len(self._open))
-            if (twin := self._twins.get(token)) is not None:
-                self._ids.append(twin)
-            else:  # the marks of a conversation, say: what stands there is read as it is written
-                self._ids += self._mine.encode(self._theirs.specials.get(token, "").encode(), self._start)
+            if (draft_id := self._draft_ids.get(token)) is not None:
+                self._ids.append(draft_id)
+            else:  # a special token, e.g. of a chat template: encode its name as text
+                self._ids += self._draft.encode(self._target.specials.get(token, "").encode(), self._start)
             self._start = True
 
     def ids(self) -> tuple[list[int], int]:
-        """The draft model's tokens, and how many of them will never change."""
-        return self._ids + self._mine.encode(self._open, self._start), len(self._ids)
+        """Return the draft model's tokens, and the number of final ones."""
+        return self._ids + self._draft.encode(self._open, self._start), len(self._ids)
 
-    def respelt(self, text: bytes) -> list[int]:
-        """The target's tokens for ``text``, should it follow; without a character that has only begun at its end."""
+    def retokenize(self, text: bytes) -> list[int]:
+        """Encode ``text`` as a continuation in the target's tokens, without an incomplete last character."""
         text = text[: complete(text)]
         if not text:
             return []
-        ids = self._theirs.encode(self._open + text, self._start)
-        left = sum(len(self._theirs.pieces[id]) for id in ids) - len(text)
+        ids = self._target.encode(self._open + text, self._start)
+        left = sum(len(self._target.pieces[id]) for id in ids) - len(text)
         first = 0
         while left > 0:
-            left -= len(self._theirs.pieces[ids[first]])
+            left -= len(self._target.pieces[ids[first]])
             first += 1
-        # Below 0, a token would reach from what stands there into the text: then the text is encoded by itself.
-        return ids[first:] if left == 0 else self._theirs.encode(text, False)
+        # Below 0, a token spans the boundary: encode the text by itself.
+        return ids[first:] if left == 0 else self._target.encode(text, False)
 
     def _cut(self) -> None:
         while True:
-            found = _END.search(self._open)
-            if found is not None and found.start() <= LONGEST:
-                self._close(found.start())
+            match = _END.search(self._open)
+            if match is not None and match.start() <= LONGEST:
+                self._close(match.start())
             elif len(self._open) > LONGEST:
                 self._close(complete(self._open[:LONGEST]) or LONGEST)
             else:
@@ -77,5 +77,5 @@ class Retelling:
 
     def _close(self, end: int) -> None:
         if end:
-            self._ids += self._mine.encode(self._open[:end], self._start)
+            self._ids += self._draft.encode(self._open[:end], self._start)
             self._open, self._start = self._open[end:], False

@@ -1,8 +1,8 @@
-"""What the tokens of a tokenizer spell, as bytes, and which tokens of two tokenizers are the same.
+"""The bytes of a tokenizer's tokens, and the shared tokens of two tokenizers.
 
-Tokens are compared by the bytes they stand for, never by their ids: byte-level vocabularies write a space as "Ġ", those
-in the manner of SentencePiece as "▁", and single bytes as "<0x0A>". Special tokens spell nothing. They are the same
-where they have the same role (the end of a sequence) or the same name.
+Tokens are compared by their bytes, not by their ids: byte-level vocabularies write a space as "Ġ", SentencePiece-like
+ones as "▁", and single bytes as "<0x0A>". Special tokens have no bytes; they are shared if they have the same role (end
+of sequence) or the same name.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
-#: Texts whose tokens are remembered: most of what is encoded is words, which come again.
+#: Size of the cache of encoded texts, mostly words, which recur.
 REMEMBERED = 16_384
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: A character that no token joins with what follows it, put before text that is not at the start of one.
+#: Prefix of text that does not start a document; no token joins it with the next character.
 _ANCHOR = "\n"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters of byte-level vocabularies: printable ones stand for themselves, others are moved behind 255."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {**{chr(byte): byte for byte in shown}, **{chr(256 + i): byte for i, byte in enumerate(hidden)}}
+    """The alphabet of byte-level vocabularies: printable bytes map to themselves, others to characters above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(other)}}
 
 
 def complete(text: bytes) -> int:
-    """How many bytes of ``text`` there are before a character that has only begun at its end."""
+    """Number of bytes of ``text`` without an incomplete UTF-8 character at its end."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:
@@ -36,15 +36,15 @@ def complete(text: bytes) -> int:
     return len(text)
 
 
-class Spelling:
-    """The tokens of a tokenizer of transformers as bytes.
+class TokenBytes:
+    """The tokens of a transformers tokenizer as bytes.
 
     Attributes:
-        pieces: the bytes of every ordinary token, by id.
-        specials: the names of special tokens, by id: they spell nothing.
+        pieces: bytes of every ordinary token, by id.
+        specials: names of special tokens, by id.
         size: one more than the largest id.
-        faithful: whether text is its tokens' bytes, one after the other. Word-level and WordPiece tokenizers leave
-            out where spaces are.
+        faithful: True if a text is the concatenation of its tokens' bytes. Word-level and WordPiece tokenizers omit
+            spaces.
     """
 
     def __init__(self, tokenizer: Any):
@@ -57,39 +57,38 @@ class Spelling:
         ordinary = {token: id for token, id in vocab.items() if id not in named and id not in added}
         marks = {mark: sum(token.startswith(mark) for token in ordinary) for mark in ("▁", "Ġ")}
         mark = max(marks, key=marks.__getitem__)
-        spelt = {"▁": _pieces, "Ġ": _byte_level}[mark] if marks[mark] else _plain
-        self.pieces = {id: piece for token, id in ordinary.items() if (piece := spelt(token))}
-        # What was added stands in the text as it is written.
+        decode = {"▁": _pieces, "Ġ": _byte_level}[mark] if marks[mark] else _plain
+        self.pieces = {id: piece for token, id in ordinary.items() if (piece := decode(token))}
+        # Added tokens are literal text.
         self.pieces |= {id: token.content.encode() for id, token in added.items() if id not in named and token.content}
-        self.faithful = spelt is not _plain or self._joins()
+        self.faithful = decode is not _plain or self._is_concatenation()
         self._id_of: dict[bytes, int] = {}
         for id in sorted(self.pieces):
             self._id_of.setdefault(self.pieces[id], id)
         self._longest = max(map(len, self._id_of), default=0)
-        self._known: dict[tuple[bytes, bool], list[int]] = {}
+        self._cache: dict[tuple[bytes, bool], list[int]] = {}
 
     def id_of(self, piece: bytes) -> int | None:
-        """The (first) token that spells ``piece``."""
+        """First token with the bytes ``piece``, or None."""
         return self._id_of.get(piece)
 
-    def spelt(self, ids: list[int]) -> bytes | None:
-        """What ``ids`` spell; None if one of them is special."""
-        found = [self.pieces.get(id) for id in ids]
-        return None if None in found else b"".join(found)  # type: ignore[arg-type]
+    def decode(self, ids: list[int]) -> bytes | None:
+        """Bytes of ``ids``; None if one of them is special."""
+        pieces = [self.pieces.get(id) for id in ids]
+        return None if None in pieces else b"".join(pieces)  # type: ignore[arg-type]
 
     def encode(self, text: bytes, start: bool) -> list[int]:
-        """Tokens that spell ``text``: those of the tokenizer where they do, else the longest there are, byte by byte.
+        """Encode ``text`` exactly: by the tokenizer if its tokens decode to ``text``, else by greedy longest match.
 
-        Bytes that no token spells are left out. Of tokenizers that put a space before every text, tokens at the
-        ``start`` of one may have it.
+        Bytes without a token are omitted. At the ``start`` of a text the tokens may have an additional leading space.
         """
         key = text, start
-        if key not in self._known:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
+        if key not in self._cache:
+            if len(self._cache) >= REMEMBERED:
+                self._cache.clear()
             end = complete(text)
-            self._known[key] = self._tokenized(text[:end], start) + self._longest_first(text[end:])
-        return self._known[key]
+            self._cache[key] = self._tokenized(text[:end], start) + self._longest_first(text[end:])
+        return self._cache[key]
 
     # -- pieces -----------------------------------------------------------------------------------------------
 
@@ -97,48 +96,48 @@ class Spelling:
         if not text:
             return []
         try:
-            written = text.decode()
+            string = text.decode()
         except UnicodeDecodeError:
             return self._longest_first(text)
-        ids = self._ids(written)
-        if (spelt := self.spelt(ids)) == text or (start and spelt == b" " + text):
+        ids = self._ids(string)
+        if (decoded := self.decode(ids)) == text or (start and decoded == b" " + text):
             return ids
-        if text[:1] == b" " and self.spelt(ids := self._ids(written[1:])) == text:
+        if text[:1] == b" " and self.decode(ids := self._ids(string[1:])) == text:
             return ids
-        ids, before = self._ids(_ANCHOR + written), _ANCHOR.encode()
+        ids, anchor = self._ids(_ANCHOR + string), _ANCHOR.encode()
         for n in range(1, min(3, len(ids)) + 1):
-            if self.spelt(ids[:n]) in (before, b" " + before) and self.spelt(ids[n:]) == text:
+            if self.decode(ids[:n]) in (anchor, b" " + anchor) and self.decode(ids[n:]) == text:
                 return ids[n:]
         return self._longest_first(text)
 
     def _ids(self, text: str) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        except Exception:  # what a tokenizer raises for characters that it has no token for is its own affair
+        except Exception:  # tokenizers raise various errors for characters without a token
             return []
 
     def _longest_first(self, text: bytes) -> list[int]:
-        found, at = [], 0
-        while at < len(text):
-            for n in range(min(self._longest, len(text) - at), 0, -1):
-                if (id := self._id_of.get(text[at : at + n])) is not None:
-                    found.append(id)
+        ids, start = [], 0
+        while start < len(text):
+            for n in range(min(self._longest, len(text) - start), 0, -1):
+                if (id := self._id_of.get(text[start : start + n])) is not None:
+                    ids.append(id)
                     break
             else:
                 n = 1
-            at += n
-        return found
+            start += n
+        return ids
 
-    def _joins(self) -> bool:
-        """Whether decoding tokens puts nothing between them."""
+    def _is_concatenation(self) -> bool:
+        """True if the tokenizer decodes tokens by concatenation."""
         ids = [id for id in sorted(self.pieces) if self.pieces[id].isascii()][:8]
-        said = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return said.encode() == self.spelt(ids)
+        text = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text.encode() == self.decode(ids)
 
 
 def _byte_level(token: str, alphabet: dict[str, int] = _byte_alphabet()) -> bytes:  # noqa: B008 - made once
-    found = [alphabet.get(character) for character in token]
-    return b"" if None in found else bytes(found)  # type: ignore[arg-type]
+    values = [alphabet.get(character) for character in token]
+    return b"" if None in values else bytes(values)  # type: ignore[arg-type]
 
 
 def _pieces(token: str) -> bytes:
@@ -150,19 +149,19 @@ def _plain(token: str) -> bytes:
     return token.encode()
 
 
-def same_tokens(theirs: Spelling, mine: Spelling, roles: list[tuple[Any, Any]]) -> dict[int, int]:
-    """My id of every one of their tokens that I have, too; no two have the same.
+def shared_tokens(target: TokenBytes, draft: TokenBytes, roles: list[tuple[Any, Any]]) -> dict[int, int]:
+    """Draft id of every target token that both have; an injective map.
 
     Args:
-        roles: pairs of special ids that mean the same, either of which may be None.
+        roles: pairs of special ids with the same role, either of which may be None.
     """
-    found = {a: b for a, b in roles if a is not None and b is not None}
-    names = {name: id for id, name in mine.specials.items()}
-    for id, name in theirs.specials.items():
-        if id not in found and name in names:
-            found[id] = names[name]
-    for id in sorted(theirs.pieces):
-        if (own := mine.id_of(theirs.pieces[id])) is not None:
-            found.setdefault(id, own)
+    ids = {a: b for a, b in roles if a is not None and b is not None}
+    names = {name: id for id, name in draft.specials.items()}
+    for id, name in target.specials.items():
+        if id not in ids and name in names:
+            ids[id] = names[name]
+    for id in sorted(target.pieces):
+        if (own := draft.id_of(target.pieces[id])) is not None:
+            ids.setdefault(id, own)
     seen: set[int] = set()
-    return {id: own for id, own in found.items() if not (own in seen or seen.add(own))}
+    return {id: own for id, own in ids.items() if not (own in seen or seen.add(own))}

@@ -1,13 +1,13 @@
-"""Any language model drafts for any target: the two need not have the same tokenizer.
+"""``universal``: any language model drafts for any target, also with another tokenizer.
 
 N. Timor, J. Mamou, D. Korat et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
 Heterogeneous Vocabularies", ICML 2025, arXiv:2502.05202.
 
-``tli``, token-level intersection: the draft model draws from its law restricted to the tokens that both vocabularies
-have, renormalised. That restricted law is q, in the target's ids, so any rule for chains verifies it.
+``tli``, token-level intersection: the draft model draws from its distribution restricted to the shared tokens and
+renormalised. That is q, in the target's ids, so any chain verifier is lossless.
 
-``slem``, string-level exact match: the draft model's most probable tokens become text, and the text becomes tokens
-of the target, which are point masses. What the drafter was fed to draft them does not matter for losslessness.
+``slem``, string-level exact match: the draft model's most probable tokens are decoded to text and retokenized for the
+target, as point masses, so decoding is lossless.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ModelError
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from ..autoregressive.chains import grow_chain
-from .mutable_tail_lm import Follower
-from .retokenize import LONGEST, Retelling
-from .token_bytes import Spelling, complete, same_tokens
+from .mutable_tail_lm import MutableTailLM
+from .retokenize import LONGEST, Retokenizer
+from .token_bytes import TokenBytes, complete, shared_tokens
 
-#: Most tokens that a slot is fed before what is drafted; where there are more, it is filled anew.
+#: Maximum number of tokens fed before the drafted ones; with more, the slot is prefilled again.
 FED = LONGEST + 8
 
 
 class Universal(ChainDrafter):
     """A model with another tokenizer drafts a chain.
 
-    The draft model reads the text in its own tokens (`Retelling`), so that it may hold more of them than the target
-    does; where they do not fit its slots or its context, it reads the end of the text alone.
+    The draft model reads the text in its own tokens (`Retokenizer`), which may be more than the target's; if they
+    exceed its slots or its context length, it reads only the end of the text.
     """
 
     name = "universal"
@@ -50,29 +50,29 @@ class Universal(ChainDrafter):
         model: str = Field(description="name, directory or Hub id of any causal language model")
         mode: Literal["tli", "slem"] = Field(
             "tli",
-            description="tli: draw from the tokens that both vocabularies have; slem: draft text, as a point mass",
+            description="tli: draw from the shared tokens of both vocabularies; slem: draft text, as point masses",
         )
 
         @model_validator(mode="after")
         def _greedy_text(self) -> Any:
             if self.mode == "slem" and self.temperature:
-                raise ValueError("mode slem drafts the most probable text; leave out the temperature, or take mode tli")
+                raise ValueError("mode slem drafts the most probable text; leave out the temperature, or use mode tli")
             return self
 
     config: Config
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        self._follower = Follower(self.model.lm)
+        self._follower = MutableTailLM(self.model.lm)
         b = context.batch_size
-        self._rows: list[Retelling | None] = [None] * b
-        self._from = [0] * b  # where what is read of each text begins
-        self._said: list[list[int]] = [[] for _ in range(b)]  # of slem: the draft model's tokens
+        self._retokenizers: list[Retokenizer | None] = [None] * b
+        self._read_start = [0] * b  # index of the first token that the draft model reads
+        self._drafted: list[list[int]] = [[] for _ in range(b)]  # the draft model's tokens
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         text, policy = config.mode == "slem", config.lengths(1)
-        # Not replayable: once a draft is committed, the draft model may read its text in other tokens.
+        # Not replayable: the draft model may tokenize a committed draft differently.
         return DraftTraits(
             kind=CHAIN,
             point_mass=text or sampling.at(config.temperature).temperature == 0,
@@ -83,70 +83,72 @@ class Universal(ChainDrafter):
 
     def slots(self) -> LM:
         name, context = self.config.model, self.context
-        found = context.load_model(name)
+        loaded = context.load_model(name)
         who = f"'{name}' cannot draft for '{context.target_name}'"
-        if context.tokenizer is None or found.tokenizer is None:
+        if context.tokenizer is None or loaded.tokenizer is None:
             whose = "target's" if context.tokenizer is None else "draft model's"
-            raise ModelError(f"{who}: the {whose} tokenizer is not known, and tokens are compared by what they spell")
-        self._theirs, self._mine = Spelling(context.tokenizer), Spelling(found.tokenizer)
-        roles = [(getattr(context.tokenizer, r), getattr(found.tokenizer, r)) for r in ("eos_token_id", "bos_token_id")]
-        twins = same_tokens(self._theirs, self._mine, roles)
-        self._twins = {id: own for id, own in twins.items() if id < context.vocab_size}
-        common = sum(id in self._theirs.pieces for id in self._twins)
+            raise ModelError(f"{who}: the {whose} tokenizer is not known, but tokens are compared by their bytes")
+        self._target_bytes, self._draft_bytes = TokenBytes(context.tokenizer), TokenBytes(loaded.tokenizer)
+        roles = [
+            (getattr(context.tokenizer, r), getattr(loaded.tokenizer, r)) for r in ("eos_token_id", "bos_token_id")
+        ]
+        shared = shared_tokens(self._target_bytes, self._draft_bytes, roles)
+        self._draft_ids = {id: own for id, own in shared.items() if id < context.vocab_size}
+        common = sum(id in self._target_bytes.pieces for id in self._draft_ids)
         if self.config.mode == "tli" and not common:
-            raise ModelError(f"{who} in mode tli: their vocabularies have no token in common; take mode: slem")
-        for spelling, whose in ((self._theirs, "target"), (self._mine, "draft model")):
-            if self.config.mode == "slem" and not spelling.faithful:
+            raise ModelError(f"{who} in mode tli: their vocabularies have no common token; use mode: slem")
+        for tokens, whose in ((self._target_bytes, "target"), (self._draft_bytes, "draft model")):
+            if self.config.mode == "slem" and not tokens.faithful:
                 raise ModelError(
-                    f"{who} in mode slem: the tokens of the {whose} do not say where spaces are, so no text can be "
-                    "made of them one by one; take mode: tli"
+                    f"{who} in mode slem: the tokens of the {whose} omit spaces, so they cannot be decoded one by "
+                    "one; use mode: tli"
                 )
-        self._back = {own: id for id, own in self._twins.items()}
-        ids = [self._twins.get(id, -1) for id in range(context.vocab_size)]
-        self._own = torch.tensor(ids, device=context.device)
-        self._fallback = next(iter([*self._mine.specials, *self._mine.pieces]), 0)
-        slot = 2 * context.max_length + FED  # the same text may have twice as many tokens
-        if found.context_length is not None:
-            slot = min(slot, max(found.context_length, context.max_length))
-        self._most = slot - self.config.gamma - FED
-        if self._most < FED:
+        self._target_ids = {own: id for id, own in self._draft_ids.items()}
+        ids = [self._draft_ids.get(id, -1) for id in range(context.vocab_size)]
+        self._draft_id_table = torch.tensor(ids, device=context.device)
+        self._fallback = next(iter([*self._draft_bytes.specials, *self._draft_bytes.pieces]), 0)
+        slot = 2 * context.max_length + FED  # allows for twice as many tokens of the same text
+        if loaded.context_length is not None:
+            slot = min(slot, max(loaded.context_length, context.max_length))
+        self._max_read = slot - self.config.gamma - FED
+        if self._max_read < FED:
             raise ModelError(
-                f"{who}: its context of {found.context_length} tokens leaves no room beside drafts of "
-                f"{self.config.gamma}; take another draft model, or a smaller gamma"
+                f"{who}: its context of {loaded.context_length} tokens is too short for drafts of "
+                f"{self.config.gamma} tokens; use another draft model, or a smaller gamma"
             )
-        return context.load_lm(name, room=slot - context.max_length, ids=torch.arange(self._mine.size))
+        return context.load_lm(name, room=slot - context.max_length, ids=torch.arange(self._draft_bytes.size))
 
     # -- the text ---------------------------------------------------------------------------------------------
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        told = self._rows[row] = Retelling(self._theirs, self._mine, self._twins)
-        told.add(prompt)
-        self._from[row] = -1
-        self._filled(row)
+        text = self._retokenizers[row] = Retokenizer(self._target_bytes, self._draft_bytes, self._draft_ids)
+        text.add(prompt)
+        self._read_start[row] = -1
+        self._fitted_text(row)
         self.policy.start(row)
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._rows[row] = None
+        self._retokenizers[row] = None
         self.model.free(row)
 
-    def _read(self, row: int) -> tuple[list[int], int]:
-        """What the draft model reads in slot ``row``, and how much of that will never change."""
-        told = self._rows[row]
-        if told is None:
+    def _draft_text(self, row: int) -> tuple[list[int], int]:
+        """Tokens that the draft model reads in slot ``row``, and the number of final ones."""
+        text = self._retokenizers[row]
+        if text is None:
             return [], 0
-        ids, settled = told.ids()
-        start = self._from[row]
+        ids, settled = text.ids()
+        start = self._read_start[row]
         return ids[start:] or [self._fallback], max(settled - start, 0)
 
-    def _filled(self, row: int) -> list[int]:
-        """The same, in a slot that it fits."""
-        told = self._rows[row]
-        if told is None:
+    def _fitted_text(self, row: int) -> list[int]:
+        """Tokens of `_draft_text`, cut to the slot, which is prefilled again if necessary."""
+        text = self._retokenizers[row]
+        if text is None:
             return []
-        over, step = len(told.ids()[0]) - self._most, self._most // 2
+        over, step = len(text.ids()[0]) - self._max_read, self._max_read // 2
         start = -(-over // step) * step if over > 0 else 0
-        moved, self._from[row] = start != self._from[row], start
-        ids, settled = self._read(row)
+        moved, self._read_start[row] = start != self._read_start[row], start
+        ids, settled = self._draft_text(row)
         if moved or len(ids) - self.model.lm.lengths[row] > FED:
             self._follower.start(row, ids, settled)
         return ids
@@ -155,16 +157,16 @@ class Universal(ChainDrafter):
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._draft_lengths = self.policy.draft_lengths(sequences.limit, sequences.occupied)
-        self._said = [[] for _ in self._rows]
+        self._drafted = [[] for _ in self._retokenizers]
         if not max(self._draft_lengths):
             return Draft.empty(sequences.batch_size, sequences.device)
-        root = self._follower.root([self._filled(row) for row in range(len(self._rows))], sequences.device)
+        root = self._follower.root([self._fitted_text(row) for row in range(len(self._retokenizers))], sequences.device)
         if self.config.mode == "tli":
             return grow_chain(self._shared(root), self._grow, self._draft_lengths, self.policy, self.sampling, rng)
         drafted = grow_chain(root, self._follower.forward, self._draft_lengths, self.policy, self.sampling.at(0.0), rng)
         counts = drafted.count.tolist()
-        self._said = [tokens[:n] for tokens, n in zip(drafted.tokens.tolist(), counts, strict=True)]
-        rows = [self._respelt(row, said)[: self._draft_lengths[row]] for row, said in enumerate(self._said)]
+        self._drafted = [tokens[:n] for tokens, n in zip(drafted.tokens.tolist(), counts, strict=True)]
+        rows = [self._retokenized(row, tokens)[: self._draft_lengths[row]] for row, tokens in enumerate(self._drafted)]
         self._draft_lengths = [len(tokens) for tokens in rows]
         draft = Draft.copied(rows, sequences.device)
         draft.finite = drafted.finite
@@ -173,38 +175,38 @@ class Universal(ChainDrafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        for row, told in enumerate(self._rows):
+        for row, text in enumerate(self._retokenizers):
             history = sequences.history[row]
-            if told is None or not history:
+            if text is None or not history:
                 continue
-            new = history[told.told :]
-            told.add(new)
+            new = history[text.count :]
+            text.add(new)
             if self.config.mode == "tli":
-                self._said[row] = [self._twins.get(token, -1) for token in new[: accepted[row]]]
-        self._follower.commit([self._read(row) for row in range(len(self._rows))], self._said)
+                self._drafted[row] = [self._draft_ids.get(token, -1) for token in new[: accepted[row]]]
+        self._follower.commit([self._draft_text(row) for row in range(len(self._retokenizers))], self._drafted)
         self.policy.observe(accepted, self._draft_lengths)
 
     def _shared(self, logits: Tensor) -> Tensor:
-        """Of the draft model's ``logits [..., V]`` those of tokens that both have, at the target's ids."""
-        return logits[..., self._own.clamp(min=0)].masked_fill(self._own < 0, -math.inf)
+        """Map the draft model's ``logits [..., V]`` to the target's ids; -inf for tokens that are not shared."""
+        return logits[..., self._draft_id_table.clamp(min=0)].masked_fill(self._draft_id_table < 0, -math.inf)
 
     def _grow(self, tokens: Tensor) -> Tensor:
-        return self._shared(self._follower.forward(self._own[tokens]))
+        return self._shared(self._follower.forward(self._draft_id_table[tokens]))
 
-    def _respelt(self, row: int, said: list[int]) -> list[int]:
-        """The target's tokens for what the draft model said in slot ``row``."""
-        told, text, ends = self._rows[row], b"", []
-        if told is None:
+    def _retokenized(self, row: int, drafted: list[int]) -> list[int]:
+        """Convert the drafted tokens of slot ``row`` to the target's."""
+        retokenizer, text, ends = self._retokenizers[row], b"", []
+        if retokenizer is None:
             return []
-        for token in said:
-            piece = self._mine.pieces.get(token)
-            if piece is None:  # a special token ends the text, if the target has it, too
-                ends = [self._back[token]] if token in self._back else []
+        for token in drafted:
+            piece = self._draft_bytes.pieces.get(token)
+            if piece is None:  # a special token ends the text; keep it if shared
+                ends = [self._target_ids[token]] if token in self._target_ids else []
                 break
             text += piece
-        return [*self._known(told.respelt(text)), *(ends if complete(text) == len(text) else [])]
+        return [*self._in_vocab(retokenizer.retokenize(text)), *(ends if complete(text) == len(text) else [])]
 
-    def _known(self, ids: list[int]) -> list[int]:
-        """``ids`` up to the first that the target has no logit for."""
-        unknown = [i for i, id in enumerate(ids) if id >= self.context.vocab_size]
-        return ids[: unknown[0]] if unknown else ids
+    def _in_vocab(self, ids: list[int]) -> list[int]:
+        """``ids`` before the first one without a logit of the target."""
+        invalid = [i for i, id in enumerate(ids) if id >= self.context.vocab_size]
+        return ids[: invalid[0]] if invalid else ids

@@ -192,6 +192,6 @@ class PassTrainee(Trainee):
             "(PaSS). The first of them follows the target's distribution and is not part of the figures here; a "
             "step is two passes of the target.",
             f"{self.recipe.divergence} to the target's distribution of each token, at {self.recipe.cuts} random "
-            f"positions per text and step, over the tokens of the texts and {self.recipe.sampled_vocab} random ones "
-            "per step for the rest (0: the full vocabulary)",
+            f"positions per text and step, over the tokens that occur in the texts and {self.recipe.sampled_vocab} "
+            "random ones per step for the rest (0: the full vocabulary)",
         )

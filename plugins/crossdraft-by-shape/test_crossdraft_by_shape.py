@@ -36,5 +36,5 @@ class TestByShape(VerifierContract):
     ],
 )
 def test_rules_that_cannot_be_wrapped(shape: str, rule: str, reason: str) -> None:
-    with pytest.raises(ValidationError, match=f"'{rule}' cannot judge '{shape}' drafts here: {reason}"):
+    with pytest.raises(ValidationError, match=f"'{rule}' cannot verify '{shape}' drafts here: {reason}"):
         ByShape.Config(**{shape: rule})

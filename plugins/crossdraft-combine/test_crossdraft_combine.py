@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from crossdraft_combine.drafter import Combine
-from crossdraft_combine.merging import merged
+from crossdraft_combine.merging import merge_trees
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -66,12 +66,12 @@ class TestMergedTrees(DrafterContract):
 
 
 def test_equal_beginnings_are_one() -> None:
-    found = merged([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 9)
+    found = merge_trees([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 9)
     assert (found.tokens, found.parents) == ([5, 6, 8, 7, 9], [-1, 0, 0, 1, -1])
-    assert found.places == [[0, 1, 3], [0, 2, 4]]
-    assert merged([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 2).places == [[0, 1, -1], [0, -1, -1]]
-    assert merged([[(-1, -1), (6, 0)], [(5, -1)]], 3).places == [[-1, -1], [0]]
-    assert merged([[], []], 3).tokens == []
+    assert found.indices == [[0, 1, 3], [0, 2, 4]]
+    assert merge_trees([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 2).indices == [[0, 1, -1], [0, -1, -1]]
+    assert merge_trees([[(-1, -1), (6, 0)], [(5, -1)]], 3).indices == [[-1, -1], [0]]
+    assert merge_trees([[], []], 3).tokens == []
 
 
 @st.composite
@@ -94,11 +94,11 @@ def path(tree: list[tuple[int, int]], node: int) -> tuple[int, ...] | None:
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
 def test_a_merged_tree_is_one(given: list[list[tuple[int, int]]], most: int) -> None:
-    found = merged(given, most)
+    found = merge_trees(given, most)
     tree = list(zip(found.tokens, found.parents, strict=True))
     assert len(tree) <= most and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
     every = set()
-    for one, places in zip(given, found.places, strict=True):
+    for one, places in zip(given, found.indices, strict=True):
         for node, place in enumerate(places):
             wanted = path(one, node)
             every.add(wanted)
@@ -127,11 +127,11 @@ def test_traits_follow_from_the_parts() -> None:
 @pytest.mark.parametrize(
     ("drafters", "options", "sentence"),
     [
-        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot take 'draft-model': it draws its tokens here"),
-        ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot take 'medusa': it follows the target's hidden states"),
-        ([LOOKUP, "none"], {}, "cannot take 'none': it never drafts"),
-        ([LOOKUP, {"name": "draft-model-iid", "model": "m"}], {}, "cannot take 'draft-model-iid': it drafts 'iid'"),
-        (["token-recycling", MODEL], {}, "cannot take a tree beside a chain that is drawn"),
+        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot use 'draft-model': it draws its tokens here"),
+        ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot use 'medusa': it follows the target's hidden states"),
+        ([LOOKUP, "none"], {}, "cannot use 'none': it never drafts"),
+        ([LOOKUP, {"name": "draft-model-iid", "model": "m"}], {}, "cannot use 'draft-model-iid': it drafts 'iid'"),
+        (["token-recycling", MODEL], {}, "cannot use a tree together with a sampled chain"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(drafters: Any, options: Any, sentence: str) -> None:

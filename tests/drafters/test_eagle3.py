@@ -345,7 +345,7 @@ def with_d2t(d2t: Tensor) -> dict[str, Tensor]:
         ({**official(), "fc.weight": random(H, 2 * TARGET_H)}, r"fc\.weight is \[24, 96\], not \[24, 144\]"),
         (
             without("embed_tokens.weight"),
-            r"embed_tokens.weight has to be \[97, 24\] here, but the target's is \[97, 48\]",
+            r"embed_tokens.weight must have shape \[97, 24\], but the target's has \[97, 48\]",
         ),
         (without("lm_head.weight"), r"lm_head.weight must have shape \[12, 24\], but the target's has \[97, 48\]"),
         (

@@ -154,7 +154,7 @@ def test_a_checkpoint_is_what_was_found(deep: Any, tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "must hold a JSON object"),
-        ('{"kind": "disco"}', "holds no settings of layer-skip"),
+        ('{"kind": "disco"}', "is not a checkpoint of layer-skip"),
         ('{"kind": "layer-skip", "layers": 5, "skip_attention": [0.5], "skip_mlp": []}', "is damaged"),
         ('{"kind": "layer-skip", "layers": 5, "skip_attention": 3, "skip_mlp": []}', "is damaged"),
         ('{"kind": "layer-skip", "layers": 9, "skip_attention": [8], "skip_mlp": []}', "a target of 9 layers, not 5"),

@@ -154,7 +154,7 @@ def test_the_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None
         (lambda t: t.update({"mtp.fc.weight": torch.zeros(H, H)}), r"eh_proj\.weight is \[32, 32\], not \[32, 64\]"),
         (
             lambda t: t.update({"mtp.embed_tokens.weight": torch.zeros(9, H)}),
-            r"embed_tokens.weight has to be \[97, 32\] here, but theirs is \[9, 32\]",
+            r"embed_tokens.weight must have shape \[97, 32\], but theirs has \[9, 32\]",
         ),
         (lambda t: t.clear(), "they lack a module of multi-token prediction"),
     ],

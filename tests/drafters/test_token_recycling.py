@@ -77,8 +77,8 @@ class Steps:
         self.drafter.observe(self.sequences, draft, verdict, [0] * len(said), scores)
 
     def after(self, token: int) -> list[int]:
-        assert self.drafter._after is not None
-        return self.drafter._after[token].tolist()
+        assert self.drafter._candidates is not None
+        return self.drafter._candidates[token].tolist()
 
 
 def nodes(draft: Draft, row: int = 0) -> list[tuple[int, int]]:

@@ -189,16 +189,16 @@ def test_replay_is_what_is_drafted_there() -> None:
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, words=toy.words)  # noqa: E731
     text = Recorded("", "", [0, 1], [2, 1, 1, 2, 0, 1][:new])
     config = universal().Config(model="toy", gamma=2)
-    (told,) = score_drafter((universal(), config), [text], make, depth=2)
+    (message,) = forced((universal(), config), [text], make, depth=2)
     for t in range(new):
         drafter, history = universal()(config, make(1)), [*text.prompt, *text.tokens[:t]]
         drafter.start(0, history)
         sequences = Sequences([history], torch.zeros(1, 64, dtype=torch.long), [2], [0])
         draft = drafter.propose(sequences, CounterRng(0).for_step([0], [len(history)], sequences.device))
         expected = draft.q[0, 0, text.tokens[t]]
-        assert np.exp(told.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
-    with pytest.raises(UsageError, match="not prefixes of longer ones"):
-        list(score_drafter((universal(), universal().Config(model="toy", mode="slem")), [text], make))
+        assert np.exp(message.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
+    with pytest.raises(UsageError, match="no beginning of a longer one"):
+        list(forced((universal(), universal().Config(model="toy", mode="slem")), [text], make))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
@@ -213,13 +213,13 @@ def refused(words: Any, **options: Any) -> str:
 
 
 def test_refusals(loaded: Any, models: Any) -> None:
-    told = refused((("a", "b", "c"), ("d", "e", "f", "g")))
-    assert told == "'m' cannot draft for 'toy' in mode tli: their vocabularies have no token in common; take mode: slem"
+    message = refused((("a", "b", "c"), ("d", "e", "f", "g")))
+    assert message == "'m' cannot draft for 'toy' in mode tli: their vocabularies have no common token; use mode: slem"
     context = ToyContext(W["W1"].target, W["W1"].drafter, Sampling(), 1, words=W["W1"].words)
     context.tokenizer = None
     with pytest.raises(ModelError, match="the target's tokenizer is not known"):
         universal()(universal().Config(model="m"), context)
-    with pytest.raises(crossdraft.CrossdraftError, match=r"do not say where spaces are.*take mode: tli"):
+    with pytest.raises(crossdraft.CrossdraftError, match=r"omit spaces.*use mode: tli"):
         drafter = {"name": "universal", "model": models["words"], "mode": "slem"}
         crossdraft.generate(loaded["target"], ["a"], drafter=drafter)
     with pytest.raises(crossdraft.CrossdraftError, match="drafts the most probable text"):
@@ -233,30 +233,30 @@ def test_refusals(loaded: Any, models: Any) -> None:
 def parts() -> Any:
     from crossdraft.drafters.other_tokenizer import retokenize, token_bytes
 
-    return SimpleNamespace(**vars(token_bytes), Retelling=retokenize.Retelling)
+    return SimpleNamespace(**vars(token_bytes), Retokenizer=retokenize.Retokenizer)
 
 
 @pytest.mark.parametrize("make", [lambda: byte_level(300), metaspace], ids=["byte-level", "metaspace"])
 def test_tokens_spell_their_text(make: Any) -> None:
-    token_bytes = parts().Spelling(make())
+    token_bytes = parts().TokenBytes(make())
     assert token_bytes.faithful
     for text in [*PROMPTS, "x\ty  z", "\n", "é", "dog"]:
         data = text.encode()
         inside = token_bytes.encode(data, False)
-        assert token_bytes.spelt(inside) == data
-        assert token_bytes.spelt(token_bytes.encode(data, True)) in (data, b" " + data)
+        assert token_bytes.decode(inside) == data
+        assert token_bytes.decode(token_bytes.encode(data, True)) in (data, b" " + data)
         for cut in range(len(data)):
-            assert token_bytes.spelt(token_bytes.encode(data[:cut], False)) == data[:cut]
+            assert token_bytes.decode(token_bytes.encode(data[:cut], False)) == data[:cut]
     canonical = make()
     assert token_bytes.encode(b"the dog", True) == canonical.encode("the dog", add_special_tokens=False)
-    assert not parts().Spelling(make_tokenizer()).faithful and parts().Spelling(tokenizer_of(("x", "yz"))).faithful
+    assert not parts().TokenBytes(make_tokenizer()).faithful and parts().TokenBytes(tokenizer_of(("x", "yz"))).faithful
 
 
 def test_the_same_tokens_of_two_manners() -> None:
     p = parts()
     a, b = byte_level(300), metaspace()
-    theirs, mine = p.Spelling(a), p.Spelling(b)
-    found = p.same_tokens(theirs, mine, [(a.eos_token_id, b.eos_token_id), (None, 1)])
+    theirs, mine = p.TokenBytes(a), p.TokenBytes(b)
+    found = p.shared_tokens(theirs, mine, [(a.eos_token_id, b.eos_token_id), (None, 1)])
     assert found[a.eos_token_id] == b.eos_token_id and found[a.bos_token_id] == b.bos_token_id
     assert found[a.convert_tokens_to_ids("Ċ")] == b.convert_tokens_to_ids("<0x0A>")
     spaced = [(token, f"▁{token[1:]}") for token in a.get_vocab() if token.startswith("Ġ") and len(token) > 1]
@@ -274,29 +274,29 @@ def test_characters_that_have_only_begun() -> None:
 @pytest.mark.parametrize("make", [lambda: byte_level(290, TEXTS[:1]), metaspace], ids=["byte-level", "metaspace"])
 def test_a_text_is_retold_alike_however_it_came(make: Any) -> None:
     p, tokenizer = parts(), byte_level(300)
-    theirs, mine = p.Spelling(tokenizer), p.Spelling(make())
+    theirs, mine = p.TokenBytes(tokenizer), p.TokenBytes(make())
     for text in [*PROMPTS, "one-very-long-word-without-any-space-" * 4, "東京" * 30 + " x"]:
         ids = tokenizer.encode(text)
-        whole, piecewise = p.Retelling(theirs, mine, {}), p.Retelling(theirs, mine, {})
+        whole, piecewise = p.Retokenizer(theirs, mine, {}), p.Retokenizer(theirs, mine, {})
         whole.add(ids)
         settled: list[int] = []
         for token in ids:
             piecewise.add([token])
-            told, n = piecewise.ids()
-            assert told[: len(settled)] == settled
-            settled = told[:n]
+            message, n = piecewise.ids()
+            assert message[: len(settled)] == settled
+            settled = message[:n]
         assert piecewise.ids() == whole.ids()
-        spelt = mine.spelt(whole.ids()[0])
-        assert spelt is not None and spelt.replace(b" ", b"") == text.encode().replace(b" ", b"")
+        decode = mine.decode(whole.ids()[0])
+        assert decode is not None and decode.replace(b" ", b"") == text.encode().replace(b" ", b"")
 
 
 def test_text_becomes_the_targets_tokens() -> None:
     p, tokenizer = parts(), byte_level(300)
-    theirs = p.Spelling(tokenizer)
-    told = p.Retelling(theirs, theirs, {})
-    told.add(tokenizer.encode("the riv"))
+    theirs = p.TokenBytes(tokenizer)
+    message = p.Retokenizer(theirs, theirs, {})
+    message.add(tokenizer.encode("the riv"))
     text = tokenizer.encode("the rivers of")
     head = tokenizer.encode("the riv")
     expected = text[len(head) :] if text[: len(head)] == head else tokenizer.encode("ers of")
-    assert told.respelt(b"ers of") == expected
-    assert told.respelt("é".encode()[:1]) == [] and told.respelt(b"") == []
+    assert message.retokenize(b"ers of") == expected
+    assert message.retokenize("é".encode()[:1]) == [] and message.retokenize(b"") == []

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from random_trees import SEEDS, random_draft
 
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
-from crossdraft.verifiers._tree_rules import Children
+from crossdraft.verifiers._tree import Children
 from crossdraft.verifiers.traversal import leaves_first
 
 
@@ -103,11 +102,11 @@ def test_a_visit_reports_a_node_after_its_children(tree: tuple[list[list[int]], 
 
 @settings(deadline=None, max_examples=50)
 @given(tree=families())
-def test_children_youngest_first(tree: tuple[list[list[int]], list[int]]) -> None:
+def test_children_with_the_last_sibling_first(tree: tuple[list[list[int]], list[int]]) -> None:
     """Siblings from the youngest to the eldest, parents still before their children."""
     parents, counts = tree
     draft = as_draft(parents, counts)
-    children = Children(draft, youngest_first=True)
+    children = Children(draft, last_sibling_first=True)
     for row, (family, count) in enumerate(zip(parents, counts, strict=True)):
         if not draft.width:
             assert len(children) == 0
@@ -116,5 +115,5 @@ def test_children_youngest_first(tree: tuple[list[list[int]], list[int]]) -> Non
         assert sorted(order) == list(range(count))
         for place, node in enumerate(order):
             assert family[node] == -1 or family[node] in order[:place]
-            youngest_first = [i for i in order if family[i] == family[node]]
-            assert youngest_first == sorted(youngest_first, reverse=True)
+            last_sibling_first = [i for i in order if family[i] == family[node]]
+            assert last_sibling_first == sorted(last_sibling_first, reverse=True)

@@ -33,11 +33,11 @@ class M12(GreedyBlock):
 class M13(GreedyBlock):
     """Expired layers deleted before the younger ones are advanced, which then follow a target without them."""
 
-    def _after(
+    def _next_r(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
     ) -> Tensor:
         assert draft.q is not None and self._r is not None
-        root, after = self._r, super()._after(draft, p, tau, token, r, a, m)
+        root, after = self._r, super()._next_r(draft, p, tau, token, r, a, m)
         for row, remaining in self._remaining.items():
             accepted = int(tau[row])
             emitted = [*draft.tokens[row, :accepted].tolist(), int(token[row])]

@@ -1,9 +1,9 @@
-"""The verifier ``by-shape``, for crossdraft, which imports this module to see which names there are."""
+"""Registration of the verifier ``by-shape``."""
 
 from crossdraft import Register, hookimpl
 
 
 @hookimpl
 def crossdraft_register_verifiers(register: Register) -> None:
-    # By its place: PyTorch is loaded when somebody asks for it, not with every `crossdraft list`.
-    register("by-shape", "crossdraft_by_shape.verifier:ByShape", summary="judges each draft by the rule for its shape")
+    # By reference, so that `crossdraft list` does not import PyTorch.
+    register("by-shape", "crossdraft_by_shape.verifier:ByShape", summary="selects the verifier by the kind of draft")

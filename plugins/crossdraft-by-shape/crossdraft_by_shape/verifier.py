@@ -1,8 +1,8 @@
-"""The verifier ``by-shape``: judges every draft by the rule that its shape asks for.
+"""The verifier ``by-shape``: selects the verifier by the kind of draft.
 
-A table that compares drafters of different shapes under one rule compares them under a rule that suits one. This
-one column is each at its best: block verification for chains, K-SEQ for independent sequences, traversal verification
-for trees without replacement, and so on. It wraps rules that are there, and adds none of its own.
+A comparison of different kinds of draft under one verifier favours some of them. This verifier uses a good one for
+each: block verification for chains, K-SEQ for independent sequences, traversal verification for trees without
+replacement, and so on. It wraps existing verifiers.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from crossdraft import (
 
 
 class ByShape(Verifier):
-    """Lossless on any draft: which rule judges a step follows from the draft's shape alone, and each is lossless."""
+    """Lossless on any draft: the kind of draft determines the verifier, and each verifier is lossless."""
 
     name = "by-shape"
 
     class Config(StrategyConfig):
-        chain: str = Field(default="block", description="the rule for chains")
-        iid: str = Field(default="spectr", description="the rule for K independent sequences")
-        without_replacement: str = Field(default="traversal", description="the rule for trees without replacement")
-        greedy_draft: str = Field(default="greedy-draft-optimal", description="the rule for greedy siblings")
-        deterministic: str = Field(default="sample-match", description="the rule for trees that nothing was drawn for")
+        chain: str = Field(default="block", description="verifier for chains")
+        iid: str = Field(default="spectr", description="verifier for K independent sequences")
+        without_replacement: str = Field(default="traversal", description="verifier for trees without replacement")
+        greedy_draft: str = Field(default="greedy-draft-optimal", description="verifier for greedy siblings")
+        deterministic: str = Field(default="sample-match", description="verifier for trees of point masses")
 
         @model_validator(mode="after")
         def _each_fits(self):
             for shape in DRAFT_KINDS:
                 if reason := misfit(shape, getattr(self, shape)):
-                    raise ValueError(f"'{getattr(self, shape)}' cannot judge '{shape}' drafts here: {reason}")
+                    raise ValueError(f"'{getattr(self, shape)}' cannot verify '{shape}' drafts here: {reason}")
             return self
 
     config: Config
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)
-        self.rules = {shape: make_verifier(getattr(self.config, shape)) for shape in DRAFT_KINDS}
+        self.verifiers = {shape: make_verifier(getattr(self.config, shape)) for shape in get_args(Drawn)}
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
@@ -60,27 +60,24 @@ class ByShape(Verifier):
         return [type(make_verifier(getattr(config, shape))) for shape in DRAFT_KINDS]
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        rule = self.rules.get(draft.kind.name)
-        if rule is None:  # a kind of another plug-in
-            rule = next(rule for rule in self.rules.values() if rule.traits(rule.config).accepts_kind(draft.kind))
-        return rule.verify(draft, p, rng)
+        return self.verifiers[draft.drawn].verify(draft, p, rng)
 
 
 def misfit(shape: str, name: str) -> str | None:
-    """Why the rule called ``name`` cannot stand for ``shape``; None if it can."""
+    """Reason why the verifier ``name`` does not fit drafts of kind ``shape``; None if it does."""
     try:
-        rule = make_verifier(name)
+        verifier = make_verifier(name)
     except CrossdraftError as error:
         return str(error)
-    traits = rule.traits(rule.config)
-    if not traits.accepts_kind(DRAFT_KINDS[shape]):
-        return f"it judges {', '.join(traits.kinds)}"
+    traits = verifier.traits(verifier.config)
+    if shape not in traits.drawn:
+        return f"it supports {', '.join(sorted(traits.drawn))}"
     if not traits.lossless:
         return "it is lossy"
     if traits.temperature_zero_only:
         return "it needs temperature 0"
     if traits.stateful:
-        return "it carries state from step to step, and the next draft may have another shape"
+        return "it keeps state between steps, and the next draft may be of another kind"
     if traits.pairs_only and shape == "without_replacement":
-        return "it judges two children of the root alone"
+        return "it supports only two children of the root"
     return None

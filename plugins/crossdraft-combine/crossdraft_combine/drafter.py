@@ -1,11 +1,11 @@
 """The drafter ``combine``: several drafters in one.
 
-``mode: first`` asks them in order, for every slot, until one has something: an n-gram where there is one, a model where
-there is none (the hybrid of SuffixDecoding, arXiv:2411.04975, section 3, among others). The draft of a slot is one
-drafter's own, with that drafter's q; which drafter that is does not depend on what was drawn.
+``mode: first`` uses, for every slot, the first drafter with a draft: an n-gram if one matches, else a model (the hybrid
+of SuffixDecoding, arXiv:2411.04975, section 3, among others). The draft of a slot comes from one drafter, with its q;
+the choice of the drafter does not depend on drawn tokens.
 
-``mode: merge`` puts drafts that nothing was drawn for into one tree of at most ``nodes`` nodes: equal beginnings are
-evaluated once, and the drafters take turns, a node each, until the tree is full. All nodes are point masses.
+``mode: merge`` merges point-mass drafts into one tree of at most ``nodes`` nodes: common prefixes are evaluated once,
+and nodes are added round-robin until the tree is full.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from crossdraft import (
     take_rows,
 )
 
-from .merging import merged
+from .merging import merge_trees
 
 
 class Combine(Drafter):
-    """The first drafter that has something, or the trees of all."""
+    """The first drafter with a draft, or the merged trees of all drafters."""
 
     name = "combine"
 
@@ -52,9 +52,9 @@ class Combine(Drafter):
             min_length=2, max_length=8, description="names, or mappings with name and options, in order"
         )
         mode: Literal["first", "merge"] = Field(
-            default="first", description="first: the first drafter that has something; merge: one tree of all"
+            default="first", description="first: the first drafter with a draft; merge: one tree of all drafts"
         )
-        nodes: int = Field(default=32, ge=1, le=MOST_NODES, description="most nodes of a merged tree")
+        nodes: int = Field(default=32, ge=1, le=MOST_NODES, description="maximum number of nodes of a merged tree")
 
         @field_validator("drafters")
         @classmethod
@@ -73,7 +73,7 @@ class Combine(Drafter):
         found = [find_drafter(drafter) for drafter in self.config.drafters]
         self.parts = [_Part(cls(options, context), cls.traits(options, context.sampling)) for cls, options in found]
         offset = 0
-        for part in self.parts:  # each draws numbers of its own
+        for part in self.parts:  # separate random numbers
             part.offset, offset = offset, offset + (0 if part.traits.point_mass else part.traits.nodes)
 
     @classmethod
@@ -83,14 +83,14 @@ class Combine(Drafter):
             part, options = find_drafter(drafter)
             traits = part.traits(options, sampling)
             if reason := _misfit(traits, config.mode):
-                raise UsageError(f"drafter 'combine' cannot take '{part.name}': {reason}")
+                raise UsageError(f"drafter 'combine' cannot use '{part.name}': {reason}")
             parts.append(traits)
         point_mass = all(traits.point_mass for traits in parts)
         trees = any(not traits.is_chain for traits in parts)
         if trees and not point_mass:
             raise UsageError(
-                "drafter 'combine' cannot take a tree beside a chain that is drawn: no rule judges such drafts in one "
-                "batch; take chains alone, or temperature 0"
+                "drafter 'combine' cannot use a tree together with a sampled chain: no verifier supports both in one "
+                "batch; use only chains, or temperature 0"
             )
         merge = config.mode == "merge"
         nodes, levels = max(traits.nodes for traits in parts), max(traits.depth for traits in parts)
@@ -106,7 +106,7 @@ class Combine(Drafter):
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
         found = [find_drafter(drafter) for drafter in config.drafters]
-        return [one for part, options in found for one in (part, *part.wrapped(options))]
+        return [drafter for part, options in found for drafter in (part, *part.wrapped(options))]
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
@@ -136,17 +136,17 @@ class Combine(Drafter):
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
         for part in self.parts:
-            see = part.own_nodes if self.config.mode == "merge" else part.own_rows
-            part.drafter.observe(sequences, *see(sequences, draft, verdict, accepted, scores))
+            view = part.own_nodes if self.config.mode == "merge" else part.own_rows
+            part.drafter.observe(sequences, *view(sequences, draft, verdict, accepted, scores))
 
-    # -- the first that has something -----------------------------------------------------------------------
+    # -- mode first -----------------------------------------------------------------------------------------
 
     def _first(self, sequences: Sequences, rng: StepRng) -> Draft:
         limit = list(sequences.limit)
         for part in self.parts:
             part.propose(replace(sequences, limit=list(limit)), rng)
-            part.mine = [bool(room and count) for room, count in zip(limit, part.counts(), strict=True)]
-            limit = [0 if mine else room for room, mine in zip(limit, part.mine, strict=True)]
+            part.chosen = [bool(room and count) for room, count in zip(limit, part.counts(), strict=True)]
+            limit = [0 if chosen else room for room, chosen in zip(limit, part.chosen, strict=True)]
         width = max(part.draft.width for part in self.parts)
         if not width:
             return Draft.empty(sequences.batch_size, sequences.device)
@@ -155,60 +155,60 @@ class Combine(Drafter):
         tokens, parents, valid = torch.zeros_like(order), order - 1, torch.zeros_like(order, dtype=torch.bool)
         q, finite = None, None
         if not all(part.traits.point_mass for part in self.parts):
-            given = [part.draft.q.dtype for part in self.parts if part.draft.q is not None]
-            dtype = given[0] if given else torch.float32
+            dtypes = [part.draft.q.dtype for part in self.parts if part.draft.q is not None]
+            dtype = dtypes[0] if dtypes else torch.float32
             q = torch.zeros(*order.shape, self.context.vocab_size, dtype=dtype, device=order.device)
         for part in self.parts:
             own, n = part.draft, part.draft.width
-            mine = torch.tensor(part.mine, device=order.device)[:, None]
-            tokens[:, :n] = torch.where(mine, own.tokens, tokens[:, :n])
-            parents[:, :n] = torch.where(mine, own.parents, parents[:, :n])
-            valid[:, :n] = torch.where(mine, own.valid, valid[:, :n])
+            chosen = torch.tensor(part.chosen, device=order.device)[:, None]
+            tokens[:, :n] = torch.where(chosen, own.tokens, tokens[:, :n])
+            parents[:, :n] = torch.where(chosen, own.parents, parents[:, :n])
+            valid[:, :n] = torch.where(chosen, own.valid, valid[:, :n])
             if q is not None and n:
-                q[:, :n] = torch.where(mine[..., None], _laws(own, q), q[:, :n])
+                q[:, :n] = torch.where(chosen[..., None], _draft_probs(own, q), q[:, :n])
             if own.finite is not None:
-                fine = own.finite | ~mine[:, 0]
-                finite = fine if finite is None else finite & fine
-        return Draft(tokens, parents, valid, q, kind=CHAIN if chain else DETERMINISTIC, finite=finite)
+                sound = own.finite | ~chosen[:, 0]
+                finite = sound if finite is None else finite & sound
+        return Draft(tokens, parents, valid, q, drawn="chain" if chain else "deterministic", finite=finite)
 
-    # -- all of them -----------------------------------------------------------------------------------------
+    # -- mode merge ------------------------------------------------------------------------------------------
 
     def _merged(self, sequences: Sequences, rng: StepRng) -> Draft:
         for part in self.parts:
             part.propose(sequences, rng)
         nodes = [part.nodes() for part in self.parts]
-        trees = [merged([of[row] for of in nodes], self.config.nodes) for row in range(sequences.batch_size)]
+        trees = [merge_trees([rows[row] for rows in nodes], self.config.nodes) for row in range(sequences.batch_size)]
         for i, part in enumerate(self.parts):
-            part.places = [tree.places[i] for tree in trees]
-        found = Draft.copied([t.tokens for t in trees], sequences.device, [t.parents for t in trees])
+            part.indices = [tree.indices[i] for tree in trees]
+        draft = Draft.copied([t.tokens for t in trees], sequences.device, [t.parents for t in trees])
         finite = [part.draft.finite for part in self.parts if part.draft.finite is not None]
-        return replace(found, finite=torch.stack(finite).all(0)) if finite else found
+        return replace(draft, finite=torch.stack(finite).all(0)) if finite else draft
 
 
 class _Part:
-    """One of the drafters, and what it proposed in this step.
+    """One of the drafters, and its draft of this step.
 
     Attributes:
-        offset: of the numbers that it draws.
-        mine: whether each slot's draft is this drafter's.
-        places: for each slot, the place in the merged tree of each of its nodes, -1 = none.
+        offset: of its random numbers.
+        chosen: per slot, True if the draft is this drafter's.
+        indices: per slot, index in the merged tree of each of its nodes, -1 = dropped.
     """
 
     def __init__(self, drafter: Drafter, traits: DraftTraits):
         self.drafter, self.traits, self.offset = drafter, traits, 0
         self.draft = Draft.empty(0)
-        self.mine: list[bool] = []
-        self.places: list[list[int]] = []
+        self.chosen: list[bool] = []
+        self.indices: list[list[int]] = []
 
     def propose(self, sequences: Sequences, rng: StepRng) -> None:
-        self.draft = self.drafter.propose(sequences, cast(StepRng, _Shifted(rng, self.offset)))
+        self.draft = self.drafter.propose(sequences, cast(StepRng, _OffsetRng(rng, self.offset)))
 
     def counts(self) -> list[int]:
-        """Nodes of each slot: what the device has to be asked for."""
+        """Number of nodes of each slot; needs a host sync."""
         return self.draft.count.tolist() if self.draft.width else [0] * self.draft.batch_size
 
     def nodes(self) -> list[list[tuple[int, int]]]:
-        """For each slot token and parent of every node up to the last valid one; token -1 = there is none."""
+        """Per slot, token and parent of every node; token -1 = invalid."""
         own = self.draft
         tokens, parents = torch.stack([torch.where(own.valid, own.tokens, -1), own.parents]).tolist()
         return [list(zip(*row, strict=True)) for row in zip(tokens, parents, strict=True)]
@@ -216,48 +216,48 @@ class _Part:
     def own_rows(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> tuple[Draft, Verdict, list[int], Scores]:
-        """What this drafter is to observe of a step in which some slots' drafts were its own: of others, none was."""
+        """Arguments of `observe`, restricted to the slots whose draft was chosen."""
         own = self.draft.trimmed(draft.width)
-        mine = torch.tensor(self.mine, device=own.tokens.device)
-        path = verdict.path if verdict.path is None else torch.where(mine[:, None], verdict.path, -1)
-        seen = Verdict(torch.where(mine, verdict.length, 0), verdict.token, path)
+        chosen = torch.tensor(self.chosen, device=own.tokens.device)
+        path = verdict.path if verdict.path is None else torch.where(chosen[:, None], verdict.path, -1)
+        own_verdict = Verdict(torch.where(chosen, verdict.length, 0), verdict.token, path)
         n = own.width + 1
         return (
-            replace(own, valid=own.valid & mine[:, None]),
-            seen,
-            [tau if is_mine else 0 for tau, is_mine in zip(accepted, self.mine, strict=True)],
+            replace(own, valid=own.valid & chosen[:, None]),
+            own_verdict,
+            [tau if is_chosen else 0 for tau, is_chosen in zip(accepted, self.chosen, strict=True)],
             DenseScores(scores.p[:, :n], scores.logits[:, :n], scores.hidden),
         )
 
     def own_nodes(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> tuple[Draft, Verdict, list[int], Scores]:
-        """The same of a merged tree: its nodes that were kept, and how far the accepted path went along them."""
+        """Arguments of `observe`, restricted to this drafter's nodes of the merged tree and of the accepted path."""
         own, device = self.draft, self.draft.tokens.device
-        taken = [[]] * own.batch_size if verdict.path is None else verdict.path.tolist()
+        accepted_paths = [[]] * own.batch_size if verdict.path is None else verdict.path.tolist()
         paths, token = [], verdict.token.tolist()
-        for row, places in enumerate(self.places):
-            back = {place: node for node, place in enumerate(places) if place >= 0}
-            along = [back.get(place, -1) for place in taken[row][: accepted[row]]]
-            tau = along.index(-1) if -1 in along else len(along)
-            if tau < len(along):  # to this drafter, the rest is what the target says
-                token[row] = int(draft.tokens[row, taken[row][tau]])
-            paths.append(along[:tau])
+        for row, indices in enumerate(self.indices):
+            own_node = {index: node for node, index in enumerate(indices) if index >= 0}
+            own_path = [own_node.get(index, -1) for index in accepted_paths[row][: accepted[row]]]
+            tau = own_path.index(-1) if -1 in own_path else len(own_path)
+            if tau < len(own_path):  # the next accepted token is the target's token for this drafter
+                token[row] = int(draft.tokens[row, accepted_paths[row][tau]])
+            paths.append(own_path[:tau])
         lengths = [len(path) for path in paths]
         index = torch.zeros(len(paths), own.width + 1, dtype=torch.long, device=device)
-        index[:, 1:] = torch.tensor(self.places, device=device) + 1
+        index[:, 1:] = torch.tensor(self.indices, device=device) + 1
         depth = max(lengths)
         padded = [[*path, *[-1] * (depth - len(path))] for path in paths]
         path = None if own.is_chain else torch.tensor(padded, dtype=torch.long, device=device).view(len(paths), depth)
         kept = index[:, 1:] > 0
-        seen = Verdict(torch.tensor(lengths, device=device), torch.tensor(token, device=device), path)
-        mine = DenseScores(take_rows(scores.p, index), take_rows(scores.logits, index), scores.hidden)
-        return replace(own, valid=own.valid & kept), seen, lengths, mine
+        own_verdict = Verdict(torch.tensor(lengths, device=device), torch.tensor(token, device=device), path)
+        own_scores = DenseScores(take_rows(scores.p, index), take_rows(scores.logits, index), scores.hidden)
+        return replace(own, valid=own.valid & kept), own_verdict, lengths, own_scores
 
 
 @dataclass(frozen=True)
-class _Shifted:
-    """A step's random numbers from an index on."""
+class _OffsetRng:
+    """The random numbers of a step from ``offset`` on."""
 
     rng: StepRng
     offset: int
@@ -269,19 +269,19 @@ class _Shifted:
         return self.rng.draw(weights, purpose, index + self.offset)
 
 
-def _laws(draft: Draft, like: Tensor) -> Tensor:
-    """``[B, N, V]``: the law of each node; a point mass is one-hot."""
+def _draft_probs(draft: Draft, like: Tensor) -> Tensor:
+    """``[B, N, V]``: q of each node; one-hot for point masses."""
     if draft.q is None:
         return torch.zeros_like(like[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1)
     return draft.q[:, : draft.width] if draft.q_index is None else take_rows(draft.q, draft.q_index)
 
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:
-    """Why drafts like these cannot be combined; None if they can."""
-    if traits.kind not in (CHAIN, DETERMINISTIC):
-        return f"it drafts '{traits.kind}'" if traits.kind else "it never drafts"
+    """Reason why drafts with these traits cannot be combined; None if they can."""
+    if traits.drawn not in ("chain", "deterministic"):
+        return f"it drafts '{traits.drawn}'" if traits.drawn else "it never drafts"
     if traits.hidden_layers:
-        return "it follows the target's hidden states, which it would miss where another one drafts"
+        return "it reads the target's hidden states of its own drafts only"
     if mode == "merge" and not traits.point_mass:
-        return "it draws its tokens here, and merge takes what nothing is drawn for; use mode: first, or temperature 0"
+        return "it samples its tokens, but merge needs point masses; use mode: first, or temperature 0"
     return None

@@ -1,4 +1,4 @@
-"""Several trees of one slot as one."""
+"""Merging the trees of one slot."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Merged:
-    """A tree, and where the nodes of each tree that it was made of are.
+class MergedTree:
+    """A merged tree, with the positions of the nodes of each source tree.
 
     Attributes:
         tokens, parents: of its nodes, parents first, -1 = the root.
-        places: ``places[i][j]``: the place of node j of tree i, -1 = it is not there.
+        indices: ``indices[i][j]``: index of node j of tree i, -1 = dropped.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
+    indices: list[list[int]] = field(default_factory=list)
 
 
-def merged(trees: Sequence[Sequence[tuple[int, int]]], most: int) -> Merged:
-    """Merge trees: nodes with the same tokens from the root on are one. They take turns, a node each.
+def merge_trees(trees: Sequence[Sequence[tuple[int, int]]], most: int) -> MergedTree:
+    """Merge trees round-robin, one node each; nodes with the same path of tokens are one.
 
     Args:
-        trees: token and parent of each node, parents first; token -1 = there is no such node.
-        most: nodes of the result. What is there already costs none.
+        trees: token and parent of each node, parents first; token -1 = invalid node.
+        most: maximum number of nodes of the result.
     """
-    found = Merged(places=[[-1] * len(tree) for tree in trees])
-    known: dict[tuple[int, int], int] = {}
+    result = MergedTree(indices=[[-1] * len(tree) for tree in trees])
+    nodes: dict[tuple[int, int], int] = {}
     for turn in range(max(map(len, trees), default=0)):
-        for tree, places in zip(trees, found.places, strict=True):
+        for tree, indices in zip(trees, result.indices, strict=True):
             if turn >= len(tree):
                 continue
             token, parent = tree[turn]
-            above = places[parent] if parent >= 0 else -1
-            if token < 0 or (parent >= 0 and above < 0):
+            merged_parent = indices[parent] if parent >= 0 else -1
+            if token < 0 or (parent >= 0 and merged_parent < 0):
                 continue
-            if (above, token) not in known:
-                if len(found.tokens) == most:
+            if (merged_parent, token) not in nodes:
+                if len(result.tokens) == most:
                     continue
-                known[above, token] = len(found.tokens)
-                found.tokens.append(token)
-                found.parents.append(above)
-            places[turn] = known[above, token]
-    return found
+                nodes[merged_parent, token] = len(result.tokens)
+                result.tokens.append(token)
+                result.parents.append(merged_parent)
+            indices[turn] = nodes[merged_parent, token]
+    return result

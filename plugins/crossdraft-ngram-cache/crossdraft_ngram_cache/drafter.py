@@ -1,8 +1,8 @@
-"""The drafter ``ngram-cache``: proposes what followed the last tokens most often, in any sequence so far.
+"""The drafter ``ngram-cache``: drafts the most frequent continuation of the last tokens in all sequences so far.
 
-No model and no law: counts of n-grams over prompts and outputs (the dynamic cache of lookup decoding), with thresholds
-that keep guesses back which were seen too rarely or compete with others. `prompt-lookup` copies from one sequence; this
-remembers all of them, so that it pays where the same phrases come again: templates, code, one domain.
+Counts n-grams over prompts and outputs (the dynamic cache of lookup decoding), with thresholds on count and share of a
+continuation. `prompt-lookup` copies from one sequence; this drafter remembers all of them, which pays for recurring
+phrases: templates, code, one domain. Drafts are point masses.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ from crossdraft import (
     Verdict,
 )
 
-#: The longest n-gram there may be: each token is counted after every one of them.
+#: Maximum length of an n-gram; each token is counted once per length.
 LONGEST = 16
 
 
 class NgramCache(Drafter):
-    """Counts over all sequences. Its memory is the instance's: hold one, and the next call begins with it."""
+    """N-gram counts over all sequences, kept as long as the instance."""
 
     name = "ngram-cache"
 
     class Config(StrategyConfig):
-        gamma: int = Field(default=6, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
+        gamma: int = Field(default=6, ge=0, le=MOST_LEVELS, description="maximum draft length")
         max_ngram: int = Field(default=4, ge=1, le=LONGEST, description="longest context looked up, in tokens")
         min_ngram: int = Field(default=2, ge=1, le=LONGEST, description="shortest context looked up, in tokens")
-        min_count: int = Field(default=1, ge=1, description="how often a follower must have been seen")
-        min_share: float = Field(default=0.5, ge=0, le=1, description="and in which share of its context's occurrences")
-        size: int = Field(default=500_000, ge=1, description="most contexts remembered; those seen last stay")
+        min_count: int = Field(default=1, ge=1, description="minimum count of a continuation")
+        min_share: float = Field(
+            default=0.5, ge=0, le=1, description="minimum share of a continuation among the occurrences of its context"
+        )
+        size: int = Field(
+            default=500_000, ge=1, description="maximum number of contexts; the least recently seen are dropped"
+        )
 
         @model_validator(mode="after")
         def _ordered(self):
@@ -55,9 +59,9 @@ class NgramCache(Drafter):
 
     def __init__(self, config: StrategyConfig | None = None, context: DraftContext | None = None):
         super().__init__(config, context)
-        #: Per context, how often each token followed it; in the order in which contexts were last seen.
+        #: Per context, the count of each next token; in the order in which contexts were last seen.
         self.followers: dict[tuple[int, ...], dict[int, int]] = {}
-        #: Per slot, how many tokens of its sequence are counted.
+        #: Per slot, the number of counted tokens.
         self._counted: dict[int, int] = {}
 
     @classmethod
@@ -86,15 +90,15 @@ class NgramCache(Drafter):
                 self._count(row, history)
 
     def guess(self, history: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that are likely to follow ``history``, one after the other."""
-        tail, found = list(history[-self.config.max_ngram :]), []
-        while len(found) < most and (token := self._follower(tail)) is not None:
-            found.append(token)
+        """Return at most ``most`` likely next tokens after ``history``."""
+        tail, tokens = list(history[-self.config.max_ngram :]), []
+        while len(tokens) < most and (token := self._follower(tail)) is not None:
+            tokens.append(token)
             tail = [*tail, token][-self.config.max_ngram :]
-        return found
+        return tokens
 
     def _follower(self, tail: Sequence[int]) -> int | None:
-        """The most frequent follower of the longest context that passes the thresholds; None if there is none."""
+        """Most frequent next token of the longest context that passes the thresholds, or None."""
         for n in range(min(self.config.max_ngram, len(tail)), self.config.min_ngram - 1, -1):
             counts = self.followers.get(tuple(tail[-n:]))
             if counts:
@@ -104,7 +108,7 @@ class NgramCache(Drafter):
         return None
 
     def _count(self, row: int, history: Sequence[int]) -> None:
-        """Count what came to a slot's sequence since the last time."""
+        """Count the new tokens of a slot's sequence."""
         for end in range(self._counted[row], len(history)):
             for n in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
                 context = tuple(history[end - n : end])

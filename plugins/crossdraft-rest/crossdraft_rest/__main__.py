@@ -18,17 +18,19 @@ from .datastore import build, tokenizer_sha256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m crossdraft_rest", description="datastores for the drafter 'rest'")
     command = parser.add_subparsers(dest="command", required=True).add_parser(
         "build", help="index a corpus", description="Write the tokens of a corpus and their suffix array into DIR."
     )
-    command.add_argument("--tokenizer", metavar="MODEL", help="the target that is to be drafted for")
+    command.add_argument("--tokenizer", metavar="MODEL", help="the target model")
     command.add_argument("--corpus", required=True, help="a text or JSON Lines file, a directory, or hf:org/name")
-    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to; must not be there yet")
-    command.add_argument("--column", default="text", help="of a row: a text, texts or messages (default: text)")
-    command.add_argument("--split", default="train", help="of a data set (default: train)")
-    command.add_argument("--tokens", type=int, metavar="N", help="stop after so many tokens")
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="new directory for the datastore")
+    command.add_argument(
+        "--column", default="text", help="column of a row with a text, texts or messages (default: text)"
+    )
+    command.add_argument("--split", default="train", help="split of a data set (default: train)")
+    command.add_argument("--tokens", type=int, metavar="N", help="stop after N tokens")
     command.add_argument("--ids", action="store_true", help="rows hold token ids, a list 'tokens'; no tokenizer")
     args = parser.parse_args(argv)
     try:
@@ -41,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build(args: argparse.Namespace) -> str:
     if args.ids == (args.tokenizer is not None):
-        raise UsageError("give --tokenizer MODEL for texts, or --ids where rows hold token ids")
+        raise UsageError("give --tokenizer MODEL for texts, or --ids if rows hold token ids")
     if args.tokens is not None and args.tokens < 1:
-        raise UsageError(f"--tokens must be at least 1, got {args.tokens}")
+        raise UsageError(f"--tokens {args.tokens}: must be at least 1")
     about = {"corpus": args.corpus, "column": args.column, "split": args.split, "tokenizer": args.tokenizer}
     if args.ids:
         digest, documents = "", corpus.ids(args.corpus, args.split)
@@ -62,12 +64,12 @@ def _encoded(tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[list[
     for where, text in texts:
         try:
             yield tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # half a surrogate pair, say
+        except Exception as error:  # e.g. half a surrogate pair
             raise UsageError(f"{where}: the text cannot be tokenized: {type(error).__name__}: {error}") from None
 
 
 def _first(documents: Iterable[Sequence[int]], most: int | None) -> Iterator[Sequence[int]]:
-    """The first ``most`` tokens; None: all."""
+    """Yield documents up to ``most`` tokens; None = all."""
     count = 0
     for document in documents:
         if most is not None and count + len(document) >= most:

@@ -1,4 +1,4 @@
-"""The texts of a corpus: a text file, JSON Lines, or whatever the library ``datasets`` reads."""
+"""The texts of a corpus: a text file, JSON Lines, or a data set of the library ``datasets``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from crossdraft import UsageError
 
-#: Characters of a text file that are one document, about: it is cut at the end of a line.
+#: Approximate size of a document of a text file in characters; cut at line ends.
 _PIECE = 2**16
 
 
 def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[tuple[str, str]]:
-    """Where each text stands, for people, and the text.
+    """Yield the location of each text, for messages, and the text.
 
     Args:
         corpus: a text file, a JSON Lines file (``.jsonl``, ``.json``), or a directory or ``hf:org/name`` for the
             library ``datasets``.
-        column: of a row; it holds a text, a list of texts, or a list of messages with ``content``.
-        split: of a data set.
+        column: column of a row with a text, a list of texts, or a list of messages with ``content``.
+        split: split of a data set.
 
     Raises:
-        UsageError: no such corpus, or a row without a text; names file and line.
+        UsageError: the corpus does not exist, or a row has no text; the message has file and line.
     """
     for where, row in rows(corpus, split):
         if isinstance(row, str):
@@ -40,7 +40,7 @@ def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[t
 
 
 def ids(corpus: str, split: str = "train") -> Iterator[Sequence[int]]:
-    """The lists ``tokens`` of the rows of a corpus. Raises UsageError, naming file and line."""
+    """Yield the lists ``tokens`` of the rows of a corpus. Raises UsageError with file and line."""
     for where, row in rows(corpus, split):
         tokens = row.get("tokens") if isinstance(row, dict) else None
         if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
@@ -49,7 +49,7 @@ def ids(corpus: str, split: str = "train") -> Iterator[Sequence[int]]:
 
 
 def rows(corpus: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Where each row stands, and the row: a mapping, or a text of a text file."""
+    """Yield the location of each row, and the row: a mapping, or a text of a text file."""
     path = Path(corpus).expanduser()
     if not corpus.startswith("hf:") and path.is_file():
         yield from _json_lines(path) if path.suffix in (".jsonl", ".json", ".ndjson") else _pieces(path)
@@ -63,7 +63,7 @@ def rows(corpus: str, split: str) -> Iterator[tuple[str, Any]]:
             yield f"{corpus}, row {i}", row
     except UsageError:
         raise
-    except Exception as error:  # whatever the library raises of a data set that is not there or not whole
+    except Exception as error:  # the library raises various errors for missing or incomplete data sets
         reason = str(error).partition("\n")[0]
         raise UsageError(f"cannot read the corpus {corpus}: {type(error).__name__}: {reason}") from None
 

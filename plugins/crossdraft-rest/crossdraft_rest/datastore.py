@@ -1,7 +1,7 @@
-"""A datastore: the tokens of a corpus and their suffix array, NumPy files that are mapped, not read, and a manifest.
+"""A datastore: the tokens of a corpus and their suffix array, memory-mapped NumPy files, and a manifest.
 
-The suffix array lists all places of the corpus in the order of what follows them. So the places where a context occurs
-stand side by side in it, found by bisection, and what followed the context stands there in order, too.
+The suffix array lists all positions of the corpus, sorted by their suffixes. The occurrences of a context are adjacent,
+found by bisection, and sorted by their continuations.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from crossdraft import UsageError, file_sha256
 
 FORMAT = "crossdraft-rest 1"
 MANIFEST, TOKENS, SUFFIXES = "manifest.json", "tokens.npy", "suffixes.npy"
-#: What stands between two documents: no token, so no context goes across it, and nothing is drafted after it.
+#: Separator of documents, not a token: contexts and continuations end there.
 END = -1
-#: Bytes of a manifest, and ids of a vocabulary, at most.
+#: Maximum size of a manifest in bytes, and maximum size of a vocabulary.
 _MANIFEST_BYTES, MOST_IDS = 2**20, 2**31 - 1
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """The SHA-256 of a tokenizer's vocabulary: every token with its id."""
+    """SHA-256 of a tokenizer's vocabulary, every token with its id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -37,51 +37,51 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 def build(
     documents: Iterable[Sequence[int]], out: Path, *, tokenizer: str = "", about: Mapping[str, Any] | None = None
 ) -> int:
-    """Write the datastore of some documents, each a list of token ids, into a directory that is not there yet.
+    """Write a datastore of ``documents``, each a list of token ids, to the new directory ``out``.
 
     Args:
-        tokenizer: digest of the tokenizer that made the ids, see `tokenizer_sha256`; empty: nobody knows.
-        about: further facts for the manifest, for people.
+        tokenizer: digest of the tokenizer of the ids, see `tokenizer_sha256`; empty = unknown.
+        about: further entries for the manifest.
 
     Returns:
-        how many tokens it holds, ends of documents included. While it is built they take about 40 bytes each.
+        the number of tokens, including separators. Building takes about 40 bytes per token.
 
     Raises:
-        UsageError: no token, an id that is none, or a directory that cannot be written.
+        UsageError: no tokens, an invalid id, or the directory exists or cannot be written.
     """
     from pydivsufsort import divsufsort
 
     if out.exists():
-        raise UsageError(f"{out} exists; a datastore is never changed, so give another --out, or delete it first")
+        raise UsageError(f"{out} exists, and a datastore is never changed; give another --out, or delete it first")
     parts, end = [], np.array([END])
     for document in documents:
         if len(document):
             parts += [np.asarray(document), end]
     if not parts:
         raise UsageError("the corpus holds no tokens")
-    every = np.concatenate(parts)
-    whole = every.dtype.kind == "i" and every.min() == END and every.max() < MOST_IDS
-    if not whole or (every == END).sum() * 2 != len(parts):
+    ids = np.concatenate(parts)
+    valid = ids.dtype.kind == "i" and ids.min() == END and ids.max() < MOST_IDS
+    if not valid or (ids == END).sum() * 2 != len(parts):
         raise UsageError(f"token ids must be whole numbers from 0 to {MOST_IDS - 1}")
-    tokens = every.astype(np.int32)
+    tokens = ids.astype(np.int32)
     suffixes = np.asarray(divsufsort(tokens))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as directory:
-            aside = Path(directory) / "whole"
-            aside.mkdir()
-            np.save(aside / TOKENS, tokens, allow_pickle=False)
-            np.save(aside / SUFFIXES, suffixes, allow_pickle=False)
+            temporary = Path(directory) / "whole"
+            temporary.mkdir()
+            np.save(temporary / TOKENS, tokens, allow_pickle=False)
+            np.save(temporary / SUFFIXES, suffixes, allow_pickle=False)
             manifest = {
                 "format": FORMAT,
                 "tokens": len(tokens),
                 "ids": int(tokens.max()) + 1,
                 "tokenizer": tokenizer,
-                "sha256": {name: file_sha256(aside / name) for name in (TOKENS, SUFFIXES)},
+                "sha256": {name: file_sha256(temporary / name) for name in (TOKENS, SUFFIXES)},
                 "about": dict(about or {}),
             }
-            (aside / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-            os.rename(aside, out)
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            os.rename(temporary, out)
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror or error}") from None
     return len(tokens)
@@ -92,10 +92,10 @@ class Datastore:
     """An open datastore.
 
     Attributes:
-        tokens: int32 ``[N]``, the documents one after the other, `END` behind each.
-        suffixes: int32 or int64 ``[N]``, all places in the order of what stands there.
+        tokens: int32 ``[N]``, the concatenated documents, each followed by `END`.
+        suffixes: int32 or int64 ``[N]``, the suffix array.
         ids: one more than the largest token id.
-        tokenizer: digest of the tokenizer, empty if nobody knows.
+        tokenizer: digest of the tokenizer, empty if unknown.
     """
 
     tokens: np.ndarray
@@ -105,10 +105,10 @@ class Datastore:
 
     @classmethod
     def open(cls, path: Path) -> Datastore:
-        """Map the datastore in a directory. Its files are read once, for their digests.
+        """Map the datastore of a directory; its files are read once, for their digests.
 
         Raises:
-            UsageError: there is none, it is damaged, or another version wrote it.
+            UsageError: it does not exist, is damaged, or has another format.
         """
         manifest = _manifest(path)
         n, ids, tokenizer, digests = (manifest.get(key) for key in ("tokens", "ids", "tokenizer", "sha256"))
@@ -127,44 +127,44 @@ class Datastore:
                 raise _damaged(path, name, f"it does not hold {n} numbers of the right kind")
             if file_sha256(file) != digests.get(name):
                 raise _damaged(path, name, "its content is not what was written (the SHA-256 differs)")
-            arrays.append(np.asarray(array))  # a plain view of the same pages, which is faster to index
+            arrays.append(np.asarray(array))  # a plain array on the same pages is faster to index
         return cls(*arrays, ids=ids, tokenizer=tokenizer)
 
     def find(self, tail: Sequence[int], shortest: int) -> tuple[int, range]:
-        """The longest end of ``tail``, of ``shortest`` tokens or more, that occurs; and where in ``suffixes``.
+        """Find the longest suffix of ``tail``, of at least ``shortest`` tokens, that occurs.
 
         Returns:
-            its length, 0 if none does, and the places in `suffixes` that begin with it.
+            its length, 0 if none occurs, and the range of its occurrences in `suffixes`.
         """
-        found, first = 0, 0
+        length, first = 0, 0
         low, high = shortest, len(tail)
-        while low <= high:  # what does not occur does not occur in anything longer
+        while low <= high:  # if a suffix does not occur, no longer one does
             size = (low + high) // 2
             pattern = list(tail[len(tail) - size :])
-            at = bisect_left(range(len(self.suffixes)), pattern, key=lambda i, size=size: self._at(i, size))
-            if at < len(self.suffixes) and self._at(at, size) == pattern:
-                found, first, low = size, at, size + 1
+            rank = bisect_left(range(len(self.suffixes)), pattern, key=lambda i, size=size: self._prefix(i, size))
+            if rank < len(self.suffixes) and self._prefix(rank, size) == pattern:
+                length, first, low = size, rank, size + 1
             else:
                 high = size - 1
-        if not found:
+        if not length:
             return 0, range(0)
-        pattern = list(tail[len(tail) - found :])
-        every = range(len(self.suffixes))
-        return found, range(first, bisect_right(every, pattern, lo=first, key=lambda i: self._at(i, found)))
+        pattern = list(tail[len(tail) - length :])
+        ranks = range(len(self.suffixes))
+        return length, range(first, bisect_right(ranks, pattern, lo=first, key=lambda i: self._prefix(i, length)))
 
-    def _at(self, i: int, size: int) -> list[int]:
-        place = int(self.suffixes[i])
-        return self.tokens[place : place + size].tolist()
+    def _prefix(self, i: int, size: int) -> list[int]:
+        start = int(self.suffixes[i])
+        return self.tokens[start : start + size].tolist()
 
-    def continuations(self, size: int, places: range, most: int, depth: int) -> np.ndarray:
-        """int32 ``[n, depth]``: what followed at most ``most`` of the occurrences that `find` found, in order.
+    def continuations(self, size: int, ranks: range, most: int, depth: int) -> np.ndarray:
+        """int32 ``[n, depth]``: sorted continuations of at most ``most`` of the occurrences that `find` returned.
 
-        Of more than that so many are taken at equal distances. `END` is where a document ends.
+        More occurrences are sampled at equal distances. `END` marks the end of a document.
         """
-        n = min(len(places), most)
-        chosen = places.start + np.arange(n) * len(places) // n
-        after = self.suffixes[chosen].astype(np.int64)[:, None] + size + np.arange(depth)
-        return np.where(after < len(self.tokens), self.tokens[np.minimum(after, len(self.tokens) - 1)], END)
+        n = min(len(ranks), most)
+        chosen = ranks.start + np.arange(n) * len(ranks) // n
+        index = self.suffixes[chosen].astype(np.int64)[:, None] + size + np.arange(depth)
+        return np.where(index < len(self.tokens), self.tokens[np.minimum(index, len(self.tokens) - 1)], END)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise _damaged(path, MANIFEST, "it is not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _damaged(path, MANIFEST, f"it does not say format {FORMAT!r}")
+        raise _damaged(path, MANIFEST, f"its format is not {FORMAT!r}")
     return manifest
 
 

@@ -1,8 +1,8 @@
 """The drafter ``rest``: retrieval-based speculative decoding from a datastore of texts.
 
 Z. He, Z. Zhong, T. Cai, J. D. Lee, D. He, "REST: Retrieval-Based Speculative Decoding", NAACL 2024, sections 3.1 and
-3.2: the longest end of the text, of ``longest`` tokens at most, that the datastore holds is looked up. What followed
-its occurrences makes a trie, and the most frequent of its nodes are the draft tree. No model and no law: point masses.
+3.2: the drafter looks up the longest suffix of the text, of at most ``longest`` tokens, in the datastore. The
+continuations of its occurrences form a trie, whose most frequent nodes are the draft tree, of point masses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from crossdraft import (
 from .datastore import MANIFEST, Datastore, tokenizer_sha256
 from .trie import best_path, most_frequent
 
-MOST_MATCHED = Limit(256, "the look-up compares as many tokens at every step")
+MOST_MATCHED = Limit(256, "the look-up compares as many tokens in every step")
 MOST_HITS = Limit(100_000, "each of them is read in every step")
 
 
@@ -43,17 +43,20 @@ class Rest(Drafter):
     name = "rest"
 
     class Config(StrategyConfig):
-        datastore: str = Field(description="directory that python -m crossdraft_rest build wrote")
+        datastore: str = Field(description="directory written by python -m crossdraft_rest build")
         gamma: int = Field(
-            default=32, ge=0, le=MOST_NODES, description="most tokens a draft may have (64 in the paper)"
+            default=32, ge=0, le=MOST_NODES, description="maximum number of drafted tokens (64 in the paper)"
         )
-        depth: int = Field(default=10, ge=1, le=MOST_LEVELS, description="most tokens of a continuation")
+        depth: int = Field(default=10, ge=1, le=MOST_LEVELS, description="maximum length of a continuation")
         longest: int = Field(default=16, ge=1, le=MOST_MATCHED, description="longest context looked up, in tokens")
         shortest: int = Field(default=2, ge=1, le=MOST_MATCHED, description="shortest context looked up, in tokens")
         hits: int = Field(
-            default=1000, ge=1, le=MOST_HITS, description="most occurrences that are counted (5000 in the paper)"
+            default=1000,
+            ge=1,
+            le=MOST_HITS,
+            description="maximum number of occurrences that are counted (5000 in the paper)",
         )
-        tree: bool = Field(default=True, description="draft a tree, not the best path alone")
+        tree: bool = Field(default=True, description="draft a tree, not only the best path")
 
         @model_validator(mode="after")
         def _ordered(self):
@@ -67,21 +70,21 @@ class Rest(Drafter):
         super().attach(context)
         path = Path(self.config.datastore).expanduser()
         self._texts = Datastore.open(path)
-        context.load_settings(str(path / MANIFEST))  # its digests stand for the texts: results depend on them
+        context.load_settings(str(path / MANIFEST))  # records its digests, which results depend on
         if self._texts.ids > context.vocab_size:
             raise UsageError(
-                f"the datastore {path} holds token ids up to {self._texts.ids - 1}, but the target knows only "
+                f"the datastore {path} holds token ids up to {self._texts.ids - 1}, but the target has only "
                 f"{context.vocab_size} tokens; build one with the target's tokenizer"
             )
-        known = context.tokenizer is not None and self._texts.tokenizer
-        if known and tokenizer_sha256(context.tokenizer) != known:
+        digest = context.tokenizer is not None and self._texts.tokenizer
+        if digest and tokenizer_sha256(context.tokenizer) != digest:
             raise UsageError(
                 f"the datastore {path} was built with another tokenizer than that of target '{context.target_name}'; "
                 "build one with the target's"
             )
-        if context.tokenizer is not None and not known:
+        if context.tokenizer is not None and not digest:
             raise UsageError(
-                f"the datastore {path} was built of token ids, so nothing says that they are those of target "
+                f"the datastore {path} was built from token ids, which may not be those of target "
                 f"'{context.target_name}'; build one with --tokenizer"
             )
 
@@ -96,14 +99,16 @@ class Rest(Drafter):
         tokens, parents = [], []
         for history, limit in zip(sequences.history, sequences.limit, strict=True):
             row = self._continuations(history[-self.config.longest :], min(self.config.depth, limit))
-            one = most_frequent(row, self.config.gamma) if self.config.tree else (best_path(row, self.config.gamma), [])
-            tokens.append(one[0])
-            parents.append(one[1])
+            draft = (
+                most_frequent(row, self.config.gamma) if self.config.tree else (best_path(row, self.config.gamma), [])
+            )
+            tokens.append(draft[0])
+            parents.append(draft[1])
         return Draft.copied(tokens, sequences.device, parents if self.config.tree else None)
 
     def _continuations(self, tail: list[int], depth: int) -> np.ndarray:
-        """What followed the longest end of ``tail`` that is known, ``[n, depth]``."""
-        size, places = self._texts.find(tail, self.config.shortest) if depth > 0 else (0, range(0))
+        """Continuations ``[n, depth]`` of the longest suffix of ``tail`` in the datastore."""
+        size, ranks = self._texts.find(tail, self.config.shortest) if depth > 0 else (0, range(0))
         if not size:
             return np.empty((0, 0), dtype=np.int32)
-        return self._texts.continuations(size, places, self.config.hits, depth)
+        return self._texts.continuations(size, ranks, self.config.hits, depth)

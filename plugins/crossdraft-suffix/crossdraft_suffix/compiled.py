@@ -1,6 +1,6 @@
-"""What is done for every token of a text, compiled by Numba: linking contexts, finding them again, following them.
+"""The work per token, compiled by Numba: linking contexts, looking them up, following their continuations.
 
-All of it stands in one file because Numba notices that compiled code is stale by the file that it was written in.
+Everything is in one file because Numba invalidates its cache by the source file of a function.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-#: What stands between two texts: no token, so nothing matches across it, and nothing that follows it is drafted.
+#: Separator of texts, not a token: matches and continuations end there.
 END = -1
-#: Lengths of the contexts that chains are kept for. A match of any length is found by the longest that is no longer.
+#: Lengths of the contexts with chains. A match is found by the longest context that is not longer.
 SIZES = (1, 2, 4, 8)
-#: A context's hash is a polynomial in its tokens modulo 2^64, the last token first, with this base; its bucket are high
-#: bits, those from 2^32 on, of the hash times another odd number (Knuth's multiplicative hashing).
+#: A context's hash is a polynomial in its tokens modulo 2^64, the last token first, with this base; its bucket is the
+#: bits from 2^32 on of the hash times another odd number (Knuth's multiplicative hashing).
 _BASE, _MIX = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x9E3779B97F4A7C15)
-#: Places of a text that ask the memory at once.
+#: Positions of a text that are looked up in the memory together.
 _PIECE = 64
 
 Tokens = NDArray[np.int64]
@@ -28,11 +28,11 @@ class Links(NamedTuple):
     """The arrays of a `History`: capacity C, S sizes of contexts, 2^b buckets of each.
 
     Attributes:
-        ring: int32 ``[C]``; at n % C the token of place n.
-        before: int32 ``[S, C]``; at n % C, for each size, the place before n in its chain.
-        head: int32 ``[S, 2^b]``; the latest place of each chain, 0 = none.
+        ring: int32 ``[C]``; at n % C the token of position n.
+        before: int32 ``[S, C]``; at n % C, for each size, the previous position in the chain of n.
+        head: int32 ``[S, 2^b]``; the latest position of each chain, 0 = none.
         tail: int64 ``[8]``; the latest tokens, the last one first.
-        total: int64 ``[1]``; the tokens that were ever added, the place of the next one.
+        total: int64 ``[1]``; number of tokens added, the position of the next one.
     """
 
     ring: NDArray[np.int32]
@@ -44,7 +44,7 @@ class Links(NamedTuple):
     @classmethod
     def empty(cls, capacity: int, sizes: int) -> Links:
         bits = max(capacity - 1, 1).bit_length()
-        # Pages that were never written to take no memory, so a large capacity costs what is used of it.
+        # Pages that were never written take no memory, so a large capacity is cheap.
         ring, before = np.zeros(capacity, dtype=np.int32), np.zeros((sizes, capacity), dtype=np.int32)
         head = np.zeros((sizes, 1 << bits), dtype=np.int32)
         return cls(ring, before, head, np.zeros(SIZES[-1], dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -52,7 +52,7 @@ class Links(NamedTuple):
 
 @njit(cache=True)
 def extend(links: Links, new: Tokens) -> None:
-    """Add tokens at the end."""
+    """Append tokens."""
     ring, before, head, tail, total = links
     for token in new:
         _add(ring, before, head, tail, total, token)
@@ -67,10 +67,10 @@ def _add(
     total: Tokens,
     token: int,
 ) -> None:
-    """Add one token to the arrays of `Links`."""
+    """Append one token to the arrays of `Links`."""
     place, buckets = total[0], head.shape[1]
     slot = place % len(ring)
-    # A place is linked under the tokens in front of it, of which its own is none.
+    # A position is linked under the tokens before it.
     value, power, used = np.uint64(0), np.uint64(1), 0
     for i in range(len(head)):
         if place < SIZES[i]:
@@ -91,18 +91,18 @@ def _add(
 
 @njit(cache=True)
 def _bucket(value: np.uint64, buckets: int) -> np.int64:
-    """That of a hash, of a number of buckets that is a power of two."""
+    """Bucket of a hash; the number of buckets is a power of two."""
     return np.int64((value * _MIX) >> np.uint64(32)) & (buckets - 1)
 
 
 @njit(cache=True)
 def _slot(place: int | np.int64, lap: int, capacity: int) -> int | np.int64:
-    """place % capacity of a place that is still there, where ``lap`` is the first place of the ring's last lap."""
+    """place % capacity of a stored position; ``lap`` is the first position of the ring's current lap."""
     return place - lap if place >= lap else place - lap + capacity
 
 
 @njit(cache=True, forceinline=True)
-def _together(
+def _follow_chains(
     before: NDArray[np.int32],
     head: NDArray[np.int32],
     total: int,
@@ -115,15 +115,14 @@ def _together(
     places: NDArray[np.int64],
     counts: Tokens,
 ) -> None:
-    """The chains of the contexts of size ``SIZES[i]`` that the text ends with at ``ends[:asked]``.
+    """Follow the chains of the contexts of size ``SIZES[i]`` that end at ``ends[:asked]``.
 
-    A chain leads from one place that is in no cache to another. Step by step beside each other, the loads of several
-    chains wait together.
+    Each step of a chain is a cache miss; interleaving several chains overlaps their loads.
 
     Args:
-        now, active: ``[n]``, are written over.
-        places: ``[n, occurrences]``, is filled with the places of each chain, the latest first.
-        counts: ``[n]``, is filled with how many these are.
+        now, active: ``[n]``, scratch arrays.
+        places: ``[n, occurrences]``, output: the positions of each chain, the latest first.
+        counts: ``[n]``, output: the number of positions of each chain.
     """
     capacity, buckets = before.shape[1], head.shape[1]
     lap, oldest = total - total % capacity, max(1, total - capacity)
@@ -165,8 +164,8 @@ def _matching(
     count: int,
     lengths: Tokens,
 ) -> int:
-    """Keep of ``places[k, :count]``, those of a chain, those where the context of ``text[:end]`` stood, and fill
-    ``lengths`` with how many tokens match, at most ``most``; how many places these are."""
+    """Keep the positions ``places[k, :count]`` of a chain that match the context of ``text[:end]``, and return their
+    number; ``lengths`` is filled with the numbers of matching tokens, at most ``most``."""
     capacity = len(ring)
     lap, oldest = total - total % capacity, max(0, total - capacity)
     found = 0
@@ -175,7 +174,7 @@ def _matching(
         length, longest = 0, min(most, place - oldest)
         while length < longest and ring[_slot(place - 1 - length, lap, capacity)] == text[end - 1 - length]:
             length += 1
-        if length >= SIZES[i]:  # others have the same hash, no more
+        if length >= SIZES[i]:  # others only have the same hash
             places[k, found], lengths[found] = place, length
             found += 1
     return found
@@ -185,26 +184,26 @@ def _matching(
 def matches(
     links: Links, i: int, text: Tokens, end: int, most: int, occurrences: int, places: Tokens, lengths: Tokens
 ) -> int:
-    """Where the context of size ``SIZES[i]`` that ``text[:end]`` ends with occurred, the latest first.
+    """Find the occurrences of the context of size ``SIZES[i]`` at the end of ``text[:end]``, the latest first.
 
     Args:
-        most: the longest match that is told apart.
-        occurrences: latest places of the chain that are looked at.
-        places, lengths: ``[occurrences]``, are filled: what followed begins at the place; so many tokens match.
+        most: maximum length of a match.
+        occurrences: maximum number of positions of the chain.
+        places, lengths: ``[occurrences]``, output: the start of each continuation, and the length of the match.
 
     Returns:
-        how many there are.
+        the number of occurrences.
     """
     ring, before, head, _, total = links
     work, many = np.empty((4, 1), dtype=np.int64), places[:occurrences].reshape(1, -1)
     ends, now, active, counts = work
     ends[0] = end
-    _together(before, head, total[0], i, text, ends, 1, now, active, many, counts)
+    _follow_chains(before, head, total[0], i, text, ends, 1, now, active, many, counts)
     return _matching(ring, total[0], i, text, end, most, many, 0, counts[0], lengths)
 
 
 @njit(cache=True, forceinline=True)
-def _follow(
+def _best_path(
     ring: NDArray[np.int32],
     total: int,
     places: Tokens,
@@ -214,14 +213,14 @@ def _follow(
     follows: Tokens,
     tokens: Tokens,
 ) -> tuple[int, float]:
-    """Always the most frequent next token, the latest of equals, while the path is probable enough.
+    """Follow the most frequent next token, ties by the latest, until the path is too improbable.
 
     Args:
-        places: where ``alive`` continuations begin; is written over, as ``follows`` is.
-        tokens: is filled with the draft.
+        places: starts of the ``alive`` continuations; overwritten, as is ``follows``.
+        tokens: output, the draft.
 
     Returns:
-        the length of the draft and its score, the sum of the probabilities of its tokens.
+        the length of the draft, and its score, the sum of the probabilities of its tokens.
     """
     capacity = len(ring)
     lap = total - total % capacity
@@ -232,7 +231,7 @@ def _follow(
             follows[a] = ring[_slot(after, lap, capacity)] if after < total else END
         best, most = END, 0
         for a in range(alive):
-            if alive - a <= most:  # no token that comes first here can be more frequent
+            if alive - a <= most:  # no later token can be more frequent
                 break
             if follows[a] != END:
                 count = 0
@@ -272,18 +271,18 @@ def _chains(
     best: NDArray[np.int64],
     drafted: Tokens,
 ) -> None:
-    """The best chains of tokens that any match gives after ``text[:first]`` and after its next tokens.
+    """Find the best chains over all matches after ``text[:first]`` and after each of its next tokens.
 
     Args:
-        step: places of the text that ask at once.
-        grow: add the token at each place once it was asked for; with steps of 1.
-        depth: the longest match, in tokens.
-        scores: ``[n]``; a chain of a higher score than its own is kept, and its score written there.
-        best: ``[n, ..]``, is filled with these chains.
-        drafted: ``[n]``, is filled with their lengths, 0 where there is none.
+        step: number of positions that are looked up together.
+        grow: append the token at each position after its look-up; requires ``step`` 1.
+        depth: maximum length of a match, in tokens.
+        scores: ``[n]``; chains with a higher score are kept, and replace it.
+        best: ``[n, ..]``, output: these chains.
+        drafted: ``[n]``, output: their lengths, 0 = none.
     """
     ring, before, head, tail, total = links
-    # Everything is allocated here, and helpers are inlined: what is counted for each array takes longer than they do.
+    # Allocate once and inline the helpers: reference counting of arrays would dominate.
     places = np.empty((step, occurrences), dtype=np.int64)
     ends, now, active, counts, asking, most = np.empty((6, step), dtype=np.int64)
     lengths, starts, follows = np.empty((3, occurrences), dtype=np.int64)
@@ -295,11 +294,11 @@ def _chains(
         for i in range(len(head) - 1, -1, -1):
             asked = 0
             for a in range(n):
-                # No probability is more than 1, so a budget that is no more than the best score cannot win.
+                # Probabilities are at most 1, so a budget up to the best score cannot win.
                 if SIZES[i] <= most[a] and int(factor * most[a]) > scores[t + a]:
                     asking[asked], ends[asked] = t + a, first + t + a
                     asked += 1
-            _together(before, head, total[0], i, text, ends, asked, now, active, places, counts)
+            _follow_chains(before, head, total[0], i, text, ends, asked, now, active, places, counts)
             for k in range(asked):
                 a = asking[k]
                 longest = int(most[a - t])
@@ -319,7 +318,7 @@ def _chains(
                         if lengths[j] >= at:
                             starts[alive] = places[k, j]
                             alive += 1
-                    length, score = _follow(ring, total[0], starts, alive, budget, min_prob, follows, tokens)
+                    length, score = _best_path(ring, total[0], starts, alive, budget, min_prob, follows, tokens)
                     if score > scores[a]:
                         drafted[a], scores[a] = length, score
                         for j in range(length):
@@ -341,14 +340,14 @@ def chain(
     score: float,
     best: Tokens,
 ) -> tuple[int, float]:
-    """The best chain of tokens after ``text[:end]`` that any match gives, if its score is more than ``score``.
+    """Find the best chain after ``text[:end]`` over all matches, if its score exceeds ``score``.
 
     Args:
-        depth: the longest match, in tokens.
-        best: is filled with the chain.
+        depth: maximum length of a match, in tokens.
+        best: output, the chain.
 
     Returns:
-        its length, 0 = there is none, and the best score.
+        its length, 0 = none, and the best score.
     """
     scores, drafted, many = np.full(1, score), np.empty(1, dtype=np.int64), best.reshape(1, -1)
     _chains(links, text, end, 1, False, depth, occurrences, factor, min_prob, scores, many, drafted)
@@ -356,7 +355,7 @@ def chain(
 
 
 @njit(cache=True)
-def along(
+def replay_drafts(
     own: Links,
     memory: Links,
     text: Tokens,
@@ -367,9 +366,9 @@ def along(
     min_prob: float,
     drafts: NDArray[np.int64],
 ) -> None:
-    """Fill ``drafts[t]`` with the chain after ``text[:start + t]``, of which ``own`` holds that of t = 0.
+    """Fill ``drafts[t]`` with the chain after ``text[:start + t]``; ``own`` holds ``text[:start]`` at first.
 
-    The own text grows from token to token. The memory stays as it is, so that several places ask it at once.
+    The own text grows by one token per position; the memory is constant, so several positions are looked up together.
     """
     best = np.empty((_PIECE, int(factor * depth) + 1), dtype=np.int64)
     for t in range(0, len(drafts), _PIECE):

@@ -1,14 +1,13 @@
-"""The drafter ``suffix``: SuffixDecoding, which copies what mostly followed the longest match.
+"""The drafter ``suffix``: SuffixDecoding, which copies the most frequent continuation of the longest match.
 
 G. Oliaro, Z. Jia, D. Campos, A. Qiao, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
-NeurIPS 2025 (arXiv:2411.04975), section 3: contexts are found again in the prompt and output of the request itself and
-in the outputs of earlier requests. A match of m tokens gives a draft of at most ``factor`` * m tokens, grown along the
-most frequent continuations; of all matches that one is taken whose draft is expected to be accepted furthest, by the
-sum of its tokens' estimated probabilities. These are estimates that lengths are chosen by, not the law of a draw: what
-is drafted is a point mass.
+NeurIPS 2025 (arXiv:2411.04975), section 3: contexts are looked up in the request's own prompt and output and
+in the outputs of earlier requests. A match of m tokens gives a draft of at most ``factor`` * m tokens along the most
+frequent continuations; the match with the largest score is used, the sum of its tokens' estimated probabilities. The
+estimates only select lengths: drafts are point masses.
 
-Where the paper counts in suffix trees over all occurrences, this counts the latest ones of each context (see
-`History`), so that a look-up takes as long after ten million tokens as after ten thousand.
+The paper counts all occurrences in suffix trees; this drafter counts the latest occurrences of each context (see
+`History`), so the time of a look-up does not depend on the length of the history.
 """
 
 from __future__ import annotations
@@ -41,39 +40,37 @@ from . import compiled
 from .history import END, History
 from .speculation import Speculation, speculate
 
-MOST_DEPTH = Limit(64, "every occurrence is compared over that many tokens in every step")
-MOST_OCCURRENCES = Limit(4096, "each of them is looked at in every step")
+MOST_DEPTH = Limit(64, "every occurrence is compared over as many tokens in every step")
+MOST_OCCURRENCES = Limit(4096, "each of them is compared in every step")
 MOST_REMEMBERED = Limit(2**27, "each token takes up to 52 bytes")
 
 
 class Suffix(Drafter):
-    """Copies along the most frequent continuations of the longest matches, in a chain or a tree.
+    """Copies the most frequent continuations of the longest matches, as a chain or a tree.
 
-    Its memory of earlier outputs is the instance's: hold one, and the next call begins with it. It holds what was said
-    to all prompts, and drafts it to any; ``memory: 0`` keeps requests apart.
+    The memory of earlier outputs lives as long as the instance, and is shared by all requests; ``memory: 0`` isolates
+    them.
     """
 
     name = "suffix"
 
     class Config(StrategyConfig):
-        gamma: int = Field(default=16, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
+        gamma: int = Field(default=16, ge=0, le=MOST_LEVELS, description="maximum number of drafted tokens")
         depth: int = Field(default=24, ge=1, le=MOST_DEPTH, description="longest match, in tokens")
         factor: float = Field(
-            default=1.0, gt=0, le=16, description="most tokens that are drafted for each token that matches"
+            default=1.0, gt=0, le=16, description="maximum number of drafted tokens per matching token"
         )
-        min_prob: float = Field(
-            default=0.1, ge=0, le=1, description="drafted tokens are at least this probable, as counts estimate it"
-        )
+        min_prob: float = Field(default=0.1, ge=0, le=1, description="minimum estimated probability of a drafted token")
         memory: int = Field(
             default=1_000_000,
             ge=0,
             le=MOST_REMEMBERED,
-            description="tokens of earlier outputs that are remembered, the latest ones; 0 = the own text alone",
+            description="number of latest tokens of earlier outputs in memory; 0 = only the own text",
         )
         occurrences: int = Field(
             default=32, ge=1, le=MOST_OCCURRENCES, description="latest occurrences of a context that are counted"
         )
-        tree: bool = Field(default=False, description="draft a tree of several continuations, not the best one alone")
+        tree: bool = Field(default=False, description="draft a tree of several continuations, not only the best one")
 
     config: Config
 
@@ -84,7 +81,7 @@ class Suffix(Drafter):
 
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
-        #: Per slot, its text, and where the output begins.
+        #: Per slot, its text, and the start of the output.
         self._own: list[tuple[History, int] | None] = [None] * context.batch_size
 
     @classmethod
@@ -101,14 +98,14 @@ class Suffix(Drafter):
         self._own[row] = own, len(prompt)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        found = [
+        drafts = [
             _draft(self.config, own[0], self._memory, history[-self.config.depth :], limit)
             if own is not None and history
             else Speculation()
             for own, history, limit in zip(self._own, sequences.history, sequences.limit, strict=True)
         ]
-        parents = [one.parents for one in found] if self.config.tree else None
-        return Draft.copied([one.tokens for one in found], sequences.device, parents)
+        parents = [draft.parents for draft in drafts] if self.config.tree else None
+        return Draft.copied([draft.tokens for draft in drafts], sequences.device, parents)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
@@ -127,43 +124,42 @@ class Suffix(Drafter):
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray]:
         memory = _memory(config)
-        nothing = History(1, config.depth, config.occurrences)
+        empty = History(1, config.depth, config.occurrences)
         for prompt, response in texts:
             own = History(len(prompt) + len(response), config.depth, config.occurrences)
             own.extend(prompt)
-            found = np.full((len(response), depth), -1)
-            compiled.along(
+            drafts = np.full((len(response), depth), -1)
+            compiled.replay_drafts(
                 own.links,
-                (nothing if memory is None else memory).links,
+                (empty if memory is None else memory).links,
                 np.array([*prompt, *response], dtype=np.int64),
                 len(prompt),
                 config.depth,
                 config.occurrences,
                 config.factor,
                 config.min_prob,
-                found[:, : config.gamma],
+                drafts[:, : config.gamma],
             )
             if memory is not None:
                 _remember(memory, own, len(prompt))
-            yield found
+            yield drafts
 
 
 def _memory(config: Any) -> History | None:
-    """That of earlier outputs; none if there is to be none."""
+    """Memory of earlier outputs; None if disabled."""
     return History(config.memory, config.depth, config.occurrences) if config.memory else None
 
 
 def _remember(memory: History, own: History, start: int) -> None:
-    """Add the output of a text to what is remembered."""
+    """Add the output of a text to the memory."""
     memory.extend(np.append(own.since(start), END))
 
 
 def _draft(config: Any, own: History, memory: History | None, tail: Sequence[int], limit: int) -> Speculation:
-    """What follows ``tail``, the request's own text first, at most ``limit`` tokens deep.
+    """Draft after ``tail``, at most ``limit`` levels deep; ties go to the request's own text.
 
-    The match is chosen by drafts as long as it allows, and the chosen one is cut: a shorter draft is a longer one's
-    beginning.
+    The match is selected by its full draft, which is then cut: a shorter draft is a prefix of a longer one.
     """
     histories = [own] if memory is None else [own, memory]
-    found = speculate(histories, tail, config.factor, config.min_prob, config.tree)
-    return found.cut(config.gamma, limit)
+    draft = speculate(histories, tail, config.factor, config.min_prob, config.tree)
+    return draft.cut(config.gamma, limit)
