@@ -15,7 +15,7 @@ from ..contracts.sampling import Sampling
 from ..cost.curve import BATCH_SIZES, CONTEXTS, REPEATS, WIDTHS, CostCurve, Point
 from ..engine.stopwatch import Stopwatch
 from ..errors import UsageError
-from ..lm.cuda_graphs import Ahead, recording
+from ..lm.cuda_graphs import CaptureLimits, recording
 from ..lm.transformers_lm import TransformersLM
 from ..models.environment import describe
 
@@ -77,7 +77,7 @@ def measure_passes(
     order = deque(points)
     for repeat in range(repeats + 1):
         for point in order:
-            with recording(None if repeat else Ahead(depth=0, nodes=0)):
+            with recording(None if repeat else CaptureLimits(depth=0, nodes=0)):
                 taken = once(*point)
             if repeat:  # the first time step, buffers are made and graphs recorded
                 seconds[point].append(taken)

@@ -96,7 +96,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
 
 def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     """What it drafts with its default options, and which verifiers fit: for programs, and for people."""
-    from ..api.build import configured, default_rule, fitting_rules
+    from ..api.build import compatible_verifiers, configured, default_verifier
     from ..contracts.sampling import Sampling
 
     fields = drafter.Config.model_fields.items()
@@ -107,7 +107,7 @@ def _drafts(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     zero = plugins.traits_of("drafters", *given, Sampling(temperature=0)).temperature_zero_only
     sampling = Sampling(temperature=0 if zero else 1)
     traits = plugins.traits_of("drafters", *given, sampling)
-    fitting, best = fitting_rules(given, sampling), default_rule(given, sampling)[0].name
+    fitting, best = compatible_verifiers(given, sampling), default_verifier(given, sampling)[0].name
     facts = {"drawn": traits.drawn, "point_mass": traits.point_mass, "nodes": traits.nodes}
     facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": best}
     kind = f"{traits.drawn} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"

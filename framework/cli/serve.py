@@ -127,8 +127,8 @@ def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
 
 def offered(args: argparse.Namespace) -> Any:
     """The pair over the target, with its slots."""
-    from ..api.build import configured, load_drafting_model
-    from ..api.generate import fitting_pair, pair_decoder
+    from ..api.build import configured, load_draft_model
+    from ..api.generate import compatible_pair, pair_decoder
     from ..models.load import load_model
     from ..recipe.recipe import Strategy
     from ..serve.decoder_pool import Served
@@ -146,14 +146,14 @@ def offered(args: argparse.Namespace) -> Any:
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer; a server answers in text")
     sampling = default_sampling(args, target)
-    pair = fitting_pair(drafter, rule, sampling)
+    pair = compatible_pair(drafter, rule, sampling)
     most = args.max_length or min(4096, target.context_length or 4096)
     if target.context_length is not None and most > target.context_length:
         raise UsageError(f"--max-length {most} is more than the target's context of {target.context_length} tokens")
 
     @cache
     def drafting(name: str) -> LoadedModel:
-        return load_drafting_model(name, target)  # once for all laws
+        return load_draft_model(name, target)  # once for all laws
 
     def build(law: Sampling) -> Decoder:
         options: dict[str, Any] = {"batch_size": args.slots, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
@@ -161,7 +161,7 @@ def offered(args: argparse.Namespace) -> Any:
         return pair_decoder(target, drafter, rule, most, sampling=law, load=lambda name, _: drafting(name), **options)
 
     def check(law: Sampling) -> None:
-        fitting_pair(drafter, rule, law)
+        compatible_pair(drafter, rule, law)
 
     title = (
         f"{target.name}, drafter {pair[0][0].name}, verifier {pair[1][0].name}, temperature {sampling.temperature:g}"

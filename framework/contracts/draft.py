@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
-from ..util.tensors import counting, descent, eager_on_cpu, on_device, take_rows
+from ..util.tensors import ancestor_mask, counting, eager_on_cpu, on_device, take_rows
 from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
 from .scores import Scores as Scores
 
@@ -251,7 +251,7 @@ class Draft:
             return self.valid[..., None].expand(self.batch_size, 0, 0)
         if self.children is not None:
             return tree_constant(self.children, "ancestor_mask", self.tokens.device).expand(self.batch_size, n, n)
-        return descent(self.parents, n if self.levels is None else self.levels)
+        return ancestor_mask(self.parents, n if self.levels is None else self.levels)
 
     @cached_property
     def earlier_siblings(self) -> Tensor:

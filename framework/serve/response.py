@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from ..api.detokenizer import Text
+from ..api.detokenizer import Detokenizer
 from ..contracts.steps import Chunk, Response
 from .protocol import Asked
 
@@ -33,7 +33,7 @@ class Telling:
         if asked.usage:
             self._part["usage"] = None  # of every chunk but the last one
         self._said = 0
-        self._texts = [Text(tokenizer) for _ in asked.requests]  # where in its text a token begins
+        self._texts = [Detokenizer(tokenizer) for _ in asked.requests]  # where in its text a token begins
 
     def first(self) -> list[dict[str, Any]]:
         """The chunks before any text: who speaks."""

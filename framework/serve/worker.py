@@ -146,7 +146,7 @@ class Worker:
         """Nobody wants these answers any more: those in work end with the step under way."""
         with self._changed:
             for job in jobs:
-                job.output.given_up = True
+                job.output.aborted = True
                 with suppress(ValueError):
                     self._waiting.remove(job)
 

@@ -11,7 +11,7 @@ from tiny_models import save_model
 
 from crossdraft import Drafter, DraftTraits, LoadedModel, generate, load_model
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import BEST_RULE, configured, default_rule, fitting_rules
+from crossdraft.framework.api.build import DEFAULT_VERIFIERS, compatible_verifiers, configured, default_verifier
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
@@ -174,13 +174,13 @@ class Drawing(Drafter):
         return Draft.empty(sequences.batch_size)
 
 
-@pytest.mark.parametrize("drawn", ["none", *BEST_RULE])
+@pytest.mark.parametrize("drawn", ["none", *DEFAULT_VERIFIERS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, drawn: str, temperature: float) -> None:
     drafter = Drawing, Drawing.Config(drawn=drawn)
-    rule, _ = default_rule(drafter, Sampling(temperature=temperature))
-    assert rule.name == ("greedy" if temperature == 0 else BEST_RULE.get(drawn, "block"))
-    fitting = fitting_rules(drafter, Sampling(temperature=temperature))
+    rule, _ = default_verifier(drafter, Sampling(temperature=temperature))
+    assert rule.name == ("greedy" if temperature == 0 else DEFAULT_VERIFIERS.get(drawn, "block"))
+    fitting = compatible_verifiers(drafter, Sampling(temperature=temperature))
     assert rule.name in fitting and not {"lenient", "typical", "top-k", "bild"} & set(fitting)
     assert ("greedy" in fitting) == (temperature == 0)
     assert len(generate(target, [[5]], drafter=drafter, temperature=temperature, max_new_tokens=2)[0].tokens) == 2
@@ -195,7 +195,7 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
 
 def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
     sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="block")
-    assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; rules that fit here: " in sentence
+    assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
     assert rules >= {"spectr", "specinfer", "traversal", "sample-match", "multipath-block"}
     assert not rules & {"block", "token", "greedy", "greedy-draft-optimal", "typical", "top-k"}
@@ -205,5 +205,5 @@ def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
 
 def test_a_rule_that_does_not_load_does_not_fit(install: Any) -> None:
     install("verifiers", ("broken", SimpleNamespace()), ("absent", "no.such.module:Rule"))
-    found = fitting_rules((Drawing, Drawing.Config()), Sampling())
+    found = compatible_verifiers((Drawing, Drawing.Config()), Sampling())
     assert {"token", "block"} <= set(found) and not {"broken", "absent"} & set(found)

@@ -25,7 +25,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm import cuda_graphs, graph_buckets, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.util.tensors import descent
+from crossdraft.framework.util.tensors import ancestor_mask
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -208,7 +208,7 @@ def test_who_descends_from_whom(total: int) -> None:
             while at >= 0:
                 want[row, node, at] = True
                 at = of[at]
-    assert torch.equal(descent(parents, total), want)
+    assert torch.equal(ancestor_mask(parents, total), want)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from crossdraft.framework import plugins
-from crossdraft.framework.lm.cuda_graphs import Ahead, recording
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.kv_cache import KVCache, WritePlan
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -223,7 +223,7 @@ def test_a_paged_cache_under_recordings(decode: Any) -> None:
 
     for drafter in ("draft-model", "draft-model-tree"):
         expected, _ = decode(drafter, 0.0)
-        with recording(Ahead(3, 10)):
+        with recording(CaptureLimits(3, 10)):
             found, loop = decode(drafter, 0.0, recorded)
         assert found == expected and loop.target.graphs._recorder.replayed
 

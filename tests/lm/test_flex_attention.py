@@ -164,7 +164,7 @@ def test_what_cannot_be_honoured_is_refused(tiny_model: Callable, traced: list[i
         flex_attention.block_mask(torch.ones(1, 4, 4, dtype=torch.bool)),
         {"s_aux": torch.zeros(2), "position_bias": None},
     )
-    with pytest.raises(ModelError, match=r"^Module asks its attention for s_aux, which .* another attn_implementation"):
+    with pytest.raises(ModelError, match=r"^Module uses s_aux in its attention, which .* another attn_implementation"):
         flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask, **asked)
 
     def fails(graph: Any, inputs: Any) -> Any:

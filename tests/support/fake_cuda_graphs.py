@@ -16,7 +16,7 @@ class Recorder:
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def rehearse(self, run: Callable) -> tuple:
+    def warm_up(self, run: Callable) -> tuple:
         return run()
 
     def record(self, run: Callable) -> Callable:

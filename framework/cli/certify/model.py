@@ -213,7 +213,7 @@ def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptLaws], Callable[[int], str]]:
     """What both models say after every prompt, and how a token reads."""
-    from ...api.build import TargetContext, load_drafting_model, make_slots
+    from ...api.build import TargetContext, load_draft_model, make_slots
     from ...certificate.first_token_check import PromptLaws, laws_after
     from ...models.chat import encode
     from ...models.load import load_model
@@ -234,7 +234,7 @@ def _prompts(
         encoded.append(tokens)
     longest = max(map(len, encoded)) + 1
     lm = make_slots(target, 1, longest)
-    load = partial(load_drafting_model, trust_remote_code=drafter in consent)
+    load = partial(load_draft_model, trust_remote_code=drafter in consent)
     context = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1, load=load)
     small = context.load_lm(drafter)
     prompts = []

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...api.build import TargetContext, load_drafting_model
+from ...api.build import TargetContext, load_draft_model
 from ...contracts.drafter import DraftContext
 from ...contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ...contracts.sampling import Sampling
@@ -104,5 +104,5 @@ class Target:
             if target.model is None:
                 self._drafting[key] = load_model(name, trust_remote_code=consent, **self._options)
             else:
-                self._drafting[key] = load_drafting_model(name, target, trust_remote_code=consent)
+                self._drafting[key] = load_draft_model(name, target, trust_remote_code=consent)
         return self._drafting[key]
