@@ -326,13 +326,13 @@ def build_decoder(
     """
     if not callable(drafter) and not isinstance(verifier, Verifier):
         check_pair(drafter, verifier, context.sampling)
-    made = verifier if isinstance(verifier, Verifier) else _instance(verifier)
+    instance = verifier if isinstance(verifier, Verifier) else _instance(verifier)
     assert context.target is not None
-    context.final_q = made.traits(made.config).modifies_target
+    context.final_q = instance.traits(made.config).modifies_target
     return Decoder(
         context.target,
         drafter(context) if callable(drafter) else _make_drafter(drafter, context),
-        made,
+        instance,
         sampling=context.sampling,
         eos=eos,
         max_new_tokens=max_new_tokens,
