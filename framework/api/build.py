@@ -328,7 +328,7 @@ def build_decoder(
         check_pair(drafter, verifier, context.sampling)
     instance = verifier if isinstance(verifier, Verifier) else _instance(verifier)
     assert context.target is not None
-    context.final_q = instance.traits(made.config).modifies_target
+    context.final_q = instance.traits(instance.config).modifies_target
     return Decoder(
         context.target,
         drafter(context) if callable(drafter) else _make_drafter(drafter, context),
