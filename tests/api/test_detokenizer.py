@@ -1,4 +1,4 @@
-"""Text while it comes: joined pieces are the whole text, no piece splits a character, stop strings are cut out."""
+"""Incremental text: joined pieces are the whole text, no piece splits a character, stop strings are cut."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cut
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(1, 4), max_size=12))
-def test_bytes_that_are_no_character_are_said_too(tokens: list[int], cuts: list[int]) -> None:
+def test_invalid_bytes_are_flushed(tokens: list[int], cuts: list[int]) -> None:
     assert "".join(said(BYTES, tokens, cuts)[0]) == decode_text(BYTES, tokens)
 
 
@@ -93,7 +93,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
     assert decode_text(BYTES, tokens[:taken]) == heard
 
 
-def test_what_may_become_a_stop_string_is_held_back_until_it_is_known() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     text = Detokenizer(BYTES, ("abc",))
     for letter, piece in [("x", "x"), ("a", ""), ("b", ""), ("a", "ab"), ("d", "ad")]:
         text.add(BYTES(letter)["input_ids"])

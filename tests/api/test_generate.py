@@ -1,4 +1,4 @@
-"""The one-call door: what it takes, what it refuses, and which verifier it picks."""
+"""`generate`: accepted and refused arguments, and default verifiers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def target(tmp_path_factory: Any) -> LoadedModel:
 
 
 def refused(target: Any, inputs: Any, **options: Any) -> str:
-    """The sentence that `generate` refuses with."""
+    """The error message of `generate`."""
     with pytest.raises(UsageError) as caught:
         generate(target, inputs, **{"max_new_tokens": 4, **options})
     sentence = str(caught.value)
@@ -58,7 +58,7 @@ def refused(target: Any, inputs: Any, **options: Any) -> str:
         ([[5], []], "prompt 1 is empty"),
     ],
 )
-def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: str) -> None:
+def test_invalid_inputs(target: LoadedModel, inputs: Any, sentence: str) -> None:
     assert sentence in refused(target, inputs)
 
 
@@ -97,7 +97,7 @@ def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: 
     ],
 )
 @pytest.mark.parametrize("inputs", [[[5, 6]], []], ids=["a prompt", "no prompt"])
-def test_arguments_that_cannot_be(target: LoadedModel, options: dict[str, Any], sentence: str, inputs: Any) -> None:
+def test_invalid_arguments(target: LoadedModel, options: dict[str, Any], sentence: str, inputs: Any) -> None:
     assert sentence in refused(target, inputs, **options)
 
 
@@ -193,7 +193,7 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
     assert 1 <= len(said[0].tokens) <= 6
 
 
-def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
+def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
     sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="block")
     assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
@@ -203,7 +203,7 @@ def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
     assert "use 'traversal' or 'specinfer'" in sentence and "'token'" not in sentence
 
 
-def test_a_rule_that_does_not_load_does_not_fit(install: Any) -> None:
+def test_a_verifier_that_does_not_load_is_not_compatible(install: Any) -> None:
     install("verifiers", ("broken", SimpleNamespace()), ("absent", "no.such.module:Rule"))
     found = compatible_verifiers((Drawing, Drawing.Config()), Sampling())
     assert {"token", "block"} <= set(found) and not {"broken", "absent"} & set(found)

@@ -1,4 +1,4 @@
-"""Recorded ahead: a warm-up records every shape that may come, and afterwards nothing is recorded."""
+"""A warm-up records every shape that may follow; nothing is recorded afterwards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +81,7 @@ def test_when_shapes_are_recorded(caplog: Any) -> None:
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_recordings_share_their_room(sizes: list[int]) -> None:
+def test_recordings_share_buffers(sizes: list[int]) -> None:
     """They hold less than four times the largest inputs and outputs, and no call writes into what another returned."""
     call, found = Graphs(Recorder(), "test"), []
     with recording(CaptureLimits(0, 0)):
@@ -96,7 +96,7 @@ def test_recordings_share_their_room(sizes: list[int]) -> None:
     assert call.nbytes(CPU) <= recorded_nbytes(CPU) and call.nbytes(torch.device("meta")) == 0
 
 
-def test_what_recordings_hold_is_given_back() -> None:
+def test_buffers_of_recordings_are_freed() -> None:
     before = recorded_nbytes(CPU)
     call = Graphs(Recorder(), "test")
     with recording(CaptureLimits(0, 0)):
@@ -219,7 +219,7 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_nothing_is_padded_at_the_end_of_a_slot(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """A padded pass would write behind the slot: one without a recording runs as it is."""
     lm = TransformersLM(tiny_model("llama"), 1, 16)
     with recording(CaptureLimits(3, 3)):
@@ -232,7 +232,7 @@ def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: lis
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_heads_that_name_positions_are_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """Pairs of any count are caught up with in a recorded width; logits and features are those of the pairs alone."""
     torch.manual_seed(3)
     head = MtpHead(tiny_model("llama")).eval()

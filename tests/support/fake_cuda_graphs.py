@@ -20,7 +20,7 @@ class Recorder:
         return run()
 
     def record(self, run: Callable) -> Callable:
-        """Computes nothing: what the outputs hold until the first replay is no number."""
+        """Compute nothing, as a capture; outputs are undefined until the first replay."""
         self.recorded += 1
 
         def replay() -> None:
