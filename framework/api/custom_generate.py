@@ -32,7 +32,7 @@ from .generate_args import checked_sampling, whole
 
 
 class Setting(NamedTuple):
-    """What becomes of a setting of transformers' ``generate``.
+    """Treatment of a setting of transformers' ``generate``.
 
     Attributes:
         effect: "honoured"; "harmless", it changes no token here; or "refused".

@@ -1,81 +1,78 @@
-"""From tokens to text while they come: pieces that split no character, and strings that end an answer."""
+"""Incremental detokenization: text in pieces of whole characters, and stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-#: What a decoder puts where bytes are no character, or not yet.
-_BROKEN = "\ufffd"
+#: Replacement character, decoded from incomplete or invalid bytes.
+_REPLACEMENT = "\ufffd"
 
 
-def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of an answer: without special tokens, and with every space that the tokens have.
-
-    Tidying spaces up would change text that was given away already.
-    """
+def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of ``tokens`` without special tokens; spaces are not cleaned up, which could change earlier text."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class Text:
-    """The text of one answer, which grows by tokens.
+class Detokenizer:
+    """The growing text of one output.
 
-    A token is decoded with those that stand before it since the last text, because many a tokenizer writes a token
-    otherwise at the start of a text; so an answer costs time in proportion to its length.
+    A token is decoded together with the tokens since the previous piece of text, because many tokenizers write a token
+    differently at the start of a text. The total time is linear in the length of the output.
 
     Args:
         tokenizer: any tokenizer of transformers.
-        stop: strings that end the text. It is cut before the first of them.
+        stop: strings that end the text, which is cut before the first of them.
 
     Attributes:
-        text: what is known of it, held back or not; characters that are not complete are missing.
-        stopped: whether a stop string was said.
+        text: all complete characters, including those that `piece` holds back.
+        stopped: True once a stop string is complete.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []  # since the last text but one
-        self._known, self._read = "", 0  # their text that is in `text`, and how many tokens that is
-        self._given = 0
+        self._tokens: list[int] = []  # context of the next token: since the last piece of text but one
+        self._prefix, self._prefix_tokens = "", 0  # their text that is already in `text`, and its tokens
+        self._returned = 0  # characters returned by `piece`
         self.text, self.stopped = "", False
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Take tokens up to the one that completes a stop string; how many were taken."""
-        for taken, token in enumerate(tokens, 1):
+        """Append tokens up to the one that completes a stop string; return their number."""
+        for count, token in enumerate(tokens, 1):
             self._tokens.append(token)
-            found = decoded(self._tokenizer, self._tokens)
-            if len(found) > len(self._known) and not found.endswith(_BROKEN):
-                self._append(found[len(self._known) :])
-                del self._tokens[: self._read]
-                self._read = len(self._tokens)
-                self._known = decoded(self._tokenizer, self._tokens)
+            text = decode_text(self._tokenizer, self._tokens)
+            if len(text) > len(self._prefix) and not text.endswith(_REPLACEMENT):
+                self._append(text[len(self._prefix) :])
+                del self._tokens[: self._prefix_tokens]
+                self._prefix_tokens = len(self._tokens)
+                self._prefix = decode_text(self._tokenizer, self._tokens)
             if self.stopped:
-                return taken
+                return count
         return len(tokens)
 
     def piece(self) -> str:
-        """Text that was not given away yet, but for an end of it that may become a stop string."""
-        end = len(self.text) if self.stopped else len(self.text) - self._beginning()
-        piece, self._given = self.text[self._given : end], max(end, self._given)
+        """Return the new text, without a suffix that may become a stop string."""
+        end = len(self.text) if self.stopped else len(self.text) - self._partial_stop()
+        piece, self._returned = self.text[self._returned : end], max(end, self._returned)
         return piece
 
     def flush(self) -> str:
-        """The rest, where nothing follows: bytes that became no character too."""
+        """Return the rest at the end of the output, incomplete characters included."""
         if not self.stopped:
-            found = decoded(self._tokenizer, self._tokens)
-            self._append(found[len(self._known) :])
-        piece, self._given = self.text[self._given :], len(self.text)
+            text = decode_text(self._tokenizer, self._tokens)
+            self._append(text[len(self._prefix) :])
+        piece, self._returned = self.text[self._returned :], len(self.text)
         return piece
 
     def _append(self, new: str) -> None:
         start = max(0, len(self.text) - max(map(len, self._stop), default=1) + 1)
         self.text += new
-        places = [place for stop in self._stop if (place := self.text.find(stop, start)) >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
+        matches = [match for stop in self._stop if (match := self.text.find(stop, start)) >= 0]
+        if matches:
+            self.text, self.stopped = self.text[: min(matches)], True
 
-    def _beginning(self) -> int:
-        """How long an end of the text could be the beginning of a stop string."""
+    def _partial_stop(self) -> int:
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         for n in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-n:]) for stop in self._stop):

@@ -29,8 +29,8 @@ from .build import (
     build_decoder,
     check_pair,
     configured,
-    default_rule,
-    load_drafting_model,
+    default_verifier,
+    load_draft_model,
     make_slots,
     slot_length,
 )
@@ -59,7 +59,7 @@ def pair_decoder(
     batch_size: int,
     max_new_tokens: int,
     seed: int = 0,
-    load: Callable[[str, LoadedModel], LoadedModel] = load_drafting_model,
+    load: Callable[[str, LoadedModel], LoadedModel] = load_draft_model,
     **options: Any,
 ) -> Decoder:
     """A decoder for one pair, with its own slots for sequences of up to ``sequence`` tokens, prompt and output.
@@ -67,14 +67,14 @@ def pair_decoder(
     A transformers target is run in separate modules, see `own_modules`, so the caller's are not changed.
 
     Args:
-        verifier: None = the one that ``docs/verifiers.md`` advises for the drafter, see `default_rule`.
+        verifier: None = the one that ``docs/verifiers.md`` advises for the drafter, see `default_verifier`.
         load: loads draft models.
         options: further keywords of `build_decoder`.
 
     Raises:
         UsageError: the pair is incompatible.
     """
-    pair = fitting_pair(drafter, verifier, sampling)
+    pair = compatible_pair(drafter, verifier, sampling)
     if target.backend == TRANSFORMERS:
         target = replace(target, model=own_modules(target.model))
     if target.context_length is not None:
@@ -219,7 +219,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     texts = separate(inputs)
     max_new_tokens, samplings = per_input_limits(options.max_new_tokens, len(texts)), options.samplings(len(texts))
     # Checked before anything is loaded.
-    pairs = {one: fitting_pair(options.drafter, options.verifier, one) for one in dict.fromkeys(samplings)}
+    pairs = {one: compatible_pair(options.drafter, options.verifier, one) for one in dict.fromkeys(samplings)}
     if not texts:
         return _Call([], [], live, options.on_step)
     target = load_model(model) if isinstance(model, str) else model
@@ -261,11 +261,11 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     return _Call(requests, batches, live, options.on_step)
 
 
-def fitting_pair(
+def compatible_pair(
     drafter: StrategyLike, verifier: StrategyLike | None, sampling: Sampling
 ) -> tuple[Configured, Configured]:
-    """Drafter and verifier as classes and configs; `default_rule` for None. UsageError if they cannot run together."""
-    drafting = configured("drafters", drafter)
-    pair = drafting, default_rule(drafting, sampling) if verifier is None else configured("verifiers", verifier)
-    check_pair(*pair, sampling)
-    return pair
+    """Classes and configs of a pair, with `default_verifier` for None. UsageError if it is incompatible."""
+    first = configured("drafters", drafter)
+    second = default_verifier(first, sampling) if verifier is None else configured("verifiers", verifier)
+    check_pair(first, second, sampling)
+    return first, second

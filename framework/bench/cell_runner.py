@@ -12,14 +12,14 @@ from math import isfinite
 from random import Random
 from typing import Any
 
-from ..api.build import Configured, TargetContext, build_decoder, configured, load_drafting_model, slot_length
+from ..api.build import Configured, TargetContext, build_decoder, configured, load_draft_model, slot_length
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.steps import Request, Response, StepEvent
 from ..engine.decoder import Decoder
 from ..errors import ContractError, UsageError
-from ..lm.cuda_graphs import Ahead, recording
+from ..lm.cuda_graphs import CaptureLimits, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
 from ..models.chat import encode
@@ -73,7 +73,7 @@ class Models:
     def drafter(self, name: str, target: LoadedModel) -> LoadedModel:
         """Return a draft model for the target loaded last."""
         if name not in self._loaded:
-            self._loaded[name] = load_drafting_model(name, target, trust_remote_code=name in self.trusted)
+            self._loaded[name] = load_draft_model(name, target, trust_remote_code=name in self.trusted)
         return self._loaded[name]
 
     def of(self, config: CellConfig) -> list[LoadedModel]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..api.build import make_slots
 from ..errors import CrossdraftError, first_line
-from ..lm.cuda_graphs import held
+from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
@@ -362,7 +362,7 @@ class Group:
             return error_message(error)
         models = [model.model for model in loaded]
         device = input_device(models[0])
-        available, recorded = memory.total(device), held(device)
+        available, recorded = memory.total(device), recorded_nbytes(device)
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 

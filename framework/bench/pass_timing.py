@@ -15,7 +15,7 @@ from ..contracts.sampling import Sampling
 from ..cost.curve import BATCH_SIZES, CONTEXTS, REPEATS, WIDTHS, CostCurve, Point
 from ..engine.stopwatch import Stopwatch
 from ..errors import UsageError
-from ..lm.cuda_graphs import Ahead, recording
+from ..lm.cuda_graphs import CaptureLimits, recording
 from ..lm.transformers_lm import TransformersLM
 from ..models.environment import describe
 

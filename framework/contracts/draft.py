@@ -242,7 +242,7 @@ class Draft:
             return self.valid[..., None].expand(self.batch_size, 0, 0)
         if self.children is not None:
             return tree_constant(self.children, "ancestor_mask", self.tokens.device).expand(self.batch_size, n, n)
-        return descent(self.parents, n if self.levels is None else self.levels)
+        return ancestor_mask(self.parents, n if self.levels is None else self.levels)
 
     @cached_property
     def earlier_siblings(self) -> Tensor:

@@ -1,9 +1,9 @@
-"""Which architectures the decoder runs exactly, and why it refuses the others: docs/architectures.md is the list.
+"""Supported architectures, and the reasons why others are refused; docs/architectures.md is the list.
 
-A pass of the decoder holds rows of different length, in one cache, with masks and positions that it gives explicitly. A
-model that reads anything else about its input (the length of the batch, the padding, one offset for all rows) would go
-on without a complaint and say something else than it says alone. So what is known to do that is refused by name; and a
-model that is not known at all, because it came with its own code or with a newer transformers, is put to a trial once.
+A pass of the decoder has rows of different length in one cache, with explicit masks and positions. A model that reads
+anything else about its input (the length of the batch, the padding, one offset for all rows) would silently compute
+other logits than for a single sequence. Architectures known to do so raise an error. A model that is not known, because
+it comes with its own code or a newer transformers, goes through a trial once.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBer
 SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
 XGLMForCausalLM YoutuForCausalLM
 """
-#: Classes that the tests hold equal to transformers, logit for logit, in ragged batches of chains and of trees.
+#: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
 EXACT = frozenset(_EXACT.split())
-#: Classes that are exact too, but not with every transformers that crossdraft runs with: older ones gave them no causal
-#: mask. They are put to the trial.
+#: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
+#: trial.
 BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})
 
-#: Layers whose cache is keys and values by position, so that a rejected token can be forgotten.
+#: Layers that cache keys and values by position, so rejected tokens can be dropped.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-#: Layers that look at no other token, where a model counts them among the others.
+#: Layers that read no other token; some models list them among the others.
 _STATELESS_LAYERS = {"mlp", "moe", "dense", "sparse"}
-#: Layers that choose among keys, or merge them, with further keys of their own.
+#: Layers that select or merge keys with the help of further keys.
 _SPARSE_LAYERS = {
     "deepseek_sparse_attention",
     "qwen_sparse_attention",
@@ -68,26 +68,25 @@ def text_config(model: Any) -> Any:
     """The config of the part of ``model`` that decodes text."""
     try:
         return model.config.get_text_config()
-    except ValueError:  # several of them
+    except ValueError:
         raise ModelError(
-            f"{type(model).__name__} has more than one text model in it, so crossdraft cannot tell which one to decode "
-            "with; load the one that you mean"
+            f"{type(model).__name__} contains more than one text model, so crossdraft cannot choose; load one of them"
         ) from None
 
 
 def sliding_window(config: Any) -> int | None:
-    """Tokens that sliding layers look back, themselves included; None = no window, or more than one."""
+    """Window of the sliding layers in tokens, the query included; None = no window, or several different ones."""
     try:
         return getattr(config, "sliding_window", None)
-    except RuntimeError:  # transformers says so where it differs between layers
+    except RuntimeError:  # it differs between layers
         return None
 
 
 def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
-    """Raise ModelError, naming the reason, for a model that this decoder would run wrongly.
+    """Raise ModelError with the reason if this decoder would run ``model`` wrongly.
 
     Args:
-        max_length: tokens that a slot will hold; some models are right only as long as sequences are short.
+        max_length: longest sequence of a slot in tokens; some models are exact only up to a length.
     """
     for reason in _reasons(model, text_config(model), max_length):
         raise ModelError(f"{type(model).__name__} {reason}")
@@ -98,14 +97,14 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         yield "is an encoder-decoder model; crossdraft decodes decoder-only causal models"
     if type(model).__name__ == "BltForCausalLM":
         yield (
-            "cuts its text into patches of bytes, which have a cache and positions of their own; "
-            "use a model that reads tokens"
+            "cuts its text into patches of bytes, which have their own cache and positions; use a model that reads "
+            "tokens"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     if sparse := sorted(kinds & _SPARSE_LAYERS):
         yield (
-            f"has layers of type {', '.join(sparse)}: they choose keys with a cache of their own, which has one length "
-            "for all rows and crossdraft does not keep; use a model whose layers are all plain attention"
+            f"has layers of type {', '.join(sparse)}: they select keys with a further cache, which has one length for "
+            "all rows and is not supported; use a model whose layers are all plain attention"
         )
     recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS)
     if recurrent or getattr(model, "_is_stateful", False):
@@ -119,9 +118,9 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         and getattr(config, "use_sliding_window", True) is not False
         and sliding_window(config) is None
     ):
-        yield "has sliding layers, but its config names no one sliding_window for them; use another model"
+        yield "has sliding layers, but its config has no single sliding_window for them; use another model"
     if getattr(config, "attention_chunk_size", None) is not None and not kinds:
-        yield "has chunks of attention without saying in which layers (layer_types in its config); use another model"
+        yield "has chunked attention, but its config does not list the layers (layer_types); use another model"
     if "flash" in str(getattr(config, "_attn_implementation", "")):
         yield (
             "was loaded with flash attention, which takes no masks of trees and of rows of different length; "
@@ -132,8 +131,8 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
     inputs = inspect.signature(model.forward).parameters
     if "past_key_values" not in inputs:
         yield (
-            "takes no past_key_values: it keeps no keys and values between passes, or not in a cache that crossdraft "
-            "can fill; use a model with a cache"
+            "takes no past_key_values, so crossdraft cannot supply its cache of keys and values; use a model with a "
+            "cache"
         )
     if "position_ids" not in inputs:
         yield (
@@ -147,28 +146,28 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
         )
     if type(model).__name__ == "DogeForCausalLM" and config.is_moe:
         yield (
-            "with experts (is_moe) routes each token by its neighbours in the pass, those of other rows included, "
-            "so it says something else in every batch; use a model without"
+            "with experts (is_moe) routes each token by its neighbours in the pass, other rows included, so its output "
+            "depends on the batch; use a model without experts"
         )
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     # Models that began as encoders are both; other configs have `is_decoder` and never read it.
     encoder = getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention")
     if both_ways or encoder or getattr(config, "is_causal", True) is False:
         hint = "; set is_decoder in its config, if it was trained to be one" if encoder else ""
-        yield f"attends in both directions, so it is no causal language model as it is configured{hint}"
+        yield f"attends in both directions, so it is not a causal language model as configured{hint}"
     if model.get_output_embeddings() is None:
-        yield "has no output embedding, so it says nothing about the next token; load a causal language model"
+        yield "has no output embedding, so it cannot predict tokens; load a causal language model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         yield (
-            "counts positions from its padding token's id, not from 0, and crossdraft's positions would be other ones; "
-            "use a model with plain positions"
+            "counts positions from its padding token's id, but crossdraft counts from 0; use a model with plain "
+            "positions"
         )
     if max_length is not None:
         yield from _too_long(model, config, max_length)
 
 
 def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
-    """What is right as long as no slot is longer than some bound."""
+    """Reasons that apply only to slots longer than some bound."""
     shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
     context = getattr(config, "max_position_embeddings", None)
     positions = max_length if context is None else min(max_length, context)
@@ -178,10 +177,10 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
         )
         kind = rope.get("rope_type", rope.get("type"))
         if kind in ("longrope", "su") and original is not None and positions > original:
-            # Dynamic frequencies change beyond the context alone, where no sequence gets to.
+            # Dynamic frequencies change only beyond the context, which no sequence reaches.
             yield (
-                f"has {kind} positions: once any row of a pass is beyond {original} tokens all rows get other "
-                f"frequencies, {shorter}"
+                f"has {kind} positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
+                f"rows change, {shorter}"
             )
     name = type(model).__name__
     if name == "GPTNeoForCausalLM":
@@ -194,8 +193,8 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
             yield f"has a mask of {config.max_position_embeddings} positions, {shorter}"
     if name == "DogeForCausalLM" and max_length > config.keep_window_size:
         yield (
-            f"attends to the {config.keep_window_size} keys that it ranks highest, and which of equal ones that is "
-            f"depends on the length of the pass: right up to {config.keep_window_size} tokens, {shorter}"
+            f"attends to the {config.keep_window_size} keys that it ranks highest, and ties depend on the length of "
+            f"the pass: right up to {config.keep_window_size} tokens, {shorter}"
         )
     if name == "MoshiForCausalLM" and max_length > config.sliding_window:
         yield (
@@ -209,26 +208,26 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
         )
 
 
-#: Tokens of a slot in a trial.
+#: Length of a slot in a trial, in tokens.
 TRIAL_LENGTH = 16
 #: Models that passed the trial.
 _tried: WeakSet[Any] = WeakSet()
 
 
 def needs_trial(model: Any) -> bool:
-    """Is it a whole model of an architecture that neither the tests nor an earlier trial know?"""
-    kind = type(model)
-    known = kind.__name__ in EXACT and kind.__module__.startswith("transformers.")
-    return isinstance(model, PreTrainedModel) and not known and model not in _tried
+    """True for a whole model of an architecture that neither the tests nor an earlier trial cover."""
+    cls = type(model)
+    tested = cls.__name__ in EXACT and cls.__module__.startswith("transformers.")
+    return isinstance(model, PreTrainedModel) and not tested and model not in _tried
 
 
 @torch.inference_mode()
 def trial(lm: Any) -> None:
-    """Raise ModelError if a model says something else in a ragged batch with a tree than it says alone.
+    """Raise ModelError if the logits of a ragged batch with a tree differ from those of plain sequences.
 
     Two rows of different length, each with a root, its child, a sibling of that and a grandchild: three small passes
-    here, four of plain sequences, without a cache of ours. Windows and frequencies that begin to differ further on are
-    not seen; nor can they be, without sequences as long.
+    here, four of plain sequences without a cache. Windows and frequencies that matter only in longer sequences are not
+    covered.
 
     Args:
         lm: two slots of `TRIAL_LENGTH` tokens; empty.
@@ -241,16 +240,16 @@ def trial(lm: Any) -> None:
             lm.start(row, text)
         feed = [[[text[-1], child] for text in texts], [[sibling, grandchild] for _ in texts]]
         parents = [[[-1, 0]] * 2, [[0, 1]] * 2]
-        here = [
+        levels = [
             lm.forward(on_device(f, lm.device), on_device(p, lm.device))[0] for f, p in zip(feed, parents, strict=True)
         ]
-        said = torch.cat(here, 1).double()  # root, child, sibling, grandchild
+        logits = torch.cat(levels, 1).double()  # root, child, sibling, grandchild
         worst = 0.0
         for row, text in enumerate(texts):
             for path, nodes in (([sibling], [0, 2]), ([child, grandchild], [0, 1, 3])):
-                alone = model(input_ids=on_device([text + path], lm.device), use_cache=False).logits[0].double()
-                off = (said[row, nodes] - alone[len(text) - 1 :]).square().mean().sqrt() / alone.std()
-                worst = max(worst, off.item() if off.isfinite() else float("inf"))
+                plain = model(input_ids=on_device([text + path], lm.device), use_cache=False).logits[0].double()
+                error = (logits[row, nodes] - plain[len(text) - 1 :]).square().mean().sqrt() / plain.std()
+                worst = max(worst, error.item() if error.isfinite() else float("inf"))
     except Exception as error:
         raise ModelError(
             f"{name} failed a trial with rows of different length and a tree ({type(error).__name__}: "
@@ -259,15 +258,15 @@ def trial(lm: Any) -> None:
     if worst > (1e-3 if lm.model.dtype in (torch.float32, torch.float64) else 0.1):
         raise ModelError(
             f"{name} failed a trial: with rows of different length and a tree its logits were {worst:.0%} off "
-            "from what it says alone, so its text would be wrong; use another model, or another version of transformers"
+            "those of single sequences, so its text would be wrong; use another model or version of transformers"
         )
     _tried.add(model)
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The descriptions of rotary positions in a config: one, or one for each type of layer."""
+    """The rotary position settings in a config: one set, or one per type of layer."""
     for name in ("rope_parameters", "rope_scaling"):
-        found = getattr(config, name, None)
-        if isinstance(found, Mapping):
-            yield found
-            yield from (inner for inner in found.values() if isinstance(inner, Mapping))
+        settings = getattr(config, name, None)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (inner for inner in settings.values() if isinstance(inner, Mapping))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..util.tensors import descent
+from ..util.tensors import ancestor_mask
 from .architectures import sliding_window
 from .flex_attention import FLEX, block_mask
 
@@ -73,7 +73,7 @@ class AttentionMasks:
         """
         total = parents.shape[1]
         first, slot = total - width, self.slots[:kv_len]
-        ancestors = descent(parents, total)
+        ancestors = ancestor_mask(parents, total)
         # Column 0 stands for the committed slots, the last one for everything behind the nodes.
         seen = functional.pad(functional.pad(ancestors[:, first:], (1, 0), value=True), (0, 1), value=False)
         root = starts[:, None] - (first + 1)  # the last committed slot

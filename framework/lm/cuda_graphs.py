@@ -1,8 +1,8 @@
-"""CUDA graphs: device work that is recorded once for a shape and replayed with one launch.
+"""CUDA graphs: device work that is captured once per shape and replayed with one launch.
 
 A pass over a few tokens is hundreds of small kernels, which a host launches more slowly than a GPU runs them. A graph
-launches them all at once, but what it holds is fixed: the shapes, the addresses, and everything that Python decided
-while it was recorded. So only functions of tensors are recorded, and a recording is used for equal shapes alone.
+launches them all at once, but shapes, addresses and every decision of Python are fixed at capture. Therefore only
+functions of tensors are recorded, and a recording is replayed only for equal shapes.
 
 ``CROSSDRAFT_CUDA_GRAPHS=0`` in the environment switches graphs off, for debugging and comparison.
 """
@@ -30,54 +30,54 @@ from ..util.shared_patch import SharedPatch
 
 logger = logging.getLogger(__name__)
 
-#: Most recordings of one model; the least recently used one makes way. What they read and return lies in memory that
-#: they share, so each costs little more than its list of kernels.
+#: Most recordings of one model; the least recently used one is dropped. Recordings share the memory of inputs and
+#: outputs, so each costs little more than its list of kernels.
 MOST_GRAPHS = 256
 
 Outputs = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What may come after the warm-up: drafts ``depth`` tokens deep, of ``nodes`` tokens in all."""
+class CaptureLimits:
+    """The largest drafts after a warm-up: ``depth`` tokens deep, ``nodes`` tokens in all."""
 
     depth: int
     nodes: int
 
 
-#: When a shape is recorded: "again" = when it comes for the second time; `Ahead` = at once, and with it what may
-#: come; "never". Of the thread that asks, so that a benchmark changes nothing for others.
-_when: ContextVar[Ahead | str] = ContextVar("when", default="again")
+#: When a shape is recorded: "repeated" = at its second call; `CaptureLimits` = at its first call, together with the
+#: other shapes within the limits; "never". Per thread, so that a benchmark does not affect others.
+_policy: ContextVar[CaptureLimits | str] = ContextVar("policy", default="repeated")
 
 
 @contextmanager
-def recording(ahead: Ahead | None) -> Iterator[None]:
-    """Meanwhile shapes are recorded when they come first, and those that may follow with them; ``None``: none are.
+def recording(limits: CaptureLimits | None) -> Iterator[None]:
+    """Within the context, record every shape at its first call, and those within ``limits`` with it; None: record none.
 
-    What is measured is measured under ``None``, after a warm-up under `Ahead`: recording takes longer than a pass.
+    Measure under ``None``, after a warm-up with limits: recording a shape takes longer than a pass.
     """
-    token = _when.set("never" if ahead is None else ahead)
+    token = _policy.set("never" if limits is None else limits)
     try:
         yield
     finally:
-        _when.reset(token)
+        _policy.reset(token)
 
 
-def ahead() -> Ahead | None:
-    """What is to be recorded beside the shapes that come."""
-    when = _when.get()
-    return when if isinstance(when, Ahead) else None
+def capture_limits() -> CaptureLimits | None:
+    """The limits of the current warm-up; None outside of one."""
+    policy = _policy.get()
+    return policy if isinstance(policy, CaptureLimits) else None
 
 
 class Recorder(Protocol):
-    """How device work is recorded."""
+    """Records device work."""
 
-    def rehearse(self, run: Callable[[], Outputs]) -> Outputs:
-        """``run()``; raises what makes it impossible to record."""
+    def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
+        """Return ``run()``; raise if it does something that cannot be recorded."""
         ...
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record ``run()`` without doing its work; returns what does it, on the same tensors."""
+        """Record ``run()`` without executing it; return a function that executes it on the same tensors."""
         ...
 
 
@@ -88,74 +88,74 @@ class _Recording:
     replay: Callable[[], None]
 
 
-class _Room:
-    """Memory that all recordings of a model share: each is filled, replayed and read before another one is.
+class _SharedBuffers:
+    """Input and output memory of all recordings of a model: each is filled, replayed and read before the next one.
 
-    What was handed out stays where it is. It grows by doubling, so all of it is less than four times the largest.
+    Buffers never move. They grow by doubling, so in total they take less than four times the largest.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[Hashable, list[Tensor]] = {}
+        self._buffers: dict[Hashable, list[Tensor]] = {}
 
-    def take(self, place: Hashable, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor with room of its own beside those of every other ``place``."""
-        numbers, pieces = prod(shape), self._pieces.setdefault((place, dtype), [])
-        fits = next((piece for piece in pieces if piece.numel() >= numbers), None)
-        if fits is None:
-            fits = torch.empty(max(numbers, 2 * len(pieces[-1]) if pieces else 0), dtype=dtype, device=device)
-            pieces.append(fits)
-        return fits[:numbers].view(shape)
+    def take(self, name: Hashable, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that shares memory only with tensors of the same ``name`` and dtype."""
+        size, buffers = prod(shape), self._buffers.setdefault((name, dtype), [])
+        buffer = next((one for one in buffers if one.numel() >= size), None)
+        if buffer is None:
+            buffer = torch.empty(max(size, 2 * len(buffers[-1]) if buffers else 0), dtype=dtype, device=device)
+            buffers.append(buffer)
+        return buffer[:size].view(shape)
 
     def nbytes(self, device: torch.device) -> int:
-        return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.device == device)
+        return sum(one.nbytes for buffers in self._buffers.values() for one in buffers if one.device == device)
 
 
 class Graphs:
-    """Calls functions of tensors; a shape that comes again is recorded, and replayed from then on (see `recording`).
+    """Calls functions of tensors; records a shape at its second call and replays it from then on (see `recording`).
 
-    The first call of a shape is a rehearsal: it makes what is made lazily (a cache, a library's workspace), and many
-    shapes of a ragged batch come only once. Where a call cannot be recorded, there is one warning, that call is made
-    again, and from then on every call runs as usual.
+    The first call of a shape is a warm-up, in which lazy allocations happen (a cache, a library's workspace); many
+    shapes of a ragged batch are called only once. If recording fails, a warning is logged once, the call is repeated,
+    and from then on every call runs without graphs.
 
     Args:
-        recorder: how work is recorded; ``None`` = it is not, every call runs as usual.
-        name: of the model, for warnings.
+        recorder: records work; ``None`` = every call runs without graphs.
+        name: name of the model, for warnings.
 
     Attributes:
-        missed: calls that ran as usual because nothing was to be recorded by then.
-        widths: for its user: of each kind of pass, the widths that were recorded ahead.
+        missed: calls that ran without a graph because recording was switched off.
+        widths: kept for the caller: the widths recorded for each kind of pass.
     """
 
     def __init__(self, recorder: Recorder | None, name: str):
         self._recorder = recorder
         self._name = name
-        #: By function, constants and shapes of the tensors; of one that was only seen, what it returns.
-        self._known: OrderedDict[Hashable, _Recording | list[Any]] = OrderedDict()
-        self._room = _Room()
+        #: By function, constants and shapes of the tensors; after a warm-up only, the layout of the outputs.
+        self._recordings: OrderedDict[Hashable, _Recording | list[Any]] = OrderedDict()
+        self._buffers = _SharedBuffers()
         self.missed = 0
         self.widths: dict[Hashable, set[int]] = {}
-        _living.add(self)
+        _instances.add(self)
 
     @property
     def records(self) -> bool:
-        """Are shapes recorded? Then few shapes that come again are better than many."""
+        """True if shapes are recorded; then callers should use few distinct shapes."""
         return self._recorder is not None
 
     def __len__(self) -> int:
-        """Recordings held."""
-        return sum(isinstance(found, _Recording) for found in self._known.values())
+        """Number of recordings."""
+        return sum(isinstance(recording, _Recording) for recording in self._recordings.values())
 
     def nbytes(self, device: torch.device) -> int:
-        """Bytes that recordings read from and return into on ``device``, held as long as they are."""
-        return self._room.nbytes(device)
+        """Bytes of the recordings' inputs and outputs on ``device``."""
+        return self._buffers.nbytes(device)
 
     def __call__(
         self, function: Callable[..., Outputs], tensors: Mapping[str, Tensor], *constants: Hashable
     ) -> Outputs:
-        """``function(*constants, **tensors)``. Its outputs are the caller's own: no later call writes into them.
+        """Return ``function(*constants, **tensors)``, in tensors that no later call overwrites.
 
-        ``function`` must read nothing that changes between calls but its tensors, its constants, and what lies at fixed
-        addresses (weights, caches); its name stands for it.
+        ``function`` may depend only on its tensors, its constants, and memory at fixed addresses (weights, caches).
+        Recordings are looked up by its name.
         """
 
         def run() -> Outputs:
@@ -165,34 +165,34 @@ class Graphs:
             return run()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         key = (function.__name__, constants, shapes)
-        found, when = self._known.get(key), _when.get()
-        if when == "never" and not isinstance(found, _Recording):
+        entry, policy = self._recordings.get(key), _policy.get()
+        if policy == "never" and not isinstance(entry, _Recording):
             self.missed += 1
             _warn_of_missed(self._name)
             return run()
         try:
-            if found is None:
-                outputs = self._recorder.rehearse(run)
-                found = [out if out is None else (out.shape, out.dtype, out.device) for out in outputs]
-                if isinstance(when, Ahead):
-                    found = self._record(self._recorder, function, tensors, constants, found)
-                self._known[key] = found
-                while len(self._known) > MOST_GRAPHS:
-                    self._known.popitem(last=False)
+            if entry is None:
+                outputs = self._recorder.warm_up(run)
+                entry = [out if out is None else (out.shape, out.dtype, out.device) for out in outputs]
+                if isinstance(policy, CaptureLimits):
+                    entry = self._record(self._recorder, function, tensors, constants, entry)
+                self._recordings[key] = entry
+                while len(self._recordings) > MOST_GRAPHS:
+                    self._recordings.popitem(last=False)
                 return outputs
-            if not isinstance(found, _Recording):
-                found = self._known[key] = self._record(self._recorder, function, tensors, constants, found)
+            if not isinstance(entry, _Recording):
+                entry = self._recordings[key] = self._record(self._recorder, function, tensors, constants, entry)
         except Exception as error:
-            # A failed recording is reported by what ends it, too; the cause came before.
+            # The end of a failed capture raises an error of its own; the cause is its context.
             _warn_once(self._name, str(error.__context__ or error).partition("\n")[0])
-            self._recorder, self._room = None, _Room()
-            self._known.clear()
+            self._recorder, self._buffers = None, _SharedBuffers()
+            self._recordings.clear()
             return run()
-        self._known.move_to_end(key)
-        for name, buffer in found.inputs.items():
+        self._recordings.move_to_end(key)
+        for name, buffer in entry.inputs.items():
             buffer.copy_(tensors[name])
-        found.replay()
-        return tuple(None if output is None else output.clone() for output in found.outputs)
+        entry.replay()
+        return tuple(None if output is None else output.clone() for output in entry.outputs)
 
     def _record(
         self,
@@ -200,11 +200,11 @@ class Graphs:
         function: Callable[..., Outputs],
         tensors: Mapping[str, Tensor],
         constants: tuple[Hashable, ...],
-        returned: list[Any],
+        layouts: list[Any],
     ) -> _Recording:
-        take = self._room.take
+        take = self._buffers.take
         inputs = {name: take(name, one.shape, one.dtype, one.device).copy_(one) for name, one in tensors.items()}
-        outputs = tuple(None if like is None else take(i, *like) for i, like in enumerate(returned))
+        outputs = tuple(None if layout is None else take(i, *layout) for i, layout in enumerate(layouts))
 
         def run() -> None:
             for output, new in zip(outputs, function(*constants, **inputs), strict=True):
@@ -215,17 +215,16 @@ class Graphs:
         return _Recording(inputs, outputs, recorder.record(run))
 
 
-_living: WeakSet[Graphs] = WeakSet()
+_instances: WeakSet[Graphs] = WeakSet()
 
 
-def held(device: torch.device) -> int:
-    """Bytes that the recordings of all models in this process read from and return into on ``device``.
+def recorded_nbytes(device: torch.device) -> int:
+    """Bytes of inputs and outputs of all recordings in this process on ``device``.
 
-    A model and what replays its passes refer to each other: one that nobody uses any more is collected first, where
-    somebody wants to know where the memory is.
+    Collects garbage first: a model and its recordings refer to each other, so unused ones are freed only then.
     """
     gc.collect()
-    return sum(graphs.nbytes(device) for graphs in _living)
+    return sum(graphs.nbytes(device) for graphs in _instances)
 
 
 def _forbid_synchronisation() -> Callable[[], None]:
@@ -238,13 +237,13 @@ _no_synchronisation = SharedPatch(_forbid_synchronisation)
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory for all that they do not return."""
+    """Records CUDA graphs, which share one memory pool for intermediate results."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._shared: dict[str, Any] | None = None  # pool and stream of all recordings
 
-    def rehearse(self, run: Callable[[], Outputs]) -> Outputs:
+    def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
         # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder.
         with _no_synchronisation:
             return run()
@@ -255,11 +254,11 @@ class CudaRecorder:
                 self._shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # Other threads may allocate meanwhile.
+                # Other threads may allocate during the capture.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local", **self._shared):
                     run()
             except Exception:
-                # PyTorch leaves its own stream the current one, and its allocator goes on to ask this graph.
+                # PyTorch leaves its own stream current, and its allocator keeps referring to this graph.
                 torch.cuda.set_stream(current)
                 _failed.append(graph)
                 raise
@@ -271,12 +270,12 @@ _failed: list[torch.cuda.CUDAGraph] = []
 
 
 def runner_for(model: Any) -> Graphs:
-    """What runs the passes of ``model``; not recorded on a CPU, over devices or processes, or if graphs are off."""
-    name, places = type(model).__name__, set(getattr(model, "hf_device_map", {}).values())
+    """The caller of the passes of ``model``; records none on a CPU, over devices or processes, or if switched off."""
+    name, devices = type(model).__name__, set(getattr(model, "hf_device_map", {}).values())
     if input_device(model).type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
         return Graphs(None, name)
-    if len(places) > 1:
-        _warn_once(name, f"it is spread over {len(places)} devices")
+    if len(devices) > 1:
+        _warn_once(name, f"it is spread over {len(devices)} devices")
         return Graphs(None, name)
     if any(hasattr(weight, "placements") for weight in model.parameters()):
         _warn_once(name, "it is split over several processes")

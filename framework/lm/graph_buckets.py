@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cuda_graphs import Graphs, Outputs, ahead
+from .cuda_graphs import Graphs, Outputs, capture_limits
 from .forward_pass import ForwardPass
 
 #: Graphs attend over a multiple of so many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
@@ -61,7 +61,7 @@ def at_width(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
 class BucketedPasses:
     """Runs the passes of a model, at bucket sizes if they are recorded into CUDA graphs.
 
-    While a warm-up records (`recording` with an `Ahead`), the first pass of each kind is recorded at every width and
+    During a warm-up (`recording` with `CaptureLimits`), the first pass of each kind is recorded at every width and
     every number of slots; later passes are padded to the next recorded width. What lies beyond a row's own nodes is
     masked.
 
@@ -134,7 +134,7 @@ class BucketedPasses:
         The outputs are discarded; every slot written is written again before it is read, or belongs to a sequence of
         the warm-up.
         """
-        limits, width = ahead(), per_node["tokens"].shape[1]
+        limits, width = capture_limits(), per_node["tokens"].shape[1]
         if limits is None:
             return
         if "tree" not in tensors:
@@ -155,7 +155,7 @@ class BucketedPasses:
                     recorded.add(n)
 
     def _record_compact(self, tensors: Mapping[str, Tensor], longest: int) -> None:
-        limits, path = ahead(), tensors["path"]
+        limits, path = capture_limits(), tensors["path"]
         if limits is None:
             return
         recorded = self.graphs.widths.setdefault("compact", set())

@@ -1,4 +1,4 @@
-"""A model in modules of its own, or with some of its layers: weights are shared, nothing is copied."""
+"""Copies of a model that share its weights: in separate modules, or with some of its layers."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..models.placement import is_spread
 
-#: What the parts of a decoder layer are called.
+#: Names of the parts of a decoder layer.
 _ATTENTION, _MLP = ("self_attn", "attn", "attention", "self_attention"), ("mlp", "feed_forward", "block_sparse_moe")
 
 
 def with_layers(
     model: Any, layers: Sequence[int], no_attention: Collection[int] = (), no_mlp: Collection[int] = ()
 ) -> Any:
-    """A causal LM that shares everything with ``model`` but runs only these of its decoder's layers, in this order.
+    """A causal LM that shares its weights with ``model`` but runs only these layers of its decoder, in this order.
 
     Args:
-        no_attention, no_mlp: layers of them whose attention, or feed-forward network, adds nothing.
+        no_attention, no_mlp: those of the layers whose attention, or feed-forward network, is skipped.
 
     Raises:
-        ModelError: layers that there are not, or that cannot be run alone, or without a part of them.
+        ModelError: the layers do not exist, or cannot be run separately, or without one of their parts.
     """
     shared = [name for name in ("num_kv_shared_layers", "hidden_size_per_layer_input") if _set(model, name)]
     if shared:
         raise ModelError(
-            f"{type(model).__name__} has layers that need each other, or their number ({', '.join(shared)} in its "
-            "config), so some of them cannot be run alone"
+            f"{type(model).__name__} has layers that depend on each other ({', '.join(shared)} in its config), so some "
+            "of them cannot be run alone"
         )
     if is_spread(model):
         raise ModelError(
-            f"{type(model).__name__} is spread over several devices, by hooks that run the whole of it, so some of its "
-            "layers cannot be run alone; load it on one device"
+            f"{type(model).__name__} is spread over several devices by hooks that run all of it, so some of its layers "
+            "cannot be run alone; load it on one device"
         )
     count, decoder = model.config.get_text_config().num_hidden_layers, model.get_decoder()
     stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
         raise ModelError(
-            f"{type(model).__name__} has no one list of {count} layers, so some of them cannot be run alone"
+            f"{type(model).__name__} does not have exactly one list of {count} layers, so some of them cannot be run "
+            "alone"
         )
     if not layers or any(not 0 <= layer < count for layer in layers) or list(layers) != sorted(set(layers)):
         raise ModelError(
-            f"{type(model).__name__} has layers 0 to {count - 1}; name some of them, ascending, not {layers}"
+            f"{type(model).__name__} has layers 0 to {count - 1}, so {layers} cannot be run; give some of "
+            "its layers in ascending order"
         )
-    if strange := sorted({*no_attention, *no_mlp} - set(layers)):
-        raise ModelError(f"layers {strange} are to run without a part of them, but are not among {list(layers)}")
+    if unknown := sorted({*no_attention, *no_mlp} - set(layers)):
+        raise ModelError(f"layers {unknown} cannot run without one of their parts: they are not among {list(layers)}")
     config = copy.copy(decoder.config)
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
-    place = next(name for name, module in model.named_modules() if module is decoder)
-    twin = at = _shallow(model)
-    for part in place.split("."):  # copies of what holds the layers, and of nothing else
-        at._modules[part] = at = _shallow(at._modules[part])
-    at.config, at._layers_name = config, stacks[0]
-    stack = at._modules[stacks[0]]
-    at._modules[stacks[0]] = nn.ModuleList(
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    twin = module = _shallow(model)
+    for part in path.split("."):  # only the modules on the way to the layers are copied
+        module._modules[part] = module = _shallow(module._modules[part])
+    module.config, module._layers_name = config, stacks[0]
+    stack = module._modules[stacks[0]]
+    module._modules[stacks[0]] = nn.ModuleList(
         _without(stack[layer], type(model).__name__, layer in no_attention, layer in no_mlp) for layer in layers
     )
     return twin
@@ -110,45 +112,45 @@ class Seam(nn.Module):
         return out
 
 
-class _Nothing(nn.Module):
-    """In the place of a part that adds nothing to the residual stream; attention returns its weights, too."""
+class _Zeros(nn.Module):
+    """Replaces a skipped part: adds zeros to the residual stream; attention also returns its weights."""
 
     def __init__(self, attention: bool):
         super().__init__()
         self._attention = attention
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nothing = torch.zeros_like(hidden_states)
-        return (nothing, None) if self._attention else nothing
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self._attention else zeros
 
 
 def _without(layer: nn.Module, model: str, attention: bool, mlp: bool) -> nn.Module:
-    """``layer`` with nothing in the place of its attention, of its feed-forward network, or of both."""
+    """``layer`` without its attention, its feed-forward network, or both."""
     if not attention and not mlp:
         return layer
     twin = _shallow(layer)
-    for leave_out, names, what in ((attention, _ATTENTION, "attention"), (mlp, _MLP, "feed-forward network")):
-        found = [name for name in names if isinstance(twin._modules.get(name), nn.Module)]
-        if leave_out and len(found) != 1:
-            raise ModelError(f"a layer of {model} has no one module that is its {what}, so it cannot run without")
-        if leave_out:
-            twin._modules[found[0]] = _Nothing(what == "attention")
+    for skip, names, what in ((attention, _ATTENTION, "attention"), (mlp, _MLP, "feed-forward network")):
+        matches = [name for name in names if isinstance(twin._modules.get(name), nn.Module)]
+        if skip and len(matches) != 1:
+            raise ModelError(f"a layer of {model} does not have exactly one {what} module, so it cannot run without it")
+        if skip:
+            twin._modules[matches[0]] = _Zeros(what == "attention")
     return twin
 
 
-#: Of each model, the layers whose parts add up, or do not.
-_known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+#: By model and layer: the result of `parts_add_up`.
+_additive: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
 def parts_add_up(model: Any, layer: int) -> bool:
-    """Does ``layer`` without attention and feed-forward network do nothing, as if it were not there?
+    """True if ``layer`` without attention and feed-forward network is the identity; tested once per layer.
 
-    That is so where both add what they return to the residual stream, and nothing else does. Tried once a layer.
+    That holds if both add their outputs to the residual stream, and nothing else does.
     """
-    known = _known.setdefault(model, {})
-    if layer not in known:
-        known[layer] = _parts_add_up(model, layer)
-    return known[layer]
+    results = _additive.setdefault(model, {})
+    if layer not in results:
+        results[layer] = _parts_add_up(model, layer)
+    return results[layer]
 
 
 @torch.inference_mode()
@@ -161,36 +163,42 @@ def _parts_add_up(model: Any, layer: int) -> bool:
         if others:
             return close(empty, with_layers(model, others)(input_ids=ids, use_cache=False).logits, model.dtype)
         return bool(empty.isfinite().all())
-    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):  # a layer that reads more of its parts
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+        AttributeError,
+    ):  # the layer reads more than the outputs of its parts
         return False
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Are logits the same but for the rounding of another order of sums?"""
-    off = (found.double() - expected.double()).square().mean().sqrt() / expected.double().std()
-    return bool(off <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.1))
+def close(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """True if logits are equal up to the rounding of a different order of summation."""
+    error = (logits.double() - expected.double()).square().mean().sqrt() / expected.double().std()
+    return bool(error <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.1))
 
 
 def own_modules(model: Any) -> Any:
-    """The same model in modules of its own, which share the weights.
+    """The same model in separate modules, which share its weights.
 
-    What is done to them (eval mode, other classes of linear layers, hooks, buffers that a pass replaces) reaches
-    neither the caller's ``model`` nor another thread that decodes with it.
+    Changes to them (eval mode, other classes of linear layers, hooks, buffers that a pass replaces) affect neither the
+    caller's ``model`` nor another thread that decodes with it.
     """
-    twins: dict[nn.Module, Any] = {}  # a module may stand in several places, or hold one that holds it
+    twins: dict[nn.Module, Any] = {}  # a module may occur several times, or in a cycle
 
     def twin(module: nn.Module) -> Any:
         if module not in twins:
-            twins[module] = made = _shallow(module)
+            twins[module] = new = _shallow(module)
             for name, child in module._modules.items():
-                made._modules[name] = None if child is None else twin(child)
+                new._modules[name] = None if child is None else twin(child)
         return twins[module]
 
     return twin(model)
 
 
-#: What every module holds by name (parameters, buffers, submodules, hooks): a copy needs containers of its own.
-_HELD = [name for name, held in vars(nn.Module()).items() if isinstance(held, dict | set)]
+#: Containers of every module (parameters, buffers, submodules, hooks), which a copy must not share.
+_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
 
 
 def _set(model: Any, name: str) -> bool:
@@ -199,7 +207,7 @@ def _set(model: Any, name: str) -> bool:
 
 def _shallow(module: nn.Module) -> Any:
     twin = copy.copy(module)
-    held = vars(twin)  # directly: a module looks at whatever is set, which takes longer than all the rest
-    for name in _HELD:
-        held[name] = held[name].copy()
+    attributes = vars(twin)  # bypasses the slow nn.Module.__setattr__
+    for name in _CONTAINERS:
+        attributes[name] = attributes[name].copy()
     return twin

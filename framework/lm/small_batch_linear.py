@@ -1,9 +1,8 @@
 """Matrix products of few rows on a CPU in float32: the shape of every verification pass there.
 
-`torch.nn.functional.linear` computes ``x W^T`` and is slow on CPUs while ``x`` has 2 to about 16 rows, which is
-what drafting and verifying multiply. The same product as ``(W x^T)^T`` reads W once in its own order and takes
-a half to a quarter of the time. It is fastest for 2, 4, 8 and 16 rows, so fewer are padded.
-``benchmarks/small_linear.py`` shows both side by side.
+`torch.nn.functional.linear` computes ``x W^T`` and is slow on CPUs for 2 to about 16 rows of ``x``, the usual shape of
+drafting and verifying. The product ``(W x^T)^T`` reads W once in memory order and takes a half to a quarter of the
+time. It is fastest for 2, 4, 8 and 16 rows, so fewer are padded. ``benchmarks/small_linear.py`` compares both.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: From this many rows on `functional.linear` is as fast.
+#: Beyond this many rows `functional.linear` is as fast.
 MOST_ROWS = 24
-#: Rows that the product is really made with, where more of them take less time.
+#: Number of rows to pad to, where more rows take less time.
 PADDED = {1: 2, 3: 4, 6: 8, 7: 8} | dict.fromkeys(range(9, 16), 16)
 
 
@@ -23,7 +22,7 @@ class SmallBatchLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        # A single row pays two copies, which only a tall weight (an MLP's first half, the head) earns back.
+        # A single row costs two copies, which pay off only for tall weights (an MLP's first half, the head).
         low = rows == 1 and self.out_features < 2 * self.in_features
         if rows == 0 or rows > MOST_ROWS or low:
             return functional.linear(input, self.weight, self.bias)
@@ -31,7 +30,7 @@ class SmallBatchLinear(nn.Linear):
         x = input.reshape(rows, self.in_features)
         padded = PADDED.get(rows, rows)
         if rows == 1:
-            x = x.expand(padded, -1).contiguous()  # the one copy that has to be made
+            x = x.expand(padded, -1).contiguous()  # the only copy needed
         else:
             x = functional.pad(x, (0, 0, 0, padded - rows)).contiguous()
         out = (self.weight @ x.t()).t()[:rows].contiguous()
@@ -41,9 +40,9 @@ class SmallBatchLinear(nn.Linear):
 
 
 def speed_up_small_batches(model: nn.Module) -> None:
-    """Let every plain `nn.Linear` on a CPU in float32 be a :class:`SmallBatchLinear`; parameters stay as they are."""
+    """Turn every plain `nn.Linear` on a CPU in float32 into a :class:`SmallBatchLinear`; parameters do not change."""
     for module in model.modules():
-        if type(module) is not nn.Linear or hasattr(module.weight, "__tensor_flatten__"):  # quantised: not to be read
+        if type(module) is not nn.Linear or hasattr(module.weight, "__tensor_flatten__"):  # quantised
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = SmallBatchLinear

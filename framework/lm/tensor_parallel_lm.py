@@ -1,8 +1,7 @@
-"""A model that several processes hold together: the first leads its slots, the others follow (`models.distributed`).
+"""Tensor parallelism: the first process leads the slots of a split model, the others follow (`models.distributed`).
 
-Each process has its part of every weight that transformers' plan of the architecture splits, and the keys and values
-of its part of the heads. What a pass says is the same tensor in all of them: sums are made by one all-reduce, whose
-result every process takes.
+Each process holds its shard of every weight that the architecture's tensor-parallel plan splits, and the keys and
+values of its heads. All processes get the same outputs, because every sum is one all-reduce.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SplitLM(RaggedLM):
         self._all("commit", super().commit, list(counts), *([] if path is None else [path]))
 
     def free(self, row: int) -> None:
-        if distributed.has_failed():  # nothing is decoded after that, and clearing up must not hide what went wrong
+        if distributed.broken():  # nothing is decoded after that; clean-up must not hide the error
             self.lengths[row] = 0
         else:
             self._all("free", super().free, row)
@@ -77,17 +76,18 @@ class SplitLM(RaggedLM):
         embeddings: Tensor | None = None,
     ) -> LayerFork:
         raise ModelError(
-            f"the target is split over {distributed.count()} processes (device {distributed.SPLIT}), which run all of "
-            "its layers or none; take a drafter that is no part of its target, or a target on one device"
+            f"the target is split over {distributed.count()} processes (device {distributed.SPLIT}), which cannot run "
+            "some of its layers; use a drafter that is not part of its target, or a target on one device"
         )
 
-    def _all(self, name: str, mine: Callable[..., Any], *arguments: Any) -> Any:
-        values = [one for one in arguments if not isinstance(one, Tensor)]
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
-        with distributed.collective():
-            books = self._key, list(self.lengths), self.hidden_layers
-            distributed.broadcast_operation("pass", *books, name, values, tensors=tensors)
-            return mine(*arguments)
+    def _all(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method in every process; tensors follow the other arguments."""
+        values = [argument for argument in arguments if not isinstance(argument, Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        with distributed.together():
+            state = self._key, list(self.lengths), self.hidden_layers
+            distributed.tell("pass", *state, name, values, tensors=tensors)
+            return method(*arguments)
 
 
 def _checked_pass(model: Any, batch_size: int, max_length: int, untried: bool) -> ForwardPass:
@@ -97,12 +97,14 @@ def _checked_pass(model: Any, batch_size: int, max_length: int, untried: bool) -
 
 
 class Tables:
-    """What drafting heads may know of a target larger than one device: its embedding and head are put together, there
-    where it takes tokens. Of a split one there is its config beside them, and nothing else."""
+    """The part of a target larger than one device that draft heads may read: embedding and head, on its input device.
+
+    Of a split target only these and its config are available.
+    """
 
     def __init__(self, model: Any):
         self.config, self.dtype, self.device = model.config, model.dtype, input_device(model)
-        self._model, self._found = model, list[Tensor]()
+        self._model, self._gathered = model, list[Tensor]()
 
     def get_input_embeddings(self) -> nn.Module:
         return nn.Embedding.from_pretrained(self._tables[0], freeze=True)
@@ -114,25 +116,25 @@ class Tables:
         return linear
 
     def parameters(self) -> Iterator[Tensor]:
-        return iter(self._found)
+        return iter(self._gathered)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not is_split(self._model):
             return getattr(self._model, name)
         raise ModelError(
-            f"a drafter that reads more of its target than embedding and head ({name}) cannot draft for one that is "
-            f"split over {distributed.count()} processes (device {distributed.SPLIT}); take another drafter"
+            f"the drafter reads {name} of its target, but of a target that is split over {distributed.count()} "
+            f"processes (device {distributed.SPLIT}) only embedding and head are available; use another drafter"
         )
 
     @property
     def _tables(self) -> list[Tensor]:
-        if not self._found and is_split(self._model):
-            with distributed.collective():
-                distributed.broadcast_operation("tables", split_of(self._model).key)
-                self._found = _tables(self._model)
-        elif not self._found:
-            self._found = [table.to(self.device) for table in _tables(self._model)]
-        return self._found
+        if not self._gathered and is_split(self._model):
+            with distributed.together():
+                distributed.tell("tables", split_of(self._model).key)
+                self._gathered = _tables(self._model)
+        elif not self._gathered:
+            self._gathered = [table.to(self.device) for table in _tables(self._model)]
+        return self._gathered
 
 
 @torch.no_grad()
@@ -148,7 +150,7 @@ def _whole(owner: nn.Module) -> Tensor:
     weight: Any = owner.weight
     if hasattr(weight, "full_tensor"):
         return weight.full_tensor()
-    if weight.device.type == "meta":  # it is not in memory
+    if weight.device.type == "meta":  # offloaded
         from accelerate.utils import align_module_device
 
         with align_module_device(owner):
@@ -157,8 +159,8 @@ def _whole(owner: nn.Module) -> Tensor:
 
 
 def follow() -> int:
-    """What every process but the first does: make its part of each step, until there are no more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # nothing of it is worth waiting for
+    """Run the steps of the first process in every other process, until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing to clean up
         signal.signal(number, signal.SIG_DFL)
     from transformers.utils import logging as transformers_logging
 
@@ -167,21 +169,21 @@ def follow() -> int:
     logging.getLogger("crossdraft").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    distributed.init_process_group()
-    held: dict[int, Any] = {}
+    distributed.join()
+    objects: dict[int, Any] = {}
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     while True:
         try:
-            step, arguments, tensors, dropped = distributed.receive(device)
-        except RuntimeError:  # the first process has ended, and said why
+            step, arguments, tensors, dropped = distributed.hear(device)
+        except RuntimeError:  # the first process has ended and reported the reason
             return 0
         for key in dropped:
-            held.pop(key, None)
+            objects.pop(key, None)
         if step == "end":
             return 0
         try:
-            _step(held, step, arguments, tensors)
-        except CrossdraftError:  # the first process knows, and tells
+            _step(objects, step, arguments, tensors)
+        except CrossdraftError:  # reported by the first process
             continue
         except Exception as error:
             if "closed by peer" not in str(error):
@@ -190,20 +192,20 @@ def follow() -> int:
             return 1
 
 
-def _step(held: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+def _step(objects: dict[int, Any], step: str, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
     if step == "load":
         key, name, options = arguments
-        held[key] = load_model(name, device=distributed.SPLIT, **options).model
+        objects[key] = load_model(name, device=distributed.SPLIT, **options).model
     elif step == "slots":
         model, key, batch_size, max_length, untried = arguments
-        forward_pass = distributed.run_everywhere(
-            lambda: _checked_pass(held[model], batch_size, max_length, untried), step
+        forward_pass = distributed.everywhere(
+            lambda: _checked_pass(objects[model], batch_size, max_length, untried), step
         )
-        held[key] = RaggedLM(forward_pass, batch_size, max_length)
+        objects[key] = RaggedLM(forward_pass, batch_size, max_length)
     elif step == "tables":
-        _tables(held[arguments[0]])
+        _tables(objects[arguments[0]])
     else:
         key, lengths, layers, name, values = arguments
-        lm = held[key]
+        lm = objects[key]
         lm.lengths, lm.hidden_layers = lengths, layers
         getattr(lm, name)(*values, *tensors)

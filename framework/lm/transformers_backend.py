@@ -1,7 +1,7 @@
 """The built-in backend: causal language models of transformers, from directories with a ``config.json``.
 
-Registered through the same door as anybody's (see :mod:`crossdraft.framework.contracts.hookspecs`); imports PyTorch
-only when a model is asked for.
+Registered through the public hook (see :mod:`crossdraft.framework.contracts.hookspecs`); imports PyTorch only when a
+model is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def crossdraft_register_backends(register: Register) -> None:
 
 
 class TransformersBackend(Backend):
-    """Any causal LM of transformers that `TransformersLM` runs."""
+    """Causal LMs of transformers that `TransformersLM` supports."""
 
     name = TRANSFORMERS
 

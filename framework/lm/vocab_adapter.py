@@ -14,10 +14,10 @@ from ..errors import ModelError
 
 
 class FittedLM:
-    """A draft model whose logits are brought to the width of the target's.
+    """A draft model whose logits are padded or cut to the target's vocabulary size.
 
-    Tables are padded to step sizes, so that models with one tokenizer may differ in width. Ids that only the
-    target has get logit -inf; ids that only the draft model has are cut: the tokenizer knows none of them.
+    Embedding tables are padded, so models with the same tokenizer may differ in size. Ids that only the target has get
+    logit -inf; ids that only the draft model has are not in the tokenizer and are cut.
     """
 
     def __init__(self, lm: LM, vocab_size: int):
@@ -44,34 +44,34 @@ class FittedLM:
 
 
 class MappedLM(FittedLM):
-    """A draft model with another vocabulary that speaks the target's ids, where it has tokens for them.
+    """A draft model with another vocabulary, whose inputs and logits are mapped to the target's ids.
 
     Args:
-        ids: ``[V]`` int64, the model's id of each of the target's, -1 = none: its logit is -inf.
-        unknown: the model's id that is fed where it has none.
+        ids: ``[V]`` int64, the draft model's id of each target id; -1 = none, its logit is -inf.
+        unknown: the draft model's input id for target ids that it does not have.
 
     Raises:
-        ModelError: an id that the model does not have.
+        ModelError: the map contains an id that the draft model does not have.
     """
 
     def __init__(self, lm: LM, ids: Tensor, unknown: int):
         super().__init__(lm, len(ids))
         if int(ids.max()) >= lm.vocab_size or not 0 <= unknown < lm.vocab_size:
-            raise ModelError(f"a map of ids leads outside of the model's {lm.vocab_size} ids")
-        self._read = ids.where(ids >= 0, unknown).cpu()  # prompts come from the host
-        self._ids, self._fed = ids.to(lm.device), self._read.to(lm.device)
+            raise ModelError(f"the id map has ids beyond the draft model's vocabulary of {lm.vocab_size}")
+        self._host_ids = ids.where(ids >= 0, unknown).cpu()  # for prompts
+        self._ids, self._input_ids = ids.to(lm.device), self._host_ids.to(lm.device)
 
     def _own_ids(self, prompt: Sequence[int]) -> list[int]:
-        return self._read[list(prompt)].tolist()
+        return self._host_ids[list(prompt)].tolist()
 
     def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits, hidden = self._lm.forward(self._fed[tokens], parents)
-        return logits[..., self._fed].masked_fill(self._ids < 0, -math.inf), hidden
+        logits, hidden = self._lm.forward(self._input_ids[tokens], parents)
+        return logits[..., self._input_ids].masked_fill(self._ids < 0, -math.inf), hidden
 
 
 def fitted(lm: LM, vocab_size: int, ids: Tensor | None = None, unknown: int = 0) -> LM:
-    """``lm`` in the target's ids: as it is, at another width, or by a map of ids (see `DraftContext.load_lm`)."""
-    # Both pass on what they do not define, which a type checker cannot see.
+    """``lm`` in the target's ids: unchanged, padded, or mapped (see `DraftContext.load_lm`)."""
+    # Both delegate other attributes to ``lm``, which a type checker cannot see.
     if ids is not None:
         return cast(LM, MappedLM(lm, ids, unknown))
     return lm if lm.vocab_size == vocab_size else cast(LM, FittedLM(lm, vocab_size))

@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from ..api.detokenizer import Text
+from ..api.detokenizer import Detokenizer
 from ..contracts.steps import Chunk, Response
 from .protocol import CompletionRequest
 

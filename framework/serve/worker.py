@@ -148,7 +148,7 @@ class Worker:
         """Remove jobs from the queue; running ones end with the current step."""
         with self._changed:
             for job in jobs:
-                job.output.given_up = True
+                job.output.aborted = True
                 with suppress(ValueError):
                     self._waiting.remove(job)
 

@@ -1,4 +1,4 @@
-"""Packages that only some commands need, which extras of crossdraft bring."""
+"""Optional dependencies, which extras of crossdraft install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import CrossdraftError, UsageError
 
 
 def need(what: str, extra: str, *modules: str, error: type[CrossdraftError] = UsageError) -> None:
-    """Raise ``error``, which names all of ``modules`` that cannot be imported and the ``extra`` that brings them."""
+    """Raise ``error`` if any of ``modules`` cannot be imported, with the ``extra`` that installs them."""
     missing = [module for module in modules if not _importable(module)]
     if missing:
         packages = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)

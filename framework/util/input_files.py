@@ -1,7 +1,7 @@
-"""Reading files that somebody else wrote: whatever is wrong with one becomes a sentence with the file and the line.
+"""Defensive reading of files: every problem raises an error with the file and the line.
 
-Nothing here waits, and nothing is read that is larger than it may be: a directory, a device, a pipe or a socket is
-refused by its mode before and after it is opened, a file by its size.
+Reading never blocks and never exceeds a limit: directories, devices, pipes and sockets are refused by their mode,
+before and after opening, large files by their size.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, BinaryIO, Literal
 from ..errors import CrossdraftError, UsageError, printable, quoted
 from .limits import MOST_DIGITS, MOST_NESTING, Limit
 
-#: As many digits as no number here may have.
+#: A number with too many digits.
 _LONG = re.compile(rf"\d{{{MOST_DIGITS + 1}}}", re.ASCII)
 _SPECIAL = "a device, a pipe or a socket"
 Kind = Literal["file", "directory", "other", ""]
-#: What no text holds that is to be tokenized: NUL and halves of surrogate pairs.
+#: Characters that cannot be tokenized: NUL and halves of surrogate pairs.
 BROKEN = re.compile("[\x00\ud800-\udfff]")
-#: What no option holds: these and the other control characters, but tabs and ends of lines.
+#: Characters not allowed in options: these and the other control characters, except tabs and line breaks.
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
-#: What no name holds: any control character or end of a line.
+#: Characters not allowed in names: control characters and line breaks.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def flaw(text: str, refused: re.Pattern[str]) -> str | None:
-    """The first character of ``text`` that ``refused`` finds, described for people; None if it has none."""
-    found = refused.search(text)
-    if found is None:
+    """A description of the first character of ``text`` that matches ``refused``; None if there is no match."""
+    match = refused.search(text)
+    if match is None:
         return None
-    code = ord(found[0])
+    code = ord(match[0])
     half = ", half of a surrogate pair" if 0xD800 <= code <= 0xDFFF else ""
     return f"the character U+{code:04X}{half}"
 
@@ -43,18 +43,20 @@ def flaw(text: str, refused: re.Pattern[str]) -> str | None:
 
 
 def path_of(name: str | Path) -> Path:
-    """The path called ``name``, with ``~`` expanded. Raises UsageError where there is no such home directory."""
+    """The path called ``name``, with ``~`` expanded. Raises UsageError if the home directory does not exist."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UsageError(f"there is no path {quoted(str(name))}: nobody's home directory is called so") from None
+        raise UsageError(
+            f"{quoted(str(name))} is not a path: the home directory does not exist; give the full path"
+        ) from None
 
 
 def kind_of(name: str | Path) -> Kind:
-    """What lies at a path: a file, a directory, something else (a device, a pipe), or ``""``, nothing.
+    """The kind of a path: a file, a directory, something else (a device, a pipe), or ``""`` if it does not exist.
 
     Raises:
-        UsageError: no path at all (it holds NUL, or is too long), or one that may not be looked at.
+        UsageError: the path is invalid (it contains NUL, or is too long), or access is denied.
     """
     path = path_of(name)
     try:
@@ -62,21 +64,21 @@ def kind_of(name: str | Path) -> Kind:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except (OSError, ValueError) as error:
-        raise UsageError(f"there is no path {quoted(str(name))}: {_reason(error)}") from None
+        raise UsageError(f"{quoted(str(name))} is not a valid path: {_reason(error)}") from None
     return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
 
 
 def refuse_special_files(directory: Path, *, below: bool = False, error: type[CrossdraftError] = UsageError) -> None:
-    """Raise ``error`` if a directory that a library is to read holds a device, a pipe or a socket, or a link to one.
+    """Raise ``error`` if a directory contains a device, a pipe or a socket, or a link to one; a library reads it next.
 
     Args:
-        below: check its subdirectories, too.
+        below: also check its subdirectories.
     """
     for folder, _, names in os.walk(directory):
         for path in (Path(folder, name) for name in names):
             if kind_of(path) == "other":
-                it = f"{printable(str(path))}: it is {_SPECIAL}, not a file"
-                raise error(f"cannot read {it}; remove it, or give another directory")
+                about = f"{printable(str(path))}: it is {_SPECIAL}, not a file"
+                raise error(f"cannot read {about}; remove it, or give another directory")
         if not below:
             return
 
@@ -94,7 +96,7 @@ def open_file(path: Path, most: Limit, *, what: str = "", error: type[Crossdraft
     about = _about(path, what)
     try:
         _check(path.stat(), most, about, error)
-        # Another file may have taken its place since: a pipe is opened without waiting, and checked again.
+        # The file may have been replaced since: a pipe is opened without blocking, and checked again.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
@@ -114,7 +116,7 @@ def read_bytes(path: Path, most: Limit, *, what: str = "", error: type[Crossdraf
             data = opened.read(most + 1)
     except OSError as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
-    if reason := most.refusal(data):  # a file of /proc has no size
+    if reason := most.refusal(data):  # files in /proc report no size
         raise error(f"cannot read {about}: it has more bytes than its size; {reason}")
     return data
 
@@ -130,10 +132,10 @@ def read_text(
     """The text of a file, without a byte order mark.
 
     Args:
-        most: bytes that it may have.
-        what: it is, for the sentence: "the recipe".
-        error: what to raise if it cannot be read, is too large or is not UTF-8.
-        surrogates: accept halves of surrogate pairs, which `files.replace_text` writes.
+        most: limit on its bytes.
+        what: kind of file, for the message: "the recipe".
+        error: raised if it cannot be read, is too large or is not UTF-8.
+        surrogates: accept halves of surrogate pairs, which `replace_text` writes.
     """
     data = read_bytes(path, most, what=what, error=error)
     return _decoded(data, _about(path, what), error, surrogates=surrogates)
@@ -142,10 +144,10 @@ def read_text(
 def read_lines(
     path: Path, most: Limit, line: Limit, *, what: str = "", surrogates: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """The lines of a file and their numbers, from 1; held in memory one at a time. Raises UsageError.
+    """Yield the lines of a file and their numbers, from 1, one at a time. Raises UsageError.
 
     Args:
-        most, line: bytes that the file, and one of its lines, may have.
+        most, line: limits on the bytes of the file and of a line.
         surrogates: see `read_text`.
     """
     about = _about(path, what)
@@ -167,8 +169,8 @@ def _about(path: Path, what: str) -> str:
 
 def _check(status: os.stat_result, most: Limit, about: str, error: type[CrossdraftError]) -> None:
     if not stat.S_ISREG(status.st_mode):
-        it = "a directory" if stat.S_ISDIR(status.st_mode) else _SPECIAL
-        raise error(f"cannot read {about}: it is {it}, not a file")
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else _SPECIAL
+        raise error(f"cannot read {about}: it is {kind}, not a file")
     if reason := most.refusal(status.st_size):
         raise error(f"cannot read {about}: it has {status.st_size} bytes; {reason}")
 
@@ -187,7 +189,7 @@ def _decoded(data: bytes, about: str, error: type[CrossdraftError], line: int = 
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return "it holds NUL, or a character that no file system has"
+    return "it contains NUL, or a character that file systems do not support"
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------
@@ -201,29 +203,29 @@ def read_json(
     error: type[CrossdraftError] = UsageError,
     surrogates: bool = False,
 ) -> dict[str, Any]:
-    """The object in a JSON file, nested no deeper than `MOST_NESTING`; see `read_text`."""
+    """The object in a JSON file, nested at most `MOST_NESTING` levels deep; see `read_text`."""
     text = read_text(path, most, what=what, error=error, surrogates=surrogates)
-    found = parse_json(text, path, error=error)
-    if not isinstance(found, dict):
-        raise error(f"{_about(path, what)}: it must hold a JSON object, not {_json_kind(found)}")
-    level: list[Any] = [found]
+    root = parse_json(text, path, error=error)
+    if not isinstance(root, dict):
+        raise error(f"{_about(path, what)}: it must hold a JSON object, not {_json_kind(root)}")
+    level: list[Any] = [root]
     for _ in range(MOST_NESTING):
         level = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
         level = [value for value in level if isinstance(value, dict | list)]
     if level:
         raise error(f"{_about(path, what)}: it is nested more than {MOST_NESTING} deep")
-    return found
+    return root
 
 
 def parse_json(
     text: str, file: Path | str, *, line: int = 1, error: type[CrossdraftError] = UsageError, nan: bool = True
 ) -> Any:
-    """The value in ``text``, which begins at a line of a file.
+    """The JSON value in ``text``, which starts at ``line`` of a file.
 
-    ``nan``: accept NaN, Infinity and -Infinity, which Python writes although JSON does not have them.
+    ``nan``: accept NaN, Infinity and -Infinity, which Python writes although they are not JSON.
     """
     try:
-        # A hook for every number takes longer than all the rest, so it is there only for a text that needs it.
+        # A hook for every number is slow, so it is used only if the text has a long one.
         return json.loads(
             text, parse_int=_integer if _LONG.search(text) else None, parse_constant=None if nan else _no_constant
         )
@@ -231,7 +233,7 @@ def parse_json(
         place = f"{printable(str(file))}:{line + reason.lineno - 1}"
         raise error(f"{place}: not JSON: {reason.msg} at column {reason.colno}") from None
     except RecursionError:
-        raise error(f"{printable(str(file))}:{line}: not JSON that can be read: it is nested too deeply") from None
+        raise error(f"{printable(str(file))}:{line}: cannot read this JSON: it is nested too deeply") from None
     except ValueError as reason:
         raise error(f"{printable(str(file))}:{line}: {reason}") from None
 

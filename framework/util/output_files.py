@@ -1,8 +1,8 @@
-"""Writing files: whole or not at all, and never over what is not ours.
+"""Atomic writing of files, and checks that no foreign file is overwritten.
 
-A file is written under an unpredictable name beside its place, synced and renamed: at every moment, also after a power
-cut, there is the old one or the whole new one. A file that a user names with ``--out`` is checked by `check_output`
-before any work is done for it.
+A file is written under an unpredictable name in the same directory, synced and renamed, so that at every moment, even
+after a power failure, either the old or the complete new file exists. `check_output` checks the path of ``--out``
+before any work is done.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import BinaryIO
 from ..errors import UsageError, printable
 from .input_files import kind_of, path_of
 
-#: Ends the name of a temporary file.
+#: Suffix of temporary files.
 PART = ".part"
-#: Bytes at either end of a file in which `check_output` looks for the mark of its writer.
+#: Bytes at either end of a file that `check_output` searches for a mark.
 _ENDS = 8192
-#: Characters of a file's name that the name of its temporary file begins with: names are at most 255 bytes long.
+#: Characters of a file's name in the name of its temporary file: names are at most 255 bytes long.
 _NAMED = 40
 
 
 @contextmanager
 def temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A new file beside ``path``, open for writing, and its path; it is removed if the block leaves it there.
+    """Open a new file in the directory of ``path`` for writing; yield it and its path; remove it at the end.
 
-    Its name is unpredictable, and it is created by this call: a file or link of that name is not opened.
-    Raises OSError.
+    Its name is unpredictable, and existing files or links are never opened. Raises OSError.
     """
     aside = path.with_name(f".{path.name[:_NAMED]}.{secrets.token_hex(8)}{PART}")
     try:
@@ -44,42 +43,42 @@ def temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` once it is whole and on the disk; after an error nothing does.
+    """Open a file that replaces ``path`` once it is complete and synced; after an error ``path`` is unchanged.
 
-    Its directory is made. A link at ``path`` is replaced, not followed. Raises OSError if it cannot be written.
+    Creates the directory. A link at ``path`` is replaced, not followed. Raises OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary(path) as (file, aside):
         yield file
         file.flush()
-        os.fsync(file.fileno())  # before the rename: the new name must not stand for an empty file
+        os.fsync(file.fileno())  # before the rename: otherwise a crash may leave an empty file
         aside.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replacing` with a text in UTF-8; halves of surrogate pairs, as undecodable names hold them, pass."""
+    """Write a text in UTF-8 with `replacing`; halves of surrogate pairs (from undecodable names) are allowed."""
     with replacing(path) as file:
         file.write(text.encode("utf-8", errors="surrogatepass"))
 
 
-# -- files that a user names ---------------------------------------------------------------------------------------
+# -- output files of commands ---------------------------------------------------------------------------------------
 
 
 def check_output(
     name: str | Path, option: str, *, inputs: Iterable[str | Path] = (), mark: bytes = b"", force: bool = False
 ) -> Path:
-    """The path of a file to be written, if writing it destroys nothing; called before the work.
+    """The path of an output file, checked before any work is done.
 
-    Refused are a directory, a device, a pipe or a socket; a file that the command reads, under any name; and, without
-    ``force``, an existing file without ``mark`` near one of its ends, for crossdraft did not write it.
+    Refused are directories, devices, pipes and sockets; files that the command reads, under any name; and, without
+    ``force``, existing files without ``mark`` near one of their ends, since crossdraft did not write them.
 
     Args:
-        option: that names it, for the message: ``--out``.
-        inputs: files the command reads, and directories whose files it reads; what is not a path is ignored.
+        option: the option for the message: ``--out``.
+        inputs: files that the command reads, and directories whose files it reads; anything else is ignored.
         mark: bytes that the command writes near one end of its files.
 
     Raises:
-        UsageError: the file is refused, or its directory cannot be written to.
+        UsageError: the file is refused, or its directory is not writable.
     """
     path = path_of(name)
     about, kind = f"{option} {printable(str(path))}", kind_of(path)
@@ -105,7 +104,7 @@ def check_output(
 
 @contextmanager
 def writing_output(path: Path, option: str) -> Iterator[BinaryIO]:
-    """`replacing` for a file that `check_output` passed; errors of the disk are UsageErrors."""
+    """`replacing` for a path from `check_output`; raises UsageError instead of OSError."""
     try:
         with replacing(path) as file:
             yield file
@@ -114,7 +113,7 @@ def writing_output(path: Path, option: str) -> Iterator[BinaryIO]:
 
 
 def _among(path: Path, inputs: Iterable[str | Path]) -> bool:
-    """True if the file at ``path`` is one of the inputs, or in one of them, under whatever name."""
+    """True if the file at ``path`` is one of the inputs, or inside of one, under any name."""
     own = _identity(path)
     for given in map(str, inputs):
         with suppress(UsageError):  # a source may be a URL or the name of a data set
@@ -137,7 +136,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _bears(path: Path, mark: bytes) -> bool:
-    """True if ``mark`` stands near the beginning or the end of the regular file at ``path``."""
+    """True if ``mark`` occurs near the start or the end of the regular file at ``path``."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError:

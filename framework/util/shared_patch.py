@@ -1,4 +1,4 @@
-"""Changes to the whole process that last for a while, and leave nothing behind whatever threads overlap."""
+"""Reference-counted patches of process-wide state."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 
 
 class SharedPatch:
-    """A context manager that many threads may be inside of at once: the first makes a change, the last takes it back.
+    """Context manager that applies a patch when the first thread enters and undoes it when the last one leaves.
 
-    If every thread saved what it found and put that back, one that came second would find the change of the first, and
-    leave it behind for good.
+    If each thread saved and restored the state by itself, a thread that enters second would save the patched state and
+    restore it at the end.
 
     Args:
-        change: makes the change and returns what takes it back.
+        apply: applies the patch and returns a function that undoes it.
     """
 
-    def __init__(self, change: Callable[[], Callable[[], None]]):
-        self._change = change
+    def __init__(self, apply: Callable[[], Callable[[], None]]):
+        self._apply = apply
         self._lock = threading.Lock()
-        self._inside = 0
-        self._take_back: Callable[[], None] | None = None
+        self._users = 0
+        self._undo: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._inside == 0:
-                self._take_back = self._change()
-            self._inside += 1
+            if self._users == 0:
+                self._undo = self._apply()
+            self._users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._take_back is not None:
-                self._take_back()
-                self._take_back = None
+            self._users -= 1
+            if self._users == 0 and self._undo is not None:
+                self._undo()
+                self._undo = None

@@ -1,7 +1,7 @@
-"""Trees that are settled before anything is drawn, the same in every row: what follows from their shape alone.
+"""Static trees, fixed before drafting and equal in all rows, and the tensors that follow from their shape.
 
-A tree is given by how many children each node has, level by level: ``((4,), (2, 2, 2, 2))`` has 4 + 8 nodes, which
-stand level by level, the children of one parent side by side.
+The shape is the number of children of each node, level by level: ``((4,), (2, 2, 2, 2))`` has 4 + 8 nodes. Nodes are
+numbered level by level, the children of a parent adjacent.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Family = tuple[int, list[int]]
 
 
 def tree_families(children: TreeShape) -> list[list[Family]]:
-    """Per level, the nodes of the level above that have children, with these."""
-    above, found, first = [-1], [], 0
+    """Per level, the parents on the level above, each with its children."""
+    above, levels, first = [-1], [], 0
     for counts in children:
         level = []
         for parent, count in zip(above, counts, strict=True):
             level.append((parent, list(range(first, first + count))))
             first += count
-        found.append([family for family in level if family[1]])
+        levels.append([family for family in level if family[1]])
         above = [node for _, nodes in level for node in nodes]
-    return found
+    return levels
 
 
 def nodes_of(children: TreeShape) -> int:
@@ -39,23 +39,23 @@ def parents_of(children: TreeShape) -> list[int]:
     return [parent for level in tree_families(children) for parent, nodes in level for _ in nodes]
 
 
-def _ways(children: TreeShape) -> list[list[int]]:
-    """The nodes from the root's child down to the root (none), to node 0, 1, ..."""
-    ways: list[list[int]] = [[]]
-    for node, parent in enumerate(parents_of(children)):
-        ways.append([*ways[parent + 1], node])
-    return ways
-
-
 def _paths(children: TreeShape) -> list[list[int]]:
-    return [[*way, *[-1] * (len(children) - len(way))] for way in _ways(children)]
+    """The path from below the root to the root (empty), to node 0, 1, ..."""
+    paths: list[list[int]] = [[]]
+    for node, parent in enumerate(parents_of(children)):
+        paths.append([*paths[parent + 1], node])
+    return paths
 
 
-def _lineage(children: TreeShape) -> list[list[bool]]:
-    return [[other in way for other in range(nodes_of(children))] for way in _ways(children)[1:]]
+def _padded_paths(children: TreeShape) -> list[list[int]]:
+    return [[*path, *[-1] * (len(children) - len(path))] for path in _paths(children)]
 
 
-def _fed(children: TreeShape) -> list[int]:
+def _ancestor_mask(children: TreeShape) -> list[list[bool]]:
+    return [[other in path for other in range(nodes_of(children))] for path in _paths(children)[1:]]
+
+
+def _inner_nodes(children: TreeShape) -> list[int]:
     nodes, last = nodes_of(children), sum(children[-1]) if children else 0
     return [node if node < nodes - last else -1 for node in range(nodes)]
 
@@ -70,41 +70,41 @@ def _leaves_first(children: TreeShape) -> list[int]:
         order.append(node)
 
     visit(-1)
-    place = {node: i for i, node in enumerate(order)}
-    return [place[node] for node in range(nodes_of(children))]
+    rank = {node: i for i, node in enumerate(order)}
+    return [rank[node] for node in range(nodes_of(children))]
 
 
-_MADE = {
+_CONSTANTS = {
     "parents": parents_of,
-    "depth": lambda children: [len(way) for way in _ways(children)],
-    "paths": _paths,
-    "ancestor_mask": _lineage,
+    "depth": lambda children: [len(path) for path in _paths(children)],
+    "paths": _padded_paths,
+    "ancestor_mask": _ancestor_mask,
     "leaves first": _leaves_first,
-    "fed": _fed,
+    "fed": _inner_nodes,
 }
 
 
-def tree_constant(children: TreeShape, what: str, device: torch.device) -> Tensor:
-    """What follows from the shape, on ``device``; copied there once.
+def tree_constant(children: TreeShape, name: str, device: torch.device) -> Tensor:
+    """A tensor that follows from the shape, cached on ``device``.
 
     ``parents [N]`` int64; ``depth [N + 1]`` int64 of the root (0), node 0, ...; ``paths [N + 1, levels]`` int64, the
-    nodes down to each of these, padded with -1; ``lineage [N, N]`` bool, node j is node i or one of its ancestors;
-    ``leaves first [N]`` int64, each node's place in a depth-first visit that reports a node after its children; ``fed
-    [N]`` int64, its number, -1 on the last level.
+    nodes on the path to each of these, padded with -1; ``ancestor_mask [N, N]`` bool, node j is node i or one of its
+    ancestors; ``leaves first [N]`` int64, the post-order rank of each node; ``fed [N]`` int64, the index of each node,
+    -1 on the last level.
     """
     if torch.compiler.is_compiling():
-        return torch.tensor(_MADE[what](children), device=device)
-    return _kept(children, what, device)
+        return torch.tensor(_CONSTANTS[name](children), device=device)
+    return _cached_constant(children, name, device)
 
 
 @lru_cache(maxsize=256)
-def _kept(children: TreeShape, what: str, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a later training step may use it, too
-        return torch.tensor(_MADE[what](children), device=device)
+def _cached_constant(children: TreeShape, name: str, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a training step may use it later
+        return torch.tensor(_CONSTANTS[name](children), device=device)
 
 
 def problem(children: Sequence[Sequence[int]], nodes: int) -> str | None:
-    """Why ``children`` cannot be those of a tree with so many nodes, for people; None if they can."""
+    """The reason why ``children`` is not the shape of a tree with ``nodes`` nodes; None if it is."""
     above = 1
     for level, counts in enumerate(children):
         if len(counts) != above or min(counts, default=0) < 0:

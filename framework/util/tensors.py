@@ -1,4 +1,4 @@
-"""Small operations on tensors that drafts, drafters and verifiers share. Ground floor: imports nothing of ours."""
+"""Tensor operations shared by drafts, drafters and verifiers; imports nothing of crossdraft."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Most numbers that a step over laws makes at the same time where it may go piece by piece: 64 MiB of float32.
+#: Maximum numbers of a temporary of probabilities that can be computed in chunks: 64 MiB of float32.
 AT_ONCE = 2**24
-#: Laws of a step that are more numbers than this, 512 MiB of float32, are never there twice, and those of the target
-#: are made for some rows at a time: `PIECE` numbers, 128 MiB.
+#: Probabilities of a step with more numbers than this (512 MiB of float32) are never copied, and those of the target
+#: are computed in chunks of rows of `PIECE` numbers (128 MiB).
 LARGE, PIECE = 2**27, 2**25
 
 
 def at_once(rows: int, numbers: int) -> list[slice]:
-    """``rows`` of ``numbers`` each, in pieces of at most `AT_ONCE` numbers; in compiled code, and of nothing, one."""
+    """Slices of ``rows`` with ``numbers`` each, at most `AT_ONCE` numbers per slice; a single one in compiled code."""
     step = rows if torch.compiler.is_compiling() else AT_ONCE // max(numbers, 1)
     return [slice(first, first + max(step, 1)) for first in range(0, max(rows, 1), max(step, 1))]
 
 
 class Gathered:
-    """``torch.cat(parts, 1)`` of parts ``[B, w, V]`` that come one after the other, ``n`` columns in all or fewer.
+    """Incremental ``torch.cat(parts, 1)`` of parts ``[B, w, V]`` with at most ``n`` columns in all.
 
-    Where that is `LARGE`, each is copied as it comes, so that they never lie there twice.
+    A result above `LARGE` is preallocated and each part copied into it, so that no part is kept twice.
     """
 
     def __init__(self, n: int):
@@ -45,7 +45,7 @@ class Gathered:
             self._columns += w
 
     def tensor(self) -> Tensor:
-        """``[B, columns, V]`` of at least one part."""
+        """The concatenation ``[B, columns, V]``; needs at least one part."""
         return torch.cat(self._parts, 1) if self._whole is None else self._whole[:, : self._columns]
 
 
@@ -60,52 +60,52 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows[counting(b, index.device).view(-1, *(1,) * (index.dim() - 1)), index]
 
 
-def columns(values: Tensor, places: Sequence[int]) -> Tensor:
-    """``values[:, places]``, where possible without a copy."""
-    step = places[1] - places[0] if len(places) > 1 else 1
-    if step > 0 and list(places) == list(range(places[0], places[-1] + 1, step)):
-        return values[:, places[0] : places[-1] + 1 : step]
-    return torch.stack([values[:, place] for place in places], 1)
+def columns(values: Tensor, index: Sequence[int]) -> Tensor:
+    """``values[:, index]``, as a view if possible."""
+    step = index[1] - index[0] if len(index) > 1 else 1
+    if step > 0 and list(index) == list(range(index[0], index[-1] + 1, step)):
+        return values[:, index[0] : index[-1] + 1 : step]
+    return torch.stack([values[:, i] for i in index], 1)
 
 
 def counting(n: int, device: torch.device, step: int = 1) -> Tensor:
-    """``[n]`` int64: 0, step, 2 step, .., to be read only: made once."""
+    """``torch.arange(0, n * step, step)``, cached; must not be written to."""
     if torch.compiler.is_compiling():
         return torch.arange(0, n * step, step, device=device)
     return _counting(n, device, step)
 
 
-@cache  # forever: what was recorded (`graphs`) reads it where it lies
+@cache  # unbounded: CUDA graphs read the tensors at their addresses
 def _counting(n: int, device: torch.device, step: int) -> Tensor:
-    with torch.inference_mode(False):  # a training step may read it, too
+    with torch.inference_mode(False):  # a training step may use it
         return torch.arange(0, n * step, step, device=device)
 
 
-def descent(parents: Tensor, levels: int) -> Tensor:
-    """``[B, n, n]`` bool of ``parents [B, n]`` (-1 = none): node j is node i or one of its ancestors.
+def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
+    """``[B, n, n]`` bool for ``parents [B, n]`` (-1 = root): node j is node i or one of its ancestors.
 
-    ``levels``: depth of the deepest node there can be.
+    ``levels``: upper bound on the depth of a node.
     """
     n = parents.shape[1]
-    reach = (parents[..., None] == counting(n, parents.device)).float()
-    reach.diagonal(dim1=1, dim2=2).fill_(1)
+    paths = (parents[..., None] == counting(n, parents.device)).float()
+    paths.diagonal(dim1=1, dim2=2).fill_(1)
     generations = 1
     while generations < min(levels, n) - 1:
-        reach = reach @ reach  # in how many ways: at most 2 to the power of generations
+        paths = paths @ paths  # number of paths: at most 2 to the power of generations
         generations *= 2
         if generations >= 64:
-            reach.clamp_(max=1)
-    return reach > 0
+            paths.clamp_(max=1)
+    return paths > 0
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
-    """Nested lists of integers as an int64 tensor on ``device``, without waiting for the device.
+    """Copy nested lists of integers to an int64 tensor on ``device``, without synchronisation.
 
-    Copying from ordinary memory waits; pinned memory is handed out again only once its copy is made.
+    Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
     return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def eager_on_cpu(like: Tensor) -> bool:
-    """Whether operations are done one by one by this processor: then its cache counts, and values may be looked at."""
+    """True if operations run eagerly on a CPU, so that the host may read values without waiting."""
     return like.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""The door through transformers' own ``generate``: every setting is honoured, refused, or changes nothing."""
+"""Settings of transformers' ``generate``: each is honoured, harmless or refused."""
 
 import copy
 import inspect
@@ -228,7 +228,7 @@ def test_a_drafter_with_a_model_of_its_own_is_refused_there(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name, value", [("top_p", 0.0), ("top_p", -0.5), ("temperature", 0.0)])
-def test_laws_that_are_no_sampling(name: str, value: float) -> None:
+def test_sampling_parameters_out_of_range(name: str, value: float) -> None:
     config = GenerationConfig(do_sample=True)
     setattr(config, name, value)
     with pytest.raises(

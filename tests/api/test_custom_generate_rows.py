@@ -1,4 +1,4 @@
-"""What ``model.generate(custom_generate=...)`` gives: padded rows, several samples, seeds and streams."""
+"""Outputs of ``model.generate(custom_generate=...)``: padded rows, several samples, seeds and streams."""
 
 import math
 from collections import Counter
@@ -91,7 +91,7 @@ def test_torchs_generator_decides_the_samples(model: Any) -> None:
             ask(model, do_sample=True, seed=wrong)
 
 
-def test_greedy_decoding_leaves_torchs_generator_alone(model: Any) -> None:
+def test_greedy_decoding_does_not_advance_torchs_generator(model: Any) -> None:
     before = torch.get_rng_state()
     ask(model)
     ask(model, do_sample=True, seed=3)
@@ -122,7 +122,7 @@ def test_returned_sequences_stand_beside_their_prompts(model: Any) -> None:
 
 
 @pytest.mark.parametrize("end", [None, 3], ids=["to the length", "to an end of sequence"])
-def test_a_streamer_hears_what_it_hears_from_transformers(model: Any, end: int | None) -> None:
+def test_a_streamer_receives_the_same_as_from_transformers(model: Any, end: int | None) -> None:
     options: dict[str, Any] = {"eos_token_id": None}
     if end is not None:
         options["eos_token_id"] = ask(model, eos_token_id=None)[0, 7 + end].item()

@@ -1,4 +1,4 @@
-"""Text while it comes: joined pieces are the whole text, no piece splits a character, stop strings are cut out."""
+"""Incremental text: joined pieces are the whole text, no piece splits a character, stop strings are cut."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from crossdraft.framework.api.detokenizer import Text, decoded
+from crossdraft.framework.api.detokenizer import Detokenizer, decode_text
 
 
 def byte_level() -> Any:
@@ -33,9 +33,11 @@ BYTES, SPACES, WORDS = byte_level(), metaspace(), make_tokenizer()
 TEXTS = st.text(st.sampled_from("ab é€😀\ufffd"), max_size=12)
 
 
-def said(tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], Text, int]:
+def said(
+    tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()
+) -> tuple[list[str], Detokenizer, int]:
     """The pieces when tokens come in steps of the lengths ``cuts``, the text, and how many tokens were taken."""
-    text, pieces, taken, at = Text(tokenizer, stop), [], 0, 0
+    text, pieces, taken, at = Detokenizer(tokenizer, stop), [], 0, 0
     for n in [*cuts, len(tokens)]:
         taken += text.add(tokens[at : at + n])
         pieces.append(text.piece())
@@ -50,14 +52,14 @@ def said(tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ..
 def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cuts: list[int]) -> None:
     tokens = BYTES(whole)["input_ids"]
     pieces, text, taken = said(BYTES, tokens, cuts)
-    assert "".join(pieces) == text.text == whole == decoded(BYTES, tokens) and taken == len(tokens)
+    assert "".join(pieces) == text.text == whole == decode_text(BYTES, tokens) and taken == len(tokens)
     assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(1, 4), max_size=12))
-def test_bytes_that_are_no_character_are_said_too(tokens: list[int], cuts: list[int]) -> None:
-    assert "".join(said(BYTES, tokens, cuts)[0]) == decoded(BYTES, tokens)
+def test_invalid_bytes_are_flushed(tokens: list[int], cuts: list[int]) -> None:
+    assert "".join(said(BYTES, tokens, cuts)[0]) == decode_text(BYTES, tokens)
 
 
 @pytest.mark.parametrize("tokenizer, ids", [(SPACES, 6), (WORDS, 9)], ids=["metaspace", "words"])
@@ -65,7 +67,7 @@ def test_spaces_between_tokens_survive(tokenizer: Any, ids: int) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.integers(0, ids - 1), max_size=10), st.lists(st.integers(1, 4), max_size=10))
     def check(tokens: list[int], cuts: list[int]) -> None:
-        assert "".join(said(tokenizer, tokens, cuts)[0]) == decoded(tokenizer, tokens)
+        assert "".join(said(tokenizer, tokens, cuts)[0]) == decode_text(tokenizer, tokens)
 
     check()
 
@@ -88,11 +90,11 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
         return
     heard = ends[min(ends)]
     assert text.stopped and "".join(pieces) == text.text == heard[: min(heard.find(s) for s in stop if s in heard)]
-    assert decoded(BYTES, tokens[:taken]) == heard
+    assert decode_text(BYTES, tokens[:taken]) == heard
 
 
-def test_what_may_become_a_stop_string_is_held_back_until_it_is_known() -> None:
-    text = Text(BYTES, ("abc",))
+def test_a_possible_stop_string_is_held_back() -> None:
+    text = Detokenizer(BYTES, ("abc",))
     for letter, piece in [("x", "x"), ("a", ""), ("b", ""), ("a", "ab"), ("d", "ad")]:
         text.add(BYTES(letter)["input_ids"])
         assert text.piece() == piece

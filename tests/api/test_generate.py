@@ -1,4 +1,4 @@
-"""The one-call door: what it takes, what it refuses, and which verifier it picks."""
+"""`generate`: accepted and refused arguments, and default verifiers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tiny_models import save_model
 
 from crossdraft import Drafter, DraftTraits, LoadedModel, generate, load_model
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import configured, default_rule, fitting_rules
+from crossdraft.framework.api.build import DEFAULT_VERIFIERS, compatible_verifiers, configured, default_verifier
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS
 from crossdraft.framework.contracts.drafter import StrategyConfig
@@ -27,7 +27,7 @@ def target(tmp_path_factory: Any) -> LoadedModel:
 
 
 def refused(target: Any, inputs: Any, **options: Any) -> str:
-    """The sentence that `generate` refuses with."""
+    """The error message of `generate`."""
     with pytest.raises(UsageError) as caught:
         generate(target, inputs, **{"max_new_tokens": 4, **options})
     sentence = str(caught.value)
@@ -59,7 +59,7 @@ def refused(target: Any, inputs: Any, **options: Any) -> str:
         ([[5], []], "prompt 1 is empty"),
     ],
 )
-def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: str) -> None:
+def test_invalid_inputs(target: LoadedModel, inputs: Any, sentence: str) -> None:
     assert sentence in refused(target, inputs)
 
 
@@ -98,7 +98,7 @@ def test_inputs_that_are_no_prompts(target: LoadedModel, inputs: Any, sentence: 
     ],
 )
 @pytest.mark.parametrize("inputs", [[[5, 6]], []], ids=["a prompt", "no prompt"])
-def test_arguments_that_cannot_be(target: LoadedModel, options: dict[str, Any], sentence: str, inputs: Any) -> None:
+def test_invalid_arguments(target: LoadedModel, options: dict[str, Any], sentence: str, inputs: Any) -> None:
     assert sentence in refused(target, inputs, **options)
 
 
@@ -175,17 +175,13 @@ class Drawing(Drafter):
         return Draft.empty(sequences.batch_size)
 
 
-BEST = {"iid": "spectr", "without_replacement": "traversal", "greedy_draft": "greedy-draft-optimal"}
-BEST |= {"deterministic": "sample-match"}
-
-
-@pytest.mark.parametrize("kind", ["none", *DRAFT_KINDS])
+@pytest.mark.parametrize("drawn", ["none", *DEFAULT_VERIFIERS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind: str, temperature: float) -> None:
-    drafter = Drawing, Drawing.Config(kind=kind)
-    rule, _ = default_rule(drafter, Sampling(temperature=temperature))
-    assert rule.name == ("greedy" if temperature == 0 else BEST.get(kind, "block"))
-    fitting = fitting_rules(drafter, Sampling(temperature=temperature))
+def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, drawn: str, temperature: float) -> None:
+    drafter = Drawing, Drawing.Config(drawn=drawn)
+    rule, _ = default_verifier(drafter, Sampling(temperature=temperature))
+    assert rule.name == ("greedy" if temperature == 0 else DEFAULT_VERIFIERS.get(drawn, "block"))
+    fitting = compatible_verifiers(drafter, Sampling(temperature=temperature))
     assert rule.name in fitting and not {"lenient", "typical", "top-k", "bild"} & set(fitting)
     assert ("greedy" in fitting) == (temperature == 0)
     assert len(generate(target, [[5]], drafter=drafter, temperature=temperature, max_new_tokens=2)[0].tokens) == 2
@@ -198,9 +194,9 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
     assert 1 <= len(said[0].tokens) <= 6
 
 
-def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
-    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind="iid")), verifier="block")
-    assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; rules that fit here: " in sentence
+def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
+    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="block")
+    assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
     assert rules >= {"spectr", "specinfer", "traversal", "sample-match", "multipath-block"}
     assert not rules & {"block", "token", "greedy", "greedy-draft-optimal", "typical", "top-k"}
@@ -208,7 +204,7 @@ def test_an_incompatible_pair_is_told_what_fits(target: LoadedModel) -> None:
     assert "use 'traversal' or 'specinfer'" in sentence and "'token'" not in sentence
 
 
-def test_a_rule_that_does_not_load_does_not_fit(install: Any) -> None:
+def test_a_verifier_that_does_not_load_is_not_compatible(install: Any) -> None:
     install("verifiers", ("broken", SimpleNamespace()), ("absent", "no.such.module:Rule"))
-    found = fitting_rules((Drawing, Drawing.Config()), Sampling())
+    found = compatible_verifiers((Drawing, Drawing.Config()), Sampling())
     assert {"token", "block"} <= set(found) and not {"broken", "absent"} & set(found)

@@ -29,7 +29,7 @@ def test_unexpected_arguments(call: Any, given: dict[str, Any], sentence: str) -
 
 
 def test_an_empty_text_is_refused_with_and_without_a_chat_template(tmp_path: Any) -> None:
-    """As by the endpoint."""
+    """The endpoint does the same."""
     target = load_model(save_model(tmp_path / "target"))
     for chat in (None, True, False):
         for inputs, i in (("", 0), (["w5", ""], 1)):

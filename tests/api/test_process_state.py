@@ -150,7 +150,7 @@ def test_other_threads_keep_their_own_attention(model: Any, monkeypatch: Any) ->
     assert calls == [] and torch.equal(elsewhere, model(torch.tensor([[3, 4]])).logits.detach())
 
 
-def test_an_attention_of_the_users_own_is_left_in_place(model: Any) -> None:
+def test_the_users_attention_function_stays(model: Any) -> None:
     calls = []
 
     def mine(*arguments: Any, **options: Any) -> Any:
@@ -170,7 +170,7 @@ def test_an_attention_of_the_users_own_is_left_in_place(model: Any) -> None:
     del registry["sdpa"]
 
 
-def test_threads_that_decode_at_once_say_what_each_says_alone(model: Any) -> None:
+def test_concurrent_threads_decode_the_same_tokens(model: Any) -> None:
     options: list[dict[str, Any]] = [{}, {"do_sample": True, "seed": 3}]
     jobs = [(prompt, option) for prompt in PROMPTS for option in options]
     alone = [door(model, prompt, **option) for prompt, option in jobs]

@@ -110,8 +110,8 @@ def test_each_prompt_has_its_own_limit(target: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()], ids=["name", "instance"])
-def test_each_prompt_has_its_own_law(target: LoadedModel, drafter: Any) -> None:
-    """As if each law had been asked for all prompts; the rule fits the law."""
+def test_each_prompt_has_its_own_sampling_parameters(target: LoadedModel, drafter: Any) -> None:
+    """Equal to one call per set of parameters with all prompts; each set gets its own default verifier."""
     laws = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
     inputs = [[5, 6, 7, 5, 6], [9, 8, 9], [5, 6, 7, 5], [11, 12, 11, 12]]
     temperature, top_k, top_p = (list(values) for values in zip(*laws, strict=True))
@@ -141,7 +141,7 @@ def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
     assert on.finish_reason == "length" and on.tokens == plain.tokens
 
 
-def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
+def test_a_streamer_receives_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
     listener = Listener()
     (response,) = generate(target, [[5, 6, 7]], streamer=listener, **OPTIONS)
     assert listener.heard == [[[5, 6, 7]], *[[token] for token in response.tokens], "end"]
@@ -165,7 +165,7 @@ def test_a_streamer_hears_the_prompt_and_every_token(target: LoadedModel, capsys
         ({"temperature": [0.5, 0], "verifier": "greedy"}, "temperature"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_decoded(
+def test_invalid_arguments_are_refused_before_decoding(
     target: LoadedModel, options: dict[str, Any], sentence: str
 ) -> None:
     for call in (generate, stream):
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
         assert sentence in str(caught.value)
 
 
-def test_streamers_and_stop_strings_need_what_they_need(target: LoadedModel) -> None:
+def test_requirements_of_streamers_and_stop_strings(target: LoadedModel) -> None:
     with pytest.raises(UsageError, match=r"a streamer takes one output, but there are 2 inputs.*crossdraft\.stream"):
         generate(target, [[5], [6]], streamer=Listener())
     with pytest.raises(UsageError, match=r"must have put\(tokens\) and end\(\)"):
@@ -185,7 +185,7 @@ def test_streamers_and_stop_strings_need_what_they_need(target: LoadedModel) -> 
     assert [piece.text for piece in stream(bare, [[5]], max_new_tokens=1)] == [None]
 
 
-def test_numbers_that_cannot_be_right_are_raised_behind_all_pieces(tmp_path: Path) -> None:
+def test_numerical_errors_are_raised_after_all_chunks(tmp_path: Path) -> None:
     broken = load_model(save_model(tmp_path / "nan", nan=True), dtype="float32", device="cpu")
     found = []
     with pytest.raises(NumericalError, match=r"1 more of 2 inputs failed"):

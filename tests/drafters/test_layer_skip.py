@@ -110,7 +110,7 @@ def test_models_whose_parts_do_not_add_up_are_refused(tiny_model: Callable) -> N
         TransformersLM(louder, 1, 64).fork([0, 1], no_mlp=[0])
     lm = TransformersLM(tiny_model("opt", copy="layer-skip"), 1, 64)
     with pytest.raises(
-        ModelError, match="a layer of OPTForCausalLM has no one module that is its feed-forward network"
+        ModelError, match="a layer of OPTForCausalLM does not have exactly one feed-forward network module"
     ):
         lm.fork([0, 1], no_mlp=[0])
     assert lm.fork([1]).forward(torch.tensor([[5]]))[0].shape == (1, 1, 97), "whole layers may be left out"

@@ -130,7 +130,7 @@ def context(target: LoadedModel) -> TargetContext:
 def test_instances_that_cannot_be_used_are_refused(target: LoadedModel) -> None:
     made = Bound(Bound.Config(), context(target))
     assert "this Bound was made for one context and cannot draft in another" in refused(target, drafter=made)
-    assert refused(target, drafter=(Echo(), Echo.Config(gamma=3))).startswith("this Echo has a config already")
+    assert refused(target, drafter=(Echo(), Echo.Config(gamma=3))).startswith("this Echo already has a config")
     assert "must be" in refused(target, drafter=Echo(), max_new_tokens=0)
     assert "a drafter is given by its name" in refused(target, drafter=make_verifier("token"))
     assert "a verifier is given by its name" in refused(target, verifier=Echo())

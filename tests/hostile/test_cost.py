@@ -69,7 +69,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--efficiency", "0.5,2"], ["--efficiency takes two shares"]),
     (["--run", "nowhere"], ["nowhere is not a directory"]),
     (["--drafter", "nowhere"], ["nowhere is no config.json"]),
-    (["--drafter", "a\0b"], ["there is no path 'a\\x00b'"]),
+    (["--drafter", "a\0b"], ["'a\\x00b' is not a valid path"]),
     (["--on", "h1000"], ["there is no accelerator named 'h1000'"]),
     (["--on", "\x1b[31m"], ["there is no accelerator named '\\x1b[31m'"]),
     (["--on", "none.yaml"], ["cannot read the accelerator file none.yaml: No such file"]),

@@ -204,7 +204,7 @@ def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
     "name, words",
     [
         ("", "'' is no name of a model"),
-        ("a\0b", "there is no path 'a\\x00b'"),
+        ("a\0b", "'a\\x00b' is not a valid path"),
         ("~nosuchuser/x", "home directory"),
         ("x" * 5000, "File name too long"),
         ("/dev/zero", "a file that no installed backend takes"),

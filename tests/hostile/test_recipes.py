@@ -110,7 +110,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "a true batch size in the matrix": ("matrix: {batch_size: [true]}", 4, ["matrix.batch_size[0]", "not true"]),
     "half a token": ("max_new_tokens: 1.5", 4, ["valid integer", "1.5"]),
     "no tokens": ("max_new_tokens: 0", 4, ["greater than or equal to 1"]),
-    "too many tokens": ("max_new_tokens: 10000000000", 4, ["less than or equal to 1048576", "place in the cache"]),
+    "too many tokens": ("max_new_tokens: 10000000000", 4, ["less than or equal to 1048576", "slot of the cache"]),
     "no rows": ("batch_size: 0", 4, ["greater than or equal to 1"]),
     "too many rows": ("batch_size: 1000000000000", 4, ["less than or equal to 65536", "cache"]),
     "rows as a list": ("batch_size: [1, 2]", 4, ["batch_size", "valid integer"]),
@@ -275,11 +275,11 @@ def test_paths_that_are_no_recipe(refused: Any, tmp_path: Path) -> None:
     refused(["run", str(tmp_path / "directory.yaml")], "directory.yaml is a directory")
     refused(["run", str(tmp_path / "pipe.yaml")], "pipe.yaml: it is a device, a pipe or a socket")
     refused(["run", "/dev/zero"], "it is a device, a pipe or a socket")
-    refused(["run", str(tmp_path / "loop.yaml")], "there is no path", "symbolic links")
+    refused(["run", str(tmp_path / "loop.yaml")], "is not a valid path", "symbolic links")
     refused(["run", str(tmp_path / "none.yaml")], "does not exist")
     refused(["run", "/tmp/" + "x" * 5000], "File name too long")
     refused(["run", "~nosuchuser/x.yaml"], "home directory")
-    refused(["run", "a\0b"], "there is no path")
+    refused(["run", "a\0b"], "is not a valid path")
     refused(["run", "nothing\udcff.yaml"], "does not exist")
     refused(["run", ""], "recipe")
     refused(["run", "smollm2-gama"], "did you mean 'smollm2-gamma'")

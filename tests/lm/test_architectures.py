@@ -80,7 +80,7 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
         (
             "phi3",
             "rope longrope",
-            "Phi3ForCausalLM has longrope positions: .* beyond 16 tokens .* slots reach 64 .*shorten",
+            "Phi3ForCausalLM has longrope positions: .* longer than 16 tokens, .* slots reach 64 .*shorten",
         ),
         ("openai-gpt", "", "OpenAIGPTLMHeadModel takes no past_key_values"),
         ("falcon", "alibi", "FalconForCausalLM uses alibi"),
@@ -101,7 +101,7 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
         (
             "deepseek_v32",
             "",
-            "DeepseekV32ForCausalLM has layers of type (indexed|deepseek_sparse)_attention: they choose keys",
+            "DeepseekV32ForCausalLM has layers of type (indexed|deepseek_sparse)_attention: they select keys",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
 def test_longrope_may_fill_its_original_length_and_no_more() -> None:
     model = made("phi3", "rope longrope")
     TransformersLM(model, 2, 16)
-    with pytest.raises(ModelError, match="beyond 16 tokens"):
+    with pytest.raises(ModelError, match="longer than 16 tokens"):
         TransformersLM(model, 2, 17)
 
 
@@ -125,16 +125,16 @@ def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
-def test_layers_that_need_each_other_are_not_run_alone(model_type: str) -> None:
+def test_layers_that_depend_on_each_other_are_not_run_alone(model_type: str) -> None:
     lm = TransformersLM(made(model_type), 1, 16)
-    with pytest.raises(ModelError, match="layers that need each other"):
+    with pytest.raises(ModelError, match="layers that depend on each other"):
         lm.fork([0])
 
 
 def test_windows_of_different_length_are_refused() -> None:
     model = made("gemma2")
     model.config.sliding_window = None
-    with pytest.raises(ModelError, match="names no one sliding_window"):
+    with pytest.raises(ModelError, match="has no single sliding_window"):
         TransformersLM(model, 2, 64)
 
 
@@ -197,7 +197,7 @@ class OwnCode(transformers.LlamaForCausalLM):
         )
 
     def read(self, mask: Any, positions: Any) -> tuple[Any, Any]:
-        """What it makes of the masks and positions of the decoder."""
+        """A model class that misuses the masks and positions of the decoder."""
         return mask, positions
 
 
@@ -234,7 +234,7 @@ def test_a_trial_finds_what_an_unknown_model_ignores(kind: type[OwnCode]) -> Non
         TransformersLM(unknown(kind), 2, 64)
 
 
-def test_a_trial_says_why_an_unknown_model_fails() -> None:
+def test_the_error_of_a_failed_trial() -> None:
     with pytest.raises(
         ModelError, match=r"^Crashes failed a trial .* \(IndexError: too many dimensions\), so .* use another model$"
     ):
@@ -268,7 +268,7 @@ def test_the_page_lists_the_classes_that_are_exact() -> None:
 
 
 def test_the_page_lists_every_model_type() -> None:
-    """Of the version that it was written for; an older one has fewer."""
+    """True for the version that it was written for; older ones have fewer."""
     text = PAGE.read_text(encoding="utf-8")
     if f"({transformers.__version__}:" in text:
         for model_type in TYPES:

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers is decoded exactly or refused by name, and the page says which."""
+"""Every causal language model of transformers is decoded exactly or refused, as docs/architectures.md lists."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,5 +50,5 @@ def test_greedy_text(decoder: Callable, model_type: str, drafter: str) -> None:
     f"({transformers.__version__}:" not in PAGE.read_text(encoding="utf-8"),
     reason="the page lists another version of transformers",
 )
-def test_the_page_says_what_the_walk_found() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page({model_type: outcomes(model_type) for model_type in TYPES})

@@ -1,7 +1,7 @@
-"""What CUDA graphs replay: tested on a CPU with a recorder that stands for a graph, and on CUDA where there is one.
+"""Replayed passes: on a CPU with a recorder that stands for a graph, and on CUDA if available.
 
-A graph repeats device work on fixed buffers and knows nothing of what Python would decide by now. So does the recorder
-here: it runs the recorded call again while the host's books of the model are out of reach, into the same outputs.
+A graph repeats device work on fixed buffers. The recorder runs the recorded call again, on the same inputs and into the
+same outputs.
 """
 
 import copy
@@ -25,7 +25,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm import cuda_graphs, graph_buckets, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.util.tensors import descent
+from crossdraft.framework.util.tensors import ancestor_mask
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -175,7 +175,7 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
     assert (recorder.recorded, recorder.replayed) == (1, 8), "nine steps of one shape, the first of which rehearses"
 
 
-def test_hidden_states_may_be_asked_for_between_passes(tiny_model: Callable) -> None:
+def test_hidden_layers_may_change_between_passes(tiny_model: Callable) -> None:
     """A target is shared by drafters that read different layers: what one recorded is not replayed for another."""
     lm = ReplayingLM(tiny_model("llama"), 1, 64)
     tokens = torch.tensor([[3, 1]])
@@ -196,7 +196,7 @@ def test_large_passes_are_not_recorded(tiny_model: Callable, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize("total", [1, 4, 7, 10, 70, 140])
-def test_who_descends_from_whom(total: int) -> None:
+def test_ancestor_mask(total: int) -> None:
     """Against following the parents one by one; chains are the deepest trees there are."""
     generator = torch.Generator().manual_seed(total)
     rows = [[int(torch.randint(-1, i, (), generator=generator)) if i else -1 for i in range(total)] for _ in range(20)]
@@ -208,7 +208,7 @@ def test_who_descends_from_whom(total: int) -> None:
             while at >= 0:
                 want[row, node, at] = True
                 at = of[at]
-    assert torch.equal(descent(parents, total), want)
+    assert torch.equal(ancestor_mask(parents, total), want)
 
 
 @torch.inference_mode()

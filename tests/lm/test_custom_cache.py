@@ -1,4 +1,4 @@
-"""Caches of a caller's own behind `TransformersLM`: one that is paged, and one that stores int8 numbers."""
+"""Caches of the caller behind `TransformersLM`: a paged one and an int8 one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda_graphs import NEW, PROMPTS
+from fake_cuda_graphs import NEW, PROMPTS, Recorder
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from crossdraft.framework import plugins
-from crossdraft.framework.lm.cuda_graphs import Ahead, recording
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, Graphs, recording
 from crossdraft.framework.lm.kv_cache import KVCache, WritePlan
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 class OwnLayer(CacheLayerMixin):
-    """Hands each update, and the plan of the pass, to the cache that it belongs to."""
+    """Delegates updates to the cache that owns it."""
 
     def __init__(self, owner: Any):
         super().__init__()
@@ -33,8 +33,7 @@ class OwnLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        found = [self.owner.write(*pair) for pair in zip(self.stores, (key_states, value_states), strict=True)]
-        return found[0], found[1]
+        return self.owner.write(self.stores[0], key_states), self.owner.write(self.stores[1], value_states)
 
     def get_seq_length(self) -> int:
         return 0
@@ -47,7 +46,7 @@ class OwnLayer(CacheLayerMixin):
 
 
 class OwnCache:
-    """Rows and slots of a `WritePlan` as indices: ``[R, W]`` to write, ``[R, kv_len]`` to read."""
+    """A `KVCache` that turns the plan of a pass into indices: ``[R, W]`` to write, ``[R, kv_len]`` to read."""
 
     plan: WritePlan
 
@@ -56,7 +55,7 @@ class OwnCache:
         self.cache = Cache(layer_class_to_replicate=partial(OwnLayer, self))  # type: ignore[arg-type]
 
     def reserve(self, row: int, length: int) -> None:
-        """Nothing is reserved."""
+        """All slots exist from the start."""
 
     def begin_pass(self, plan: WritePlan) -> Cache:
         self.plan = plan
@@ -75,7 +74,7 @@ class OwnCache:
 
 
 class PagedCache(OwnCache):
-    """Blocks of 16 slots of one pool; block 0 is nobody's: what was never reserved is read and written there."""
+    """Blocks of 16 slots in a pool with a block table; block 0 serves all slots that are not reserved."""
 
     def __init__(self, batch_size: int):
         super().__init__(batch_size)
@@ -118,7 +117,7 @@ class PagedCache(OwnCache):
 
 
 class Int8Cache(OwnCache):
-    """Keys and values in int8, one scale for each token and head."""
+    """Keys and values in int8, with one scale per token and head."""
 
     def new_store(self, states: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.batch_size, MAX_LENGTH, states.shape[1]
@@ -148,7 +147,7 @@ class Int8Cache(OwnCache):
 
 
 def with_cache(make: Callable[[int], KVCache]) -> Callable[..., TransformersLM]:
-    """Slots over a cache of this kind."""
+    """A constructor of slots over such a cache."""
     return lambda model, batch_size, max_length: TransformersLM(model, batch_size, max_length, make(batch_size))
 
 
@@ -188,7 +187,7 @@ def decode(tiny_model: Callable, decoder: Callable) -> Callable[..., tuple[dict[
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_paged_cache_gives_the_same_tokens(decode: Any, drafter: str, temperature: float, family: str) -> None:
-    """Chains, trees and forks; slots that finish give their blocks back."""
+    """Chains, trees and forks; finished slots return their blocks."""
     expected, _ = decode(drafter, temperature, family=family)
     found, loop = decode(drafter, temperature, with_cache(PagedCache), family)
     assert found == expected
@@ -197,7 +196,7 @@ def test_a_paged_cache_gives_the_same_tokens(decode: Any, drafter: str, temperat
     assert cache.nbytes() > 0
 
 
-def test_a_row_gives_its_blocks_back(tiny_model: Callable) -> None:
+def test_a_freed_row_returns_its_blocks(tiny_model: Callable) -> None:
     cache = PagedCache(2)
     lm, blocks = TransformersLM(tiny_model("llama"), 2, MAX_LENGTH, cache), len(cache.free)
     lm.prefill({0: list(range(20)), 1: [5, 6]})
@@ -211,11 +210,8 @@ def test_a_row_gives_its_blocks_back(tiny_model: Callable) -> None:
     assert len(cache.free) == blocks and all(not store[1:].any() for store in cache.stores)
 
 
-def test_a_paged_cache_under_recordings(decode: Any) -> None:
-    """Padded passes write to slots that were not reserved, and warm-ups to any."""
-    from fake_cuda_graphs import Recorder
-
-    from crossdraft.framework.lm.cuda_graphs import Graphs
+def test_recorded_passes_of_a_paged_cache(decode: Any) -> None:
+    """Padded passes and warm-ups also write to slots that are not reserved."""
 
     def recorded(model: Any, batch_size: int, max_length: int) -> TransformersLM:
         graphs = Graphs(Recorder(), "test")
@@ -223,14 +219,14 @@ def test_a_paged_cache_under_recordings(decode: Any) -> None:
 
     for drafter in ("draft-model", "draft-model-tree"):
         expected, _ = decode(drafter, 0.0)
-        with recording(Ahead(3, 10)):
+        with recording(CaptureLimits(3, 10)):
             found, loop = decode(drafter, 0.0, recorded)
         assert found == expected and loop.target.graphs._recorder.replayed
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
 def test_an_int8_cache_is_exact_against_itself(decode: Any, drafter: str) -> None:
-    """Greedy tokens of drafted passes are those of one token at a time over the same numbers."""
+    """Greedy tokens equal those of decoding one token at a time with the same cache."""
     lm = with_cache(Int8Cache)
     expected, loop = decode("none", 0.0, lm)
     found, _ = decode(drafter, 0.0, lm)
@@ -240,8 +236,8 @@ def test_an_int8_cache_is_exact_against_itself(decode: Any, drafter: str) -> Non
     assert loop.target.cache.nbytes() < bytes_of_float32
 
 
-def test_the_int8_cache_is_what_attention_reads(tiny_model: Callable) -> None:
-    """Logits differ from those of the built-in cache: the rounding reaches the model."""
+def test_attention_reads_the_int8_cache(tiny_model: Callable) -> None:
+    """Logits differ from those of the built-in cache by rounding."""
     logits = []
     for cache in (None, Int8Cache(1)):
         lm = TransformersLM(tiny_model("llama"), 1, MAX_LENGTH, cache)

@@ -113,7 +113,7 @@ def masks(rows: int, width: int, reach: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width, reach", [(1, 100), (5, 128), (5, 700), (300, 650)])
-def test_blocks_that_nobody_sees_are_not_read(width: int, reach: int) -> None:
+def test_invisible_blocks_are_not_read(width: int, reach: int) -> None:
     allowed = masks(3, width, reach)
     mask = flex_attention.block_mask(allowed)
     numbers = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
@@ -151,7 +151,7 @@ def test_one_function_is_compiled_a_few_times(traced: list[int]) -> None:
     assert max(traced) <= 4 and len(traced) <= 10, traced
 
 
-def test_what_cannot_be_honoured_is_refused(tiny_model: Callable, traced: list[int], monkeypatch: Any) -> None:
+def test_unsupported_models_are_refused(tiny_model: Callable, traced: list[int], monkeypatch: Any) -> None:
     model = copy.copy(tiny_model("llama", attn_implementation=flex_attention.FLEX))
     model._hf_hook = object()
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_what_cannot_be_honoured_is_refused(tiny_model: Callable, traced: list[i
         flex_attention.block_mask(torch.ones(1, 4, 4, dtype=torch.bool)),
         {"s_aux": torch.zeros(2), "position_bias": None},
     )
-    with pytest.raises(ModelError, match=r"^Module asks its attention for s_aux, which .* another attn_implementation"):
+    with pytest.raises(ModelError, match=r"^Module uses s_aux in its attention, which .* another attn_implementation"):
         flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask, **asked)
 
     def fails(graph: Any, inputs: Any) -> Any:

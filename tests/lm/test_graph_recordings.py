@@ -56,7 +56,7 @@ def test_the_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
     assert (recorder.recorded, len(call)) == (3, 1), "2 was still known"
 
 
-@pytest.mark.parametrize("when", ["rehearse", "record"])
+@pytest.mark.parametrize("when", ["warm_up", "record"])
 def test_where_recording_fails_there_is_one_warning(
     tiny_model: Callable, decoder: Callable, caplog: Any, fresh_warnings: None, when: str
 ) -> None:

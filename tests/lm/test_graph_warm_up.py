@@ -1,4 +1,4 @@
-"""Recorded ahead: a warm-up records every shape that may come, and afterwards nothing is recorded."""
+"""A warm-up records every shape that may follow; nothing is recorded afterwards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.api import build
 from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.lm import cuda_graphs, layer_subset, ragged_lm
-from crossdraft.framework.lm.cuda_graphs import Ahead, Graphs, held, recording
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, Graphs, recorded_nbytes, recording
 from crossdraft.framework.lm.graph_buckets import at_width, kv_lens, stepped, wider, widths
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -64,7 +64,7 @@ def test_when_shapes_are_recorded(caplog: Any) -> None:
     cuda_graphs._warn_of_missed.cache_clear()
     recorder = Recorder()
     call = Graphs(recorder, "test")
-    with recording(Ahead(0, 0)):
+    with recording(CaptureLimits(0, 0)):
         assert call(double, {"x": torch.ones(2)})[0].tolist() == [2, 2]
         assert (recorder.recorded, recorder.replayed, len(call)) == (1, 0, 1)
     call(double, {"x": torch.ones(3)})  # seen once, and so not recorded
@@ -81,10 +81,10 @@ def test_when_shapes_are_recorded(caplog: Any) -> None:
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_recordings_share_their_room(sizes: list[int]) -> None:
+def test_recordings_share_buffers(sizes: list[int]) -> None:
     """They hold less than four times the largest inputs and outputs, and no call writes into what another returned."""
     call, found = Graphs(Recorder(), "test"), []
-    with recording(Ahead(0, 0)):
+    with recording(CaptureLimits(0, 0)):
         for size in sizes:
             call(double, {"x": torch.ones(size)})
     with recording(None):
@@ -93,17 +93,17 @@ def test_recordings_share_their_room(sizes: list[int]) -> None:
     assert call.missed == 0 and len(call) == len(set(sizes))
     assert all(out.tolist() == [2 * i] * size for i, size, out in found)
     assert 8 * max(sizes) <= call.nbytes(CPU) < 4 * 8 * max(sizes)
-    assert call.nbytes(CPU) <= held(CPU) and call.nbytes(torch.device("meta")) == 0
+    assert call.nbytes(CPU) <= recorded_nbytes(CPU) and call.nbytes(torch.device("meta")) == 0
 
 
-def test_what_recordings_hold_is_given_back() -> None:
-    before = held(CPU)
+def test_buffers_of_recordings_are_freed() -> None:
+    before = recorded_nbytes(CPU)
     call = Graphs(Recorder(), "test")
-    with recording(Ahead(0, 0)):
+    with recording(CaptureLimits(0, 0)):
         call(double, {"x": torch.ones(1000)})
-    assert held(CPU) == before + 8000
+    assert recorded_nbytes(CPU) == before + 8000
     del call
-    assert held(CPU) == before
+    assert recorded_nbytes(CPU) == before
 
 
 # -- decoding -----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_nothing_is_recorded_after_the_warm_up(
         return {r.index: r.tokens for r in loop.run(PROMPTS)}
 
     loop = make()
-    with recording(Ahead(*most)):
+    with recording(CaptureLimits(*most)):
         steps = loop.steps(Request([3, 4, 3, 4, 3, 4], i, 99 + i) for i in range(2))
         for _ in range(3):
             next(steps)
@@ -192,7 +192,7 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
     tree = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 2, 0]])
     for one in (lm, plain):
         one.hidden_layers = (-1,)
-    with recording(Ahead(7, 7)):
+    with recording(CaptureLimits(7, 7)):
         for parents in (None, tree):
             lm.forward(torch.ones(2, 5, dtype=torch.long), parents)
             lm.commit([0, 0], None if parents is None else torch.tensor([[0, 1], [0, 1]]))
@@ -219,10 +219,10 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_nothing_is_padded_at_the_end_of_a_slot(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """A padded pass would write behind the slot: one without a recording runs as it is."""
     lm = TransformersLM(tiny_model("llama"), 1, 16)
-    with recording(Ahead(3, 3)):
+    with recording(CaptureLimits(3, 3)):
         lm.forward(torch.ones(1, 4, dtype=torch.long))
         lm.commit([0])
     with recording(None):
@@ -232,7 +232,7 @@ def test_where_a_slot_ends_nothing_is_padded(tiny_model: Callable, recorded: lis
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_heads_that_name_positions_are_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """Pairs of any count are caught up with in a recorded width; logits and features are those of the pairs alone."""
     torch.manual_seed(3)
     head = MtpHead(tiny_model("llama")).eval()
@@ -253,7 +253,7 @@ def test_heads_that_name_positions_are_padded(tiny_model: Callable, recorded: li
     plain = TransformersLM(head, 2, 64, graphs=Graphs(None, "plain"))
     expected = run(FeatureLM(head, plain, 97), (4, 1, 3, 6, 2, 5))
     ours = TransformersLM(head, 2, 64)
-    with recording(Ahead(5, 5)):
+    with recording(CaptureLimits(5, 5)):
         run(FeatureLM(head, ours, 97), (1,))
     recordings = len(ours.graphs)
     with recording(None):

@@ -1,4 +1,4 @@
-"""What the cache holds is what a fresh forward computes; prompts in pieces, trees in pieces, hidden states."""
+"""The cache equals that of a fresh forward pass; prompts in chunks, trees in several passes, hidden states."""
 
 from collections.abc import Callable
 from typing import Any

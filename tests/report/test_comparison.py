@@ -115,7 +115,7 @@ def test_pieces_of_other_prompts_have_no_interval(tmp_path: Path) -> None:
     found = compare_runs(a, b)
     assert all(pair.ratio is not None and pair.ratio.low is None for pair in found.pairs)
     (remark,) = found.remarks
-    assert remark.startswith("B ÷ A has no interval where the runs cut the prompts into other pieces")
+    assert remark.startswith("B ÷ A has no interval if the runs divide the prompts into different pieces")
     assert all(pair.difference is not None and pair.difference.value == 0 for pair in found.pairs)
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     for run, digest in ((a, "1"), (d, "2")):
         for result in run.summary.results:
             result.provenance = {**result.provenance, "prompts": digest}
-    with pytest.raises(UsageError, match="the same names, but not the same texts"):
+    with pytest.raises(UsageError, match="the same ids, but different texts"):
         compare_runs(a, d)
     e = run_of(tmp_path / "e", drafters=[{"name": "eagle3", "model": "org/head"}], verifiers=["token"], exclude=[])
     with pytest.raises(UsageError, match=r"have no pair in common; run crossdraft table to see the pairs of each"):

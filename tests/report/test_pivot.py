@@ -125,4 +125,4 @@ def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> 
     assert hidden_keys(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
     # The same run twice: what tells them apart is the directory, which is one.
     assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
-    assert "the same cell is in the table twice; name each run once" in capsys.readouterr().err
+    assert "the same cell is in the table twice; give each run once" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_by_category(tmp_path: Path) -> None:
             "math": CategoryMetrics(3, Estimate(2.0, 1.9, 2.1), Estimate(1.25, 1.2, 1.3)),
             "chat": CategoryMetrics(4, Estimate(1.5, 1.4, 1.6)),
         }
-    assert "by category of prompts: summary.md" in terminal(made)
+    assert "by category of prompts: see summary.md" in terminal(made)
     text = summary_markdown(made)
     table = text.partition("## by category, temperature 1, batch size 1\n")[2]
     assert [cell.strip() for cell in table.splitlines()[3].split("|")[1:-1]] == [

@@ -16,11 +16,11 @@ class Recorder:
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def rehearse(self, run: Callable) -> tuple:
+    def warm_up(self, run: Callable) -> tuple:
         return run()
 
     def record(self, run: Callable) -> Callable:
-        """Computes nothing: what the outputs hold until the first replay is no number."""
+        """Compute nothing, as a capture; outputs are undefined until the first replay."""
         self.recorded += 1
 
         def replay() -> None:

@@ -17,7 +17,7 @@ import torch
 from tiny_models import VOCAB, save_model
 
 import crossdraft
-from crossdraft.framework.api.build import load_drafting_model
+from crossdraft.framework.api.build import load_draft_model
 from crossdraft.framework.bench.matrix import load_recipe, plan
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.plugins import manager
@@ -225,9 +225,9 @@ def test_a_target_of_another_backend(tmp_path: Path) -> None:
 def test_a_model_of_another_backend_drafts_in_its_own_precision(tmp_path: Path, models: dict[str, str]) -> None:
     """It is not asked for the dtype and the device of a target that transformers runs, nor the other way round."""
     target = crossdraft.load_model(models["target"], dtype="bfloat16")
-    assert load_drafting_model(bigram(tmp_path), target).backend == "bigram"
-    assert load_drafting_model(models["target"], target).model.dtype == torch.bfloat16
-    other = load_drafting_model(models["target"], crossdraft.load_model(bigram(tmp_path)))
+    assert load_draft_model(bigram(tmp_path), target).backend == "bigram"
+    assert load_draft_model(models["target"], target).model.dtype == torch.bfloat16
+    other = load_draft_model(models["target"], crossdraft.load_model(bigram(tmp_path)))
     assert other.model.dtype == crossdraft.load_model(models["target"]).model.dtype
 
 

@@ -37,7 +37,7 @@ def test_commands_name_all_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
         assert f"needs the packages {packages}; install with" in capsys.readouterr().err  # type: ignore[attr-defined]
 
 
-def test_every_extra_that_is_asked_for_exists() -> None:
+def test_every_requested_extra_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     asked = {
         call.args[1].value

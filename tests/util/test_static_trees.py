@@ -77,7 +77,7 @@ def test_by_hand() -> None:
         (((2,), (3, -1)), "names the children of 2 nodes on level 1, which has 2"),
     ],
 )
-def test_a_shape_that_is_none_is_told(children: tuple, reason: str) -> None:
+def test_the_error_of_an_invalid_shape(children: tuple, reason: str) -> None:
     assert problem(children, 4) == reason
     assert problem(((2,), (1, 1)), 4) is None
 
@@ -85,7 +85,7 @@ def test_a_shape_that_is_none_is_told(children: tuple, reason: str) -> None:
 @settings(deadline=None, max_examples=30)
 @given(shape=shapes(), seed=st.integers(0, 99), point_mass=st.booleans())
 def test_level_by_level_is_node_by_node(shape: tuple, seed: int, point_mass: bool) -> None:
-    """What a draft knows of its shape beforehand changes neither its lineage nor a verdict."""
+    """A static shape changes neither the ancestor mask of a draft nor a verdict."""
     draft, p = drafted(shape, seed, point_mass)
     unknown = replace(draft, children=None)
     for name in ("ancestor_mask", "depth", "earlier_siblings"):

@@ -238,7 +238,7 @@ def _prompts(
         encoded.append(tokens)
     longest = max(map(len, encoded)) + 1
     lm = make_slots(target, 1, longest)
-    load = partial(load_drafting_model, trust_remote_code=drafter in consent)
+    load = partial(load_draft_model, trust_remote_code=drafter in consent)
     context = TargetContext.of(target, lm, sampling, slot=longest, sequence=longest - 1, load=load)
     draft_model = context.load_lm(drafter)
     prompts = []

@@ -214,9 +214,9 @@ def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dic
 def test_a_gguf_model_drafts_for_one_of_transformers_and_the_other_way_round(
     target: crossdraft.LoadedModel, files: dict[str, str]
 ) -> None:
-    from crossdraft.framework.api.build import load_drafting_model
+    from crossdraft.framework.api.build import load_draft_model
 
-    drafting = load_drafting_model(files["small"], target)
+    drafting = load_draft_model(files["small"], target)
     assert drafting.backend == "llama.cpp" and drafting.tokenizer.get_vocab() == target.tokenizer.get_vocab()
 
 
