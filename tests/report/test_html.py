@@ -106,7 +106,8 @@ def test_the_answer_stands_first(text: str, tmp_path: Path) -> None:
         f"prompt-lookup × {best.config.verifier.name} ✓ lossless, certified {e.value:.2f} × the speed"
     )
     assert f"of plain decoding, 95 % interval {e.low:.2f} to {e.high:.2f}: faster than plain decoding." in words
-    assert "Temperature 1, batch size 1; target org/name, cpu (a processor), float32, 6 prompts; the best of 2" in words
+    assert "Conditions: temperature 1, batch size 1; target org/name, cpu (a processor), float32, 6 prompts;" in words
+    assert words.endswith("the best of 2 certified cells.")
     assert text.index('id="answer"') < text.index('id="cells"') < text.index('id="charts-title"')
 
 

@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.mark.parametrize("width", [WIDEST, 390])
+@pytest.mark.parametrize("width", [WIDEST, 1000, 390])
 def test_forty_cells(browser: Any, tmp_path: Path, width: int) -> None:
     file = tmp_path / "page.html"
     text = html_page([finished_run(tmp_path)])

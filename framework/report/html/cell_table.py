@@ -26,7 +26,7 @@ RUNS = Sequence[tuple[str, "FinishedRun"]]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its header, what it means, and whether its values are estimates with an interval."""
+    """A column of the table: header, meaning, and True if its values are estimates with an interval."""
 
     key: str
     header: str
@@ -112,7 +112,7 @@ class Table:
     """The table of all cells.
 
     Attributes:
-        settings: what all cells share, for the heading.
+        settings: settings of all cells, for the heading.
         columns: those with at least one value.
         scales: by the key of a column of estimates.
     """
@@ -128,7 +128,7 @@ class Table:
 
     @property
     def filters(self) -> list[tuple[str, list[str]]]:
-        """Name and values of what readers may choose among."""
+        """Name and values of each filter with more than one value."""
         found = {
             "drafter": [row.drafter for row in self.rows],
             "verifier": [row.verifier for row in self.rows],
@@ -163,13 +163,13 @@ def table_of(runs: RUNS) -> Table:
 
 def _groups(runs: RUNS) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
     """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
-    groups = [(title, what, results) for title, run in runs for what, results in groups_of(run.summary)]
-    parts = [what.split(", ") for _, what, _ in groups]
-    shared = [part for part in parts[0] if all(part in other for other in parts)] if parts else []
+    groups = [(title, group.split(", "), found) for title, run in runs for group, found in groups_of(run.summary)]
+    shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
     found = []
-    for (title, what, results), settings in zip(groups, parts, strict=True):
-        own = [title] * (len(runs) > 1) + [part for part in settings if part not in shared]
-        found.append((", ".join(own), what, results))
+    for title, parts, results in groups:
+        run = [title] * (len(runs) > 1)
+        own = [part for part in parts if part not in shared]
+        found.append((", ".join(run + own), ", ".join(run + parts), results))
     return shared, found
 
 
@@ -220,7 +220,7 @@ class Best:
     """The best certified pair of a group.
 
     Attributes:
-        group: what tells the group from the others; ``setting``: all its settings.
+        group: settings in which the group differs from the others; ``setting``: all its settings.
         conditions: target, device and number of prompts.
         plain: tokens/s of plain decoding, None if unknown.
         of: number of certified pairs in the group.

@@ -1,4 +1,4 @@
-"""Speed-ups by draft length and batch size, with the line at which drafting stops paying."""
+"""Speed-ups by draft length and batch size, with the break-even line."""
 
 from __future__ import annotations
 
@@ -44,45 +44,45 @@ def maps_of(results: Sequence[CellResult]) -> list[Map]:
         same = {"batch_size": 1, "drafter": config.drafter.model_copy(update={"config": without, "label": ""})}
         drafter = config.drafter.title.replace(f" gamma={gamma}", "")
         title = f"{drafter} × {verifier_title(result)}, {group_title(config, cells, but='batch_size')}"
-        one = found.setdefault(config.model_copy(update=same).hash, Map(title))
-        one.cells[gamma, config.batch_size] = result.metrics.speed_up.value
-    return [one for one in found.values() if len(one.gammas) > 1 and len(one.batch_sizes) > 1]
+        heat_map = found.setdefault(config.model_copy(update=same).hash, Map(title))
+        heat_map.cells[gamma, config.batch_size] = result.metrics.speed_up.value
+    return [m for m in found.values() if len(m.gammas) > 1 and len(m.batch_sizes) > 1]
 
 
 def break_even_line(
     cells: Mapping[tuple[int, int], float], gammas: Sequence[int], batch_sizes: Sequence[int]
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """The borders between neighbours of which one pays (a speed-up of 1 or more) and the other does not.
+    """Borders between neighbouring cells of which only one pays: a speed-up of 1 or more.
 
     Cell (i, j) of the i-th batch size and j-th gamma reaches from i - 0.5 to i + 0.5 and from j - 0.5 to j + 0.5.
     """
     lines = []
     for j, gamma in enumerate(gammas):
         for i, batch_size in enumerate(batch_sizes):
-            here = cells.get((gamma, batch_size))
+            speed_up = cells.get((gamma, batch_size))
             right = cells.get((gamma, batch_sizes[i + 1])) if i + 1 < len(batch_sizes) else None
             above = cells.get((gammas[j + 1], batch_size)) if j + 1 < len(gammas) else None
-            if here is not None and right is not None and (here >= 1) != (right >= 1):
+            if speed_up is not None and right is not None and (speed_up >= 1) != (right >= 1):
                 lines.append(((i + 0.5, j - 0.5), (i + 0.5, j + 0.5)))
-            if here is not None and above is not None and (here >= 1) != (above >= 1):
+            if speed_up is not None and above is not None and (speed_up >= 1) != (above >= 1):
                 lines.append(((i - 0.5, j + 0.5), (i + 0.5, j + 0.5)))
     return lines
 
 
 def heat_maps(results: Sequence[CellResult]) -> list[tuple[str, str]]:
     """Title and chart of each map."""
-    return [(one.title, _draw(one)) for one in maps_of(results)]
+    return [(found.title, _draw(found)) for found in maps_of(results)]
 
 
-def _draw(one: Map) -> str:
-    gammas, batch_sizes = one.gammas, one.batch_sizes
+def _draw(heat_map: Map) -> str:
+    gammas, batch_sizes = heat_map.gammas, heat_map.batch_sizes
     x, y = (
         Axis(title, -0.5, len(values) - 0.5, labels={float(i): str(value) for i, value in enumerate(values)})
         for title, values in (("batch size", batch_sizes), ("gamma", gammas))
     )
     chart = Chart(x, y, height=max(150, 60 + 44 * len(gammas)))
-    strongest = max((abs(value - 1) for value in one.cells.values()), default=0.0) or 1.0
-    for (gamma, batch_size), value in one.cells.items():
+    strongest = max((abs(value - 1) for value in heat_map.cells.values()), default=0.0) or 1.0
+    for (gamma, batch_size), value in heat_map.cells.items():
         i, j = batch_sizes.index(batch_size), gammas.index(gamma)
         left, top, right, bottom = chart.px(i - 0.49), chart.py(j + 0.48), chart.px(i + 0.49), chart.py(j - 0.48)
         chart.add(
@@ -90,7 +90,7 @@ def _draw(one: Map) -> str:
             f'fill-opacity="{0.12 + 0.55 * abs(value - 1) / strongest:.2f}"/>'
             f'<text class="value" x="{chart.px(i)}" y="{chart.py(j) + 5}" text-anchor="middle">{value:.2f}</text>'
         )
-    for border in break_even_line(one.cells, gammas, batch_sizes):
+    for border in break_even_line(heat_map.cells, gammas, batch_sizes):
         chart.path(border, "break-even")
-    pays = sum(value >= 1 for value in one.cells.values())
-    return chart.svg(f"drafting pays in {pays} of {len(one.cells)} combinations of gamma and batch size")
+    pays = sum(value >= 1 for value in heat_map.cells.values())
+    return chart.svg(f"drafting pays in {pays} of {len(heat_map.cells)} combinations of gamma and batch size")

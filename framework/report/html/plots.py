@@ -85,7 +85,7 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
         Panel(
             "rows",
             "Block efficiency against target rows",
-            f"What a pair gains for each position that the target evaluates. {_INTERVALS}",
+            f"The gain of a pair for each position that the target evaluates. {_INTERVALS}",
             "no cell has a block efficiency",
         ),
         Panel("category", "Block efficiency by category of prompts", _INTERVALS, "the prompts are of one category"),
@@ -104,19 +104,19 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
     for title, run in runs:
         before = f"{title}: " if len(runs) > 1 else ""
 
-        def add(key: str, what: str, choice: Choice | None, before: str = before) -> None:
+        def add(key: str, group: str, choice: Choice | None, before: str = before) -> None:
             if choice is not None:
-                by_key[key].choices.append(replace(choice, title=before + what))
+                by_key[key].choices.append(replace(choice, title=before + group))
 
-        for what, series in batch_size_series(run.summary.results).items():
-            add("speed", what, _speed_up(series, looks))
-            add("pareto", what, _pareto(series, looks))
-        for what, svg in heat_maps(run.summary.results):
-            add("heat", what, Choice(svg=svg))
-        for what, results in groups_of(run.summary):
+        for group, series in batch_size_series(run.summary.results).items():
+            add("speed", group, _speed_up(series, looks))
+            add("pareto", group, _pareto(series, looks))
+        for pair, svg in heat_maps(run.summary.results):
+            add("heat", pair, Choice(svg=svg))
+        for group, results in groups_of(run.summary):
             finished = [r for r in results if r.metrics is not None]
             for key, draw in by_group.items():
-                add(key, what, draw(finished, looks))
+                add(key, group, draw(finished, looks))
     return [p for p in panels if p.choices], [(p.title, p.missing) for p in panels if not p.choices]
 
 
