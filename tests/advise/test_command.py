@@ -280,7 +280,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
         ("batch_size,width,context,seconds\n1,1,1,nan\n", "t.csv:2: a pass cannot take nan seconds"),
         ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: there is no pass of batch size 0"),
         (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: no line of a CSV file"),
-        ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for every combination"),
+        ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for each combination"),
     ],
 )
 def test_cost_tables_that_are_none(tmp_path: Path, text: str, says: str) -> None:

@@ -148,7 +148,11 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     a, b = (on_disk(run_of(tmp_path / name, matrix={"gamma": [2], "batch_size": [1]})) for name in "ab")
     assert cli.main(["compare", str(a), str(b)]) == 0
     text = capsys.readouterr().out
-    assert " ".join(text.split()).count("prompt-lookup token") and "+0.00" in text and max(map(len, text.splitlines())) <= 130
+    assert (
+        " ".join(text.split()).count("prompt-lookup token")
+        and "+0.00" in text
+        and max(map(len, text.splitlines())) <= 130
+    )
     assert cli.main(["compare", str(a), str(b), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["runs"] == [str(a), str(b)] and len(found["pairs"]) == 5
