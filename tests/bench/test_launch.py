@@ -152,7 +152,7 @@ def test_bad_options(bench: Any, here: Any, flags: list[str], sentence: str) -> 
 
 def test_a_file_system_that_is_not_shared(tmp_path: Path) -> None:
     work = Work("", (), tmp_path, tmp_path / "elsewhere" / "log")
-    with pytest.raises(Exception, match="needs a file system that all machines share"):
+    with pytest.raises(Exception, match="use a shared file system for --out"):
         processes.run(work)
 
 
