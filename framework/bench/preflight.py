@@ -12,7 +12,7 @@ from ..api.build import TargetContext, make_slots
 from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
 from ..recipe.prompts import Prompt
-from ..recipe.random_tokens import MOST, warning
+from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
@@ -62,7 +62,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
 def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     if not hasattr(tokenizer, "__len__"):  # tokenizer of another backend: unknown vocabulary size
         return []
-    first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MOST]]
+    first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MAX_PROMPTS]]
     note = warning(first, len(tokenizer))
     return [note] if note else []
 

@@ -14,7 +14,7 @@ class StepTimeout(CrossdraftError):
 
 
 class StepLimit:
-    """Raises `StepTimeout` in a step that takes longer than ``seconds``; None = no limit.
+    """Raise `StepTimeout` in a step that takes longer than ``seconds``; None = no limit.
 
     Raises:
         UsageError: an invalid limit, or a system or thread without timers.

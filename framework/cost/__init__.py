@@ -1,1 +1,1 @@
-"""What a pass costs, measured or computed, and what follows from it for any batch size."""
+"""Cost of model passes, measured or computed, and predicted speed-ups at any batch size."""

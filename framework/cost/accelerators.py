@@ -1,4 +1,4 @@
-"""Machines that one does not have, as their vendors describe them: ``accelerators.yaml``, or a file of one's own."""
+"""Accelerators by vendor data: the built-in ``accelerators.yaml``, or a file of the user."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..util.input_files import path_of
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device, as its vendor describes it.
+    """Vendor data of a device.
 
     Attributes:
-        bandwidth: of its memory, bytes/s.
+        bandwidth: memory bandwidth, bytes/s.
         flops: dense bfloat16 matrix products, FLOP/s.
-        memory: bytes.
-        link: to its neighbours, bytes/s in one direction.
-        source: which data sheet says so.
+        memory: memory size, bytes.
+        link: bandwidth to other devices, bytes/s in one direction.
+        source: data sheet.
     """
 
     name: str
@@ -35,20 +35,20 @@ class Accelerator:
 
 @cache
 def accelerators() -> dict[str, Accelerator]:
-    """The built-in accelerators by name, from ``accelerators.yaml``."""
+    """Built-in accelerators by name."""
     return _read_accelerators(Path(__file__).with_name("accelerators.yaml"))
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator called ``name``, or the one that a YAML file written like ``accelerators.yaml`` holds.
+    """Return the accelerator called ``name``, or that in a YAML file with the format of ``accelerators.yaml``.
 
-    Raises UsageError (UnknownNameError for a name).
+    Raises UsageError for an invalid file, UnknownNameError for an unknown name.
     """
     if name.endswith((".yaml", ".yml")):
-        found = _read_accelerators(path_of(name))
-        if len(found) != 1:
-            raise UsageError(f"{name} holds {len(found)} accelerators; a file for --on holds one")
-        return next(iter(found.values()))
+        entries = _read_accelerators(path_of(name))
+        if len(entries) != 1:
+            raise UsageError(f"{name} contains {len(entries)} accelerators; a file for --on must contain one")
+        return next(iter(entries.values()))
     if name not in accelerators():
         hint = "Or give a YAML file with one accelerator, see docs/cost.md."
         raise UnknownNameError.among("accelerator", name, accelerators(), hint)
@@ -56,7 +56,7 @@ def accelerator(name: str) -> Accelerator:
 
 
 def _read_accelerators(path: Path) -> dict[str, Accelerator]:
-    """The accelerators in a file. Raises UsageError with the line of what is none."""
+    """Read the accelerators in a file. Raises UsageError with the line of an invalid entry."""
     rows, places = read_yaml(path, "accelerator file", "name: {bandwidth: ..., flops: ..., ...}")
     return {name: _accelerator(name, row, places) for name, row in rows.items()}
 
@@ -65,15 +65,15 @@ def _accelerator(name: str, row: Any, places: Places) -> Accelerator:
     numbers = ("bandwidth", "flops", "memory", "link")
     if not isinstance(row, dict) or row.keys() != {*numbers, "source"}:
         keys = "bandwidth, flops, memory, link and source"
-        raise places.error((name,), f"an accelerator is a name with the keys {keys}, not {quoted(row)}")
-    found = {}
+        raise places.error((name,), f"an accelerator must be a mapping with the keys {keys}, not {quoted(row)}")
+    values = {}
     for key in numbers:
-        try:  # YAML takes 1e12 for a text, because it has no dot
-            found[key] = float(row[key]) if not isinstance(row[key], bool) else math.nan
+        try:  # YAML parses 1e12 as a string, because it has no dot
+            values[key] = float(row[key]) if not isinstance(row[key], bool) else math.nan
         except (TypeError, ValueError, OverflowError):
-            found[key] = math.nan
-        if not 0 < found[key] < math.inf:
+            values[key] = math.nan
+        if not 0 < values[key] < math.inf:
             raise places.error((name, key), f"{key} must be a positive number, not {quoted(row[key])}")
     if not isinstance(row["source"], str):
         raise places.error((name, "source"), f"source must be a text, not {quoted(row['source'])}")
-    return Accelerator(name, **found, source=row["source"])
+    return Accelerator(name, **values, source=row["source"])

@@ -1,4 +1,4 @@
-"""From a finished cell to what its speed depends on, and to what the curves say about it."""
+"""Predictions for finished cells, from their statistics and stored cost curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchStep(NamedTuple):
-    """A step of the whole batch: rows in use, nodes of the widest, tokens of the longest, tokens emitted by all."""
+    """A step of the batch: rows in use, nodes of the widest row, length of the longest row, tokens emitted."""
 
     occupied: int
     nodes: int
@@ -31,24 +31,23 @@ class BatchStep(NamedTuple):
 def batch_steps(
     records: Sequence[StepRecord], prompt_tokens: Sequence[int], pieces: Sequence[Piece], batch_size: int
 ) -> list[BatchStep]:
-    """The steps that the whole batch made, from those of its rows, which is what records hold.
+    """Reconstruct the steps of the batch from the steps of its sequences.
 
-    Rows take turns on the slots in a known order: prompts of a piece and turn in their order, a free slot to the
-    next one. So the schedule can be made again.
+    The schedule is deterministic: the prompts of a piece and turn are assigned to free slots in order.
 
     Args:
-        records: of a cell, in the order they were made.
-        prompt_tokens: of each response, in the same order.
+        records: records of a cell, in the order of the measurement.
+        prompt_tokens: prompt length of each response, in the same order.
     """
     sequences = [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
     steps: list[BatchStep] = []
-    waiting = deque(zip(sequences, prompt_tokens, strict=True))
+    pending = deque(zip(sequences, prompt_tokens, strict=True))
     for piece in pieces:
-        left = piece.emitted + piece.tail_emitted
+        tokens = piece.emitted + piece.tail_emitted
         runs: dict[int, deque[tuple[deque[StepRecord], int]]] = {}
-        while left > 0 and waiting:
-            rows, length = waiting.popleft()
-            left -= sum(r.emitted for r in rows)
+        while tokens > 0 and pending:
+            rows, length = pending.popleft()
+            tokens -= sum(r.emitted for r in rows)
             runs.setdefault(rows[0].turn, deque()).append((deque(rows), length))
         for queue in runs.values():
             steps += _replay(queue, batch_size)
@@ -69,19 +68,19 @@ def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> lis
 
 
 def statistics(result: CellResult) -> CellStatistics | None:
-    """What a finished cell says about its pair; None for one that failed, or was not timed.
+    """Statistics of a finished cell; None if it failed or was not timed.
 
-    Like its measured rate, from the steps in which all slots were in use, if there were any.
+    Only steps with all slots in use count, if there are any, as for the measured rate.
     """
     metrics, batch_size = result.metrics, result.config.batch_size
     if metrics is None or not metrics.timed:
         return None
     lengths = [response["prompt_tokens"] for response in result.responses]
-    every = batch_steps(result.records, lengths, result.pieces, batch_size)
-    steps = [r for r in every if r.occupied == batch_size] or every
+    all_steps = batch_steps(result.records, lengths, result.pieces, batch_size)
+    steps = [r for r in all_steps if r.occupied == batch_size] or all_steps
     n, occupied = len(steps), sum(r.occupied for r in steps)
     phase = {name: metrics.shares.get(name, 0.0) * metrics.decode_seconds / n for name in ("draft", "verify", "rest")}
-    nodes, passes = sum(r.nodes for r in steps) / n, metrics.drafter_passes / len(every)
+    nodes, passes = sum(r.nodes for r in steps) / n, metrics.drafter_passes / len(all_steps)
     return CellStatistics(
         batch_size=batch_size,
         occupied=occupied / n,
@@ -97,43 +96,43 @@ def statistics(result: CellResult) -> CellStatistics | None:
 
 
 def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurve | None, CostCurve | None]:
-    """The curves of a cell's target and of its draft model, None where there is none.
+    """Find the curves of a cell's target and of its draft model, each None if missing.
 
-    A drafter without a model, or with several, has no curve: its time is the one that was measured.
+    A drafter without a model or with several models has no curve; its measured time is used.
     """
     curves, provenance = list(curves), result.provenance
-    used = dict(provenance.get("models", {}))
-    same = {key: provenance.get(key) for key in ("device", "torch")}
-    if str(same["device"]).startswith("cpu"):
-        same["threads"] = number_used(provenance)
+    models = dict(provenance.get("models", {}))
+    identity = {key: provenance.get(key) for key in ("device", "torch")}
+    if str(identity["device"]).startswith("cpu"):
+        identity["threads"] = number_used(provenance)
 
     def find(model: Mapping[str, Any] | None) -> CostCurve | None:
-        return find_curve(curves, model["sha256"], provenance["dtype"], same) if model else None
+        return find_curve(curves, model["sha256"], provenance["dtype"], identity) if model else None
 
-    target = find(used.pop(result.config.target, None))
-    drafts = len(used) == 1 and result.metrics is not None and result.metrics.drafter_passes > 0
-    return target, find(next(iter(used.values()))) if drafts else None
+    target = find(models.pop(result.config.target, None))
+    drafts = len(models) == 1 and result.metrics is not None and result.metrics.drafter_passes > 0
+    return target, find(next(iter(models.values()))) if drafts else None
 
 
 def used_curves(results: Iterable[CellResult], curves: Iterable[CostCurve]) -> list[CostCurve]:
-    """Those of ``curves`` that predictions for these cells read, in their order."""
+    """Return the ``curves`` that predictions for these cells use, in order."""
     curves = list(curves)
     read = {id(curve) for result in results if result.error is None for curve in curves_of(result, curves)}
     return [curve for curve in curves if id(curve) in read]
 
 
 def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellResult | None = None) -> Prediction | None:
-    """What the curves say about a finished cell, for a table to show beside what was measured.
+    """Predict the speed of a finished cell from cost curves.
 
     Args:
-        curves: for instance `stored_curves()`; those of other models and devices do no harm.
-        baseline: the cell of the same group that decodes plainly, for the speed-up.
+        curves: for instance `stored_curves()`; curves of other models and devices are ignored.
+        baseline: plain decoding of the same group, for the speed-up.
 
     Returns:
-        None for a failed cell and for a target without a curve for the device that the cell ran on.
+        None for a failed cell, or if the target has no curve for the device of the cell.
 
     Raises:
-        UsageError: the curve was measured for too few batch sizes or widths to say.
+        UsageError: the curve has too few batch sizes or widths.
     """
     cell = statistics(result)
     target, drafter = curves_of(result, curves) if cell else (None, None)
@@ -143,20 +142,20 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
 
 
 def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
-    """The measured speed-ups of a pair's cells by batch size, of those that have one."""
+    """Measured speed-ups of a pair's cells by batch size; cells without one are skipped."""
     return {b: r.metrics.speed_up.value for b, r in results.items() if r.metrics and r.metrics.speed_up}
 
 
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:
-    """The greatest batch size at which a pair is still no slower than plain decoding; 0 if it is at none.
+    """Return the largest batch size at which a pair is not slower than plain decoding; 0 if there is none.
 
-    That is the last measured one before `stops_paying`, or a greater one, below that at which it was measured not to
-    pay, for which the curves predict that it pays.
+    Starts from the largest measured batch size below `stops_paying`, and continues with predictions between it and
+    `stops_paying`.
 
     Args:
-        results, baselines: of the pair and of plain decoding by batch size, with measured speed-ups.
+        results, baselines: cells of the pair and of plain decoding by batch size, with measured speed-ups.
     """
     speed_ups = speed_ups_of(results)
     last, stop = pays_until(speed_ups), stops_paying(list(speed_ups), list(speed_ups.values()))
@@ -167,24 +166,26 @@ def last_paying(
     assert cell is not None and plain is not None  # they have a speed-up
     for b in range(last + 1, stop):
         try:
-            found = predict(cell.at(b), target, drafter, plain.at(b))
-        except UsageError:  # too small a curve, as `predictions` says
+            prediction = predict(cell.at(b), target, drafter, plain.at(b))
+        except UsageError:  # the curve is too small; `predictions` warns about it
             break
-        if found.speed_up < 1:
+        if prediction.speed_up < 1:
             break
         last = b
     return last
 
 
 def predictions(results: Sequence[CellResult], curves: Iterable[CostCurve] | None = None) -> dict[str, Prediction]:
-    """`predicted` for the cells of a run, each beside the baseline of its group, by the hash of the cell's config.
+    """Predict the cells of a run, by cell hash; see `predicted`.
 
-    Cells without a prediction are left out, those of too small a curve with a warning. ``curves``: `stored_curves()`
-    by default.
+    Cells without a prediction are skipped, with a warning if their curve is too small.
+
+    Args:
+        curves: `stored_curves()` by default.
     """
     curves = stored_curves() if curves is None else list(curves)
     baselines = {result.config.group: result for result in results if result.config.is_baseline}
-    found = {}
+    by_hash = {}
     for result in results if curves else ():
         try:
             prediction = predicted(result, curves, baselines.get(result.config.group))
@@ -192,5 +193,5 @@ def predictions(results: Sequence[CellResult], curves: Iterable[CostCurve] | Non
             logger.warning("crossdraft: %s", error)
             continue
         if prediction is not None:
-            found[result.config.hash] = prediction
-    return found
+            by_hash[result.config.hash] = prediction
+    return by_hash

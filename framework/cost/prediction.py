@@ -1,12 +1,12 @@
-"""From acceptance and cost curves to tokens/s and speed-up, at any batch size.
+"""Prediction of tokens/s and speed-up at any batch size, from acceptance and cost curves.
 
-Acceptance does not depend on the machine or the batch size, time does; so a pair's acceptance (`CellStatistics`) and
-the curves of its models give its speed elsewhere (`predict`):
+Acceptance does not depend on the machine or the batch size, so the acceptance of a pair (`CellStatistics`) and the
+curves of its models give its speed on other machines (`predict`):
 
-    seconds a step = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + the rest
-    tokens/s        = rows in use x tokens a step / seconds a step
+    seconds per step = T_target(B, nodes + 1) + passes x T_draft(B, nodes / passes) + other
+    tokens/s         = rows in use x tokens per step / seconds per step
 
-and plain decoding has one row, no draft and one token a step.
+Plain decoding has no draft and one token per step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from .curve import Curve
 
 @dataclass(frozen=True)
 class CellStatistics:
-    """What the speed of a pair depends on beside the curves of its models.
+    """Statistics of a pair that determine its speed, besides the curves of its models.
 
     Attributes:
-        batch_size: rows that every pass computes.
-        occupied: mean number of them that hold a sequence: less than all once prompts run out.
-        tokens_per_step: tokens a row emits in a step: the block efficiency.
+        batch_size: rows of every pass.
+        occupied: mean number of rows in use; less than `batch_size` after prompts run out.
+        tokens_per_step: tokens emitted per row and step: block efficiency.
         widths: share of the steps by nodes of the widest row; the target evaluates one position more.
         context: mean length of the longest row, in tokens.
-        passes: forward passes of the draft model in a step; draft_width: tokens of a row in each of them.
-        draft_seconds: of a step's drafting, for drafters whose passes have no curve.
-        other_seconds: of a step's verification and bookkeeping.
+        passes: forward passes of the draft model per step.
+        draft_width: tokens of a row in each of these passes.
+        draft_seconds: drafting time per step, for drafters without a curve.
+        other_seconds: time per step for verification and the rest.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
     """
 
@@ -47,18 +48,20 @@ class CellStatistics:
 
     @classmethod
     def chain(cls, batch_size: int, gamma: int, acceptance: float, context: float) -> CellStatistics:
-        """Token verification of chains of ``gamma`` tokens, each accepted with the same probability if all before
-        it were: E[tau] + 1 = (1 - a^(gamma+1)) / (1 - a) (Leviathan, Kalman and Matias, "Fast inference from
-        transformers via speculative decoding", 2023, eq. 1). A pass of the draft model for each token."""
+        """Token verification of chains of ``gamma`` tokens with i.i.d. acceptance, one draft pass per token.
+
+        E[tau] + 1 = (1 - a^(gamma+1)) / (1 - a) (Leviathan, Kalman and Matias, "Fast inference from transformers via
+        speculative decoding", 2023, eq. 1).
+        """
         survival = tuple(acceptance**i for i in range(1, gamma + 1))
         return cls(batch_size, batch_size, 1 + sum(survival), {gamma: 1.0}, context, gamma, acceptance=survival)
 
     def plain(self) -> CellStatistics:
-        """Plain decoding of the same rows, with the same bookkeeping."""
+        """Plain decoding of the same rows, with the same other time."""
         return replace(self, tokens_per_step=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=())
 
     def at(self, batch_size: int) -> CellStatistics:
-        """The same pair with ``batch_size`` rows, all in use. Times without a curve are taken to grow with the rows."""
+        """Return the same pair with ``batch_size`` rows, all in use. Times without a curve scale with the rows."""
         ratio = batch_size / self.batch_size
         return replace(
             self,
@@ -69,16 +72,18 @@ class CellStatistics:
         )
 
     def cut(self, gamma: int) -> CellStatistics:
-        """Chains cut to ``gamma`` tokens. Exact for token verification of chains that all were that long;
-        a rule that looks ahead (block verification) does slightly worse with less to look at.
+        """Return the same pair with chains truncated to ``gamma`` tokens.
+
+        Exact for token verification of chains at least that long; verifiers that look ahead (block verification)
+        accept slightly less of shorter chains.
 
         Raises:
-            UsageError: ``gamma`` is longer than what was measured, or the drafts were trees.
+            UsageError: ``gamma`` exceeds the measured length, or the drafts are trees.
         """
         if max(self.widths) > len(self.acceptance):
             raise UsageError(
-                f"drafts of {max(self.widths)} nodes that go {len(self.acceptance)} deep are trees; "
-                "only chains can be cut to another gamma"
+                f"drafts of {max(self.widths)} nodes and depth {len(self.acceptance)} are trees; "
+                "only chains can be truncated to another gamma"
             )
         if gamma > len(self.acceptance):
             raise UsageError(
@@ -102,12 +107,13 @@ class CellStatistics:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A pair's predicted step.
+    """Predicted speed of a pair.
 
     Attributes:
-        target, draft, other: seconds of a step's parts; ``seconds``: of the step.
-        tokens_per_second: of all rows together.
-        speed_up: over plain decoding, predicted the same way.
+        target, draft, other: seconds of the parts of a step.
+        seconds: seconds of a step.
+        tokens_per_second: rate of all rows.
+        speed_up: speed-up over predicted plain decoding.
     """
 
     target: float
@@ -126,17 +132,17 @@ def predict(
     *,
     overlap: bool = False,
 ) -> Prediction:
-    """Seconds a step, tokens/s and speed-up of a pair.
+    """Predict seconds per step, tokens/s and speed-up of a pair.
 
     Args:
-        target, drafter: curves of the two models; without the drafter's, ``cell.draft_seconds`` counts.
+        target, drafter: curves of the two models; without a drafter curve, ``cell.draft_seconds`` is used.
         baseline: statistics of plain decoding; `CellStatistics.plain` by default.
-        overlap: the next draft is made while the target verifies the last one, so that a step takes as long as the
-            longer of the two. At best: a draft whose predecessor is not accepted whole has to be made again.
+        overlap: drafting runs in parallel with the target, so that a step takes the maximum of the two. This is an
+            upper bound: a draft must be repeated if the previous one is not accepted completely.
     """
-    mine = _step(cell, target, drafter, overlap)
+    pair = _step(cell, target, drafter, overlap)
     plain = _step(baseline or cell.plain(), target, None)
-    return replace(mine, speed_up=mine.tokens_per_second / plain.tokens_per_second)
+    return replace(pair, speed_up=pair.tokens_per_second / plain.tokens_per_second)
 
 
 def _step(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: bool = False) -> Prediction:
@@ -146,8 +152,8 @@ def _step(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: b
         drafting = cell.draft_seconds
     else:
         drafting = cell.passes * drafter.seconds(b, cell.draft_width, context)
-    both = max(scoring, drafting) if overlap else scoring + drafting
-    total = both + cell.other_seconds
+    model_seconds = max(scoring, drafting) if overlap else scoring + drafting
+    total = model_seconds + cell.other_seconds
     rate = cell.occupied * cell.tokens_per_step / total
     return Prediction(scoring, drafting, cell.other_seconds, total, rate)
 
@@ -155,24 +161,24 @@ def _step(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: b
 def schedule(
     acceptance: float, gamma: int, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
 ) -> list[tuple[int, int]]:
-    """The draft length that pays best at each batch size: pairs of a batch size and the length from there on.
+    """Best draft length by batch size, as pairs of a batch size and the length from there on.
 
-    The lengths are those up to ``gamma``, of chains as `CellStatistics.chain` has them; 0 where no length reaches a
-    speed-up of 1. What the length policy ``batch-size`` takes as ``lengths``.
+    Lengths are at most ``gamma``, for chains as in `CellStatistics.chain`; 0 if no length has a speed-up above 1. This
+    is the option ``lengths`` of the policy ``batch-size``.
     """
-    found: list[tuple[int, int]] = []
+    thresholds: list[tuple[int, int]] = []
     for b in sorted(batch_sizes):
         speed_ups = {0: 1.0}
         for n in range(1, gamma + 1):
             speed_ups[n] = predict(CellStatistics.chain(b, n, acceptance, context), target, drafter).speed_up
         best = max(speed_ups, key=lambda n: (speed_ups[n], -n))
-        if not found or found[-1][1] != best:
-            found.append((b if found else 1, best))
-    return found
+        if not thresholds or thresholds[-1][1] != best:
+            thresholds.append((b if thresholds else 1, best))
+    return thresholds
 
 
 def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int | None:
-    """The least batch size from which on every speed-up is below 1; None if the last one is not."""
+    """Smallest batch size from which on all speed-ups are below 1; None if the last one is at least 1."""
     below = None
     for b, speed_up in sorted(zip(batch_sizes, speed_ups, strict=True), reverse=True):
         if speed_up >= 1:
@@ -182,6 +188,6 @@ def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int 
 
 
 def pays_until(speed_ups: Mapping[int, float]) -> int:
-    """The greatest batch size before `stops_paying`; 0 if it is the least one that stops."""
+    """Largest batch size below `stops_paying`; 0 if there is none."""
     stop = stops_paying(list(speed_ups), list(speed_ups.values()))
     return max((b for b in speed_ups if stop is None or b < stop), default=0)

@@ -1,15 +1,15 @@
-"""How long a forward pass takes on a machine one does not have: the roofline.
+"""Roofline model of a forward pass, for machines that are not available.
 
-Each part of a pass moves bytes and multiplies; it takes as long as the slower of the two ("Roofline: an insightful
+Each part of a pass moves bytes and computes; the slower of the two determines its time ("Roofline: an insightful
 visual performance model for multicore architectures", Williams, Waterman and Patterson, 2009):
 
     seconds = max(bytes / bandwidth, FLOPs / FLOP rate)
 
-The parts are added up, with a fixed time a layer for launching kernels and, over several devices, two all-reduces
-a layer. Nothing is loaded: a model is its `Shape`, read from a transformers config.
+The times of the parts are added, plus a fixed time per layer for kernel launches and, on several devices, two
+all-reduces per layer. Weights are not loaded: a model is described by its `Shape`, read from a transformers config.
 
-What it leaves out: sampling, the verifier, the engine's scheduling, quantised arithmetic (fewer bytes a weight are
-possible, the FLOP rate stays that of bfloat16), and every reason why a kernel may be worse than `Roofline` assumes.
+Not modelled: sampling, the verifier, the scheduling of the engine, quantised arithmetic (fewer bytes per weight are
+supported, but the FLOP rate is that of bfloat16), and kernels less efficient than `Roofline` assumes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES
 from .accelerators import Accelerator
 
-#: Share of the stated memory bandwidth and FLOP rate that a pass is taken to reach.
+#: Assumed efficiency of a pass: shares of the stated memory bandwidth and FLOP rate.
 EFFICIENCY = (0.8, 0.7)
-#: Seconds of a layer that are neither: about ten kernels of a recorded graph, a microsecond each.
+#: Overhead of a layer in seconds: about ten kernels of a CUDA graph, a microsecond each.
 LAYER_OVERHEAD = 10e-6
-#: Seconds of an all-reduce however little it sends.
+#: Latency of an all-reduce in seconds.
 ALL_REDUCE_LATENCY = 10e-6
-#: Bytes of an activation, and of a key or value by default: bfloat16.
+#: Bytes of an activation, and by default of a weight, key or value.
 _BFLOAT16 = 2
 
-#: Matrices of an MLP: gate, up and down, or up and down.
+#: Model types by their MLP: gate, up and down projections, or up and down.
 _GATED = ("cohere", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral", "mistral", "olmo")
 _GATED += ("olmo2", "phi3", "qwen2", "qwen3", "smollm3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 _PLAIN = ("gpt2", "gpt_neox", "opt", "starcoder2")
 
 
 class Work(NamedTuple):
-    """What one device does for a part of a pass."""
+    """Work of one device for a part of a pass."""
 
     bytes: float
     flops: float
@@ -51,17 +51,18 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decoder-only model's cost depends on.
+    """Dimensions of a decoder-only model that determine its cost.
 
     Attributes:
-        layers, hidden: their numbers; ``vocab``: rows of the output head, of a drafter with a vocabulary of its own
-            (``draft_vocab_size``) that one; ``embedding``: width of its input.
-        heads, kv_heads, head_dim: of the attention.
-        intermediate, matrices: width of a dense MLP, and how many matrices it has (3 gated, 2 plain).
-        experts, active, expert_intermediate, shared_intermediate: of a mixture-of-experts layer; ``moe_layers`` have
-            one in place of the dense MLP.
-        window, window_layers: ``window_layers`` layers look back at most ``window`` tokens.
-        fusion: parameters of a layer by itself in front of the others, read once a pass.
+        layers, hidden: number of layers, hidden size.
+        vocab: rows of the output head (``draft_vocab_size`` of a draft model with its own vocabulary).
+        embedding: width of the embedding; 0: the hidden size.
+        heads, kv_heads, head_dim: dimensions of the attention.
+        intermediate, matrices: width of a dense MLP, and number of its matrices (3 if gated, else 2).
+        experts, active, expert_intermediate, shared_intermediate: dimensions of a mixture-of-experts layer.
+        moe_layers: number of mixture-of-experts layers.
+        window, window_layers: sliding window, and number of layers that have it.
+        fusion: parameters of an additional projection before the layers.
     """
 
     name: str
@@ -85,19 +86,18 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, name: str = "") -> Shape:
-        """The shape that a transformers config, or the mapping of a ``config.json``, describes.
+        """Create the shape from a transformers config or the mapping of a ``config.json``.
 
-        Raises ModelError for a family whose products are not known here: a guess would be a wrong number.
+        Raises ModelError for unsupported model types.
         """
         try:
             config = _transformers_config(config).get_text_config()
         except AttributeError as error:
-            raise ModelError(f"the config cannot be read: {first_line(error)}") from None
+            raise ModelError(f"the config is not readable: {first_line(error)}") from None
         kind = config.model_type
         if kind not in (*_GATED, *_PLAIN):
             raise ModelError(
-                f"the roofline does not know the shape of model_type {kind!r}; "
-                f"it knows {', '.join(sorted((*_GATED, *_PLAIN)))}"
+                f"the roofline does not support model_type {kind!r}; supported: {', '.join(sorted((*_GATED, *_PLAIN)))}"
             )
 
         def get(*keys: str, default: int = 0) -> int:
@@ -129,14 +129,16 @@ class Shape:
             window_layers=(types.count("sliding_attention") if types else layers) if window else 0,
         )
         if shape.active > shape.experts:
-            raise ModelError(f"the config says that {shape.active} of {shape.experts} experts are active")
+            raise ModelError(f"the config has more active experts than experts: {shape.active} of {shape.experts}")
         if shape.heads % shape.kv_heads:
-            raise ModelError(f"the config shares {shape.kv_heads} keys among {shape.heads} heads, which is no division")
+            raise ModelError(
+                f"the config has {shape.heads} heads, which {shape.kv_heads} key-value heads do not divide"
+            )
         return shape
 
     @property
     def parameters(self) -> int:
-        """Parameters that products multiply with, the output head included; the input embedding is looked up only."""
+        """Number of parameters in matrix products, the output head included; the input embedding is excluded."""
         per_layer = self._attention_parameters(self.kv_heads)
         dense = (self.layers - self.moe_layers) * self.matrices * self.hidden * self.intermediate
         routed = self.moe_layers * self.experts * self._expert_parameters
@@ -148,13 +150,13 @@ class Shape:
 
     @property
     def _shared_parameters(self) -> int:
-        """The router, and the expert that every token visits with its gate."""
+        """Parameters of the router and of the shared expert with its gate."""
         gate = 1 if self.shared_intermediate else 0
         return self.hidden * (self.experts + gate + self.matrices * self.shared_intermediate)
 
     @property
     def _outer(self) -> int:
-        """Products outside the layers: the output head, and projections around a narrower embedding."""
+        """Parameters outside of the layers: the output head, and projections of a narrower embedding."""
         embedding = self.embedding or self.hidden
         between = 2 * embedding * self.hidden if embedding != self.hidden else 0
         return self.vocab * embedding + between + self.fusion
@@ -163,7 +165,7 @@ class Shape:
         return 2 * self.hidden * self.head_dim * (self.heads + kv_heads)
 
     def experts_read(self, tokens: float) -> float:
-        """Expected number of different experts that ``tokens`` visit, if the router spreads them evenly."""
+        """Expected number of distinct experts used by ``tokens`` under uniform routing."""
         return self.experts * (1 - (1 - self.active / self.experts) ** tokens) if self.experts else 0.0
 
     def work(
@@ -176,51 +178,55 @@ class Shape:
         weight_bytes: float = _BFLOAT16,
         cache_bytes: float = _BFLOAT16,
     ) -> dict[str, Work]:
-        """Bytes and FLOPs of one pass on one of ``devices`` tensor-parallel devices, by part.
+        """Bytes and FLOPs of a pass by part, on one of ``devices`` tensor-parallel devices.
 
         Args:
             batch_size, width: ``width`` tokens in each of ``batch_size`` rows.
-            context: tokens that each row already holds in the cache.
+            context: tokens of each row in the cache.
             weight_bytes, cache_bytes: bytes of a weight and of a key or value.
 
         Returns:
-            ``projections``, ``attention``, ``mlp``, ``head``; all layers together.
+            work of ``projections``, ``attention``, ``mlp`` and ``head``, summed over all layers.
         """
         n, d = batch_size * width, devices
         queries = self.heads * self.head_dim / d
-        # A device holds at least one KV head: over more devices than KV heads they are stored more than once.
+        # Each device has at least one KV head: KV heads are replicated on more devices than KV heads.
         kv_heads = max(self.kv_heads / d, 1)
         keys = 2 * kv_heads * self.head_dim
 
         projections = self._attention_parameters(self.kv_heads) / d
-        held = 2 * self.hidden * self.head_dim * (self.heads / d + kv_heads)
-        moved = 2 * self.hidden + 2 * queries + keys  # activations in and out, a token
-        parts = {"projections": self._times(self.layers, held, projections * n, moved * n, weight_bytes)}
+        weights = 2 * self.hidden * self.head_dim * (self.heads / d + kv_heads)
+        activations = 2 * self.hidden + 2 * queries + keys  # per token, input and output
+        parts = {"projections": self._times(self.layers, weights, projections * n, activations * n, weight_bytes)}
 
-        near = min(context, self.window) if self.window else context
-        seen = (self.layers - self.window_layers) * (context + width) + self.window_layers * (near + width)
-        cache = batch_size * seen * keys * cache_bytes
-        parts["attention"] = Work(cache + self.layers * n * 2 * queries * _BFLOAT16, 4 * n * seen * queries)
+        window = min(context, self.window) if self.window else context
+        attended = (self.layers - self.window_layers) * (context + width) + self.window_layers * (window + width)
+        cache = batch_size * attended * keys * cache_bytes
+        parts["attention"] = Work(cache + self.layers * n * 2 * queries * _BFLOAT16, 4 * n * attended * queries)
 
         dense = self.layers - self.moe_layers
         plain = self.matrices * self.hidden * self.intermediate / d
         bytes_, flops = self._times(dense, plain, plain * n, self._mlp_moved(self.intermediate, d) * n, weight_bytes)
         if self.moe_layers:
-            read = (self.experts_read(n) * self._expert_parameters + self._shared_parameters) / d
-            used = (self.active * self._expert_parameters + self._shared_parameters) / d
-            moved = self.active * self._mlp_moved(self.expert_intermediate, d)
+            read_parameters = (self.experts_read(n) * self._expert_parameters + self._shared_parameters) / d
+            active_parameters = (self.active * self._expert_parameters + self._shared_parameters) / d
+            activations = self.active * self._mlp_moved(self.expert_intermediate, d)
             if self.shared_intermediate:
-                moved += self._mlp_moved(self.shared_intermediate, d)
-            more = self._times(self.moe_layers, read, used * n, moved * n, weight_bytes)
-            bytes_, flops = bytes_ + more.bytes, flops + more.flops
+                activations += self._mlp_moved(self.shared_intermediate, d)
+            experts = self._times(
+                self.moe_layers, read_parameters, active_parameters * n, activations * n, weight_bytes
+            )
+            bytes_, flops = bytes_ + experts.bytes, flops + experts.flops
         parts["mlp"] = Work(bytes_, flops)
 
-        outer = self._outer / d
-        parts["head"] = self._times(1, outer, outer * n, (self.hidden + self.vocab / d) * n, weight_bytes)
+        outer_parameters = self._outer / d
+        parts["head"] = self._times(
+            1, outer_parameters, outer_parameters * n, (self.hidden + self.vocab / d) * n, weight_bytes
+        )
         return parts
 
     def _mlp_moved(self, intermediate: int, devices: int) -> float:
-        """Activations that an MLP's products read and write, a token."""
+        """Activations read and written by the products of an MLP, per token."""
         return self.matrices * (self.hidden + intermediate / devices)
 
     @staticmethod
@@ -230,13 +236,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a pass of ``shape`` on ``devices`` tensor-parallel accelerators; a curve like `cost.CostCurve`.
+    """Seconds of a pass of ``shape`` on ``devices`` tensor-parallel accelerators; implements `Curve`.
 
     Attributes:
         weight_bytes, cache_bytes: bytes of a weight and of a key or value.
-        efficiency: share of the stated bandwidth and FLOP rate that is reached.
-        layer_overhead: seconds a layer beside that.
-        all_reduce: count the two all-reduces a layer of tensor parallelism: a ring, at the link's stated rate.
+        efficiency: shares of the stated bandwidth and FLOP rate that are reached.
+        layer_overhead: additional seconds per layer.
+        all_reduce: include two ring all-reduces per layer for tensor parallelism, at the stated rate of the link.
     """
 
     shape: Shape
@@ -254,19 +260,21 @@ class Roofline:
                 raise UsageError(f"{name.replace('_', ' ')} must be a positive number, not {getattr(self, name)}")
 
     def seconds(self, batch_size: float, width: float, context: float) -> float:
-        """One pass over ``width`` tokens in each of ``batch_size`` rows that hold ``context`` tokens each.
+        """Seconds of a pass over ``width`` tokens in each of ``batch_size`` rows with ``context`` tokens each.
 
         Raises:
-            UsageError: numbers of the model or the machine that lead to no time at all.
+            UsageError: the numbers of the model or the accelerator do not give a positive, finite time.
         """
-        found = sum(self.parts(batch_size, width, context).values())
-        if not 0 < found < math.inf:
-            what = f"a pass of {self.shape.name} on {self.accelerator.name}"
-            raise UsageError(f"{what} comes to {found} seconds, which is no time; check the numbers of both")
-        return found
+        seconds = sum(self.parts(batch_size, width, context).values())
+        if not 0 < seconds < math.inf:
+            title = f"a pass of {self.shape.name} on {self.accelerator.name}"
+            raise UsageError(
+                f"{title} takes {seconds} seconds, which is not a positive time; check the numbers of both"
+            )
+        return seconds
 
     def parts(self, batch_size: float, width: float, context: float) -> dict[str, float]:
-        """The same by part, in seconds; ``other`` is launching kernels and waiting for other devices."""
+        """Seconds of a pass by part; ``other`` is kernel launches and communication."""
         work = self.shape.work(
             batch_size,
             width,
@@ -284,24 +292,26 @@ class Roofline:
             other += 2 * self.shape.layers * (ALL_REDUCE_LATENCY + sent / self.accelerator.link)
         return seconds | {"other": other}
 
-    def held(self, batch_size: float, context: float) -> float:
-        """Bytes that weights and cache take on one device; an embedding that is also the head counts twice."""
+    def memory_bytes(self, batch_size: float, context: float) -> float:
+        """Bytes of weights and cache on one device; a tied embedding counts twice."""
         shape = self.shape
         embedding = shape.vocab * (shape.embedding or shape.hidden)
         weights = (shape.parameters + embedding) * self.weight_bytes / self.devices
         kv = max(shape.kv_heads / self.devices, 1) * shape.head_dim * 2 * self.cache_bytes
-        near = min(context, shape.window) if shape.window else context
-        return weights + batch_size * kv * ((shape.layers - shape.window_layers) * context + shape.window_layers * near)
+        window = min(context, shape.window) if shape.window else context
+        return weights + batch_size * kv * (
+            (shape.layers - shape.window_layers) * context + shape.window_layers * window
+        )
 
 
 def read_shape(name: str) -> Shape:
-    """The shape of the model in a ``config.json``, in the directory of one, or of a registered name; loads no weights.
+    """Read the shape of a model: a ``config.json``, a model directory, or a registered name. Loads no weights.
 
-    Raises UsageError for what is none of these, ModelError for a config that cannot be read or is not known.
+    Raises UsageError if `name` is none of these, ModelError if the config is unreadable or unsupported.
     """
     path = path_of(name)
     if not kind_of(path):
-        refuse_quantized(name, "say how many bytes a weight has with --weight-bytes")
+        refuse_quantized(name, "set the bytes per weight with --weight-bytes")
     if name in plugins.entries("models") and not kind_of(path):
         from ..models.resolve import resolve
 
@@ -310,7 +320,7 @@ def read_shape(name: str) -> Shape:
     file = path / "config.json" if directory else path
     if kind_of(file) != "file":
         raise UsageError(
-            f"{printable(name)} is no config.json, no model directory and no registered model; give one of them"
+            f"{printable(name)} is not a config.json, a model directory or a registered model; give one of these"
         )
     config = check_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
     try:
@@ -318,11 +328,11 @@ def read_shape(name: str) -> Shape:
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{file} describes no decoder whose costs can be told: {first_line(error)}") from None
+        raise ModelError(f"{file} does not describe a supported decoder: {first_line(error)}") from None
 
 
 def _transformers_config(config: Any) -> Any:
-    """A mapping with the defaults of its family filled in; a config object as it is."""
+    """Convert a mapping to a transformers config with the defaults of its model type."""
     if not isinstance(config, Mapping):
         return config
     from transformers import AutoConfig
@@ -330,10 +340,10 @@ def _transformers_config(config: Any) -> Any:
     options = dict(config)
     kind = options.pop("model_type", None)
     if kind is None:
-        raise ModelError('the config has no model_type to tell its family; add one, as in "model_type": "llama"')
+        raise ModelError('the config has no model_type; add one, as in "model_type": "llama"')
     try:
         return AutoConfig.for_model(kind, **options)
-    except Exception as error:  # of transformers and of its checks
+    except Exception as error:  # errors of transformers and of its validation
         raise ModelError(
             f"transformers cannot read a config of model_type {quoted(kind)}: {first_line(error)}"
         ) from None

@@ -1,7 +1,7 @@
-"""Recorded conversations as prompts: what the user asked, turn by turn.
+"""Recorded conversations as prompts: the turns of the user.
 
-Two forms are read: ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, ...]}`` and that of chat APIs,
-``{"messages": [{"role": "user", "content": ...}, ...]}``.
+Two formats are supported: ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, ...]}`` and that of chat
+APIs, ``{"messages": [{"role": "user", "content": ...}, ...]}``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UsageError, quoted
 
-#: The key of a row: the keys of a message.
+#: Key of a row -> keys of role and text in its messages.
 FORMS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -20,49 +20,52 @@ _ROLES = {
 }
 
 
-def turns_of(where: str, key: str, messages: Any) -> tuple[list[str], list[str] | None]:
-    """What the user asked, and the answers that are recorded, if each turn has one.
+def turns_of(place: str, key: str, messages: Any) -> tuple[list[str], list[str] | None]:
+    """Return the turns of the user, and the recorded answers if each turn has one.
 
-    Messages of one side that follow each other become one, so does what a system message says and the question after
-    it. What was answered before anybody asked, and messages without text, are left out.
+    Consecutive messages of the same role are joined, as are a system message and the user message after it. Answers
+    before the first turn and empty messages are skipped.
 
     Args:
-        where: the row stands, for errors; ``key``: one of `FORMS`.
+        place: place of the row, for errors.
+        key: one of `FORMS`.
 
     Raises:
-        UsageError: no list of messages, or one that neither the user, the model nor the system says.
+        UsageError: `messages` is not a list of messages, or a message has an unknown role.
     """
-    who, what = FORMS[key]
+    role_key, text_key = FORMS[key]
     if not isinstance(messages, list):
-        raise UsageError(f"{where}: {key!r} must be a list of messages, not {quoted(messages)}")
+        raise UsageError(f"{place}: {key!r} must be a list of messages, not {quoted(messages)}")
     turns: list[str] = []
     answers: list[str] = []
-    pending = ""  # of the system
+    pending = ""  # system message
     for number, message in enumerate(messages, 1):
-        if not (isinstance(message, Mapping) and isinstance(message.get(what), str)):
-            raise UsageError(f"{where}: message {number} of {key!r} must have texts {who!r} and {what!r}")
-        role, text = _ROLES.get(str(message.get(who)).lower()), message[what].strip()
+        if not (isinstance(message, Mapping) and isinstance(message.get(text_key), str)):
+            raise UsageError(
+                f"{place}: message {number} of {key!r} must be a mapping with texts {role_key!r} and {text_key!r}"
+            )
+        role, text = _ROLES.get(str(message.get(role_key)).lower()), message[text_key].strip()
         if role is None:
             raise UsageError(
-                f"{where}: message {number} of {key!r} is {who} {quoted(message.get(who))}; "
-                "user (human), assistant (gpt) and system are read"
+                f"{place}: message {number} of {key!r} is {role_key} {quoted(message.get(role_key))}; "
+                "the role must be user (human), assistant (gpt) or system"
             )
         if not text:
             continue
         if role == "system":
-            pending = _joined(pending, text)
+            pending = _append(pending, text)
         elif role == "user":
-            text, pending = _joined(pending, text), ""
+            text, pending = _append(pending, text), ""
             if len(turns) > len(answers):
-                turns[-1] = _joined(turns[-1], text)
+                turns[-1] = _append(turns[-1], text)
             else:
                 turns.append(text)
         elif turns and len(answers) == len(turns):
-            answers[-1] = _joined(answers[-1], text)
+            answers[-1] = _append(answers[-1], text)
         elif turns:
             answers.append(text)
     return turns, answers if turns and len(answers) == len(turns) else None
 
 
-def _joined(first: str, then: str) -> str:
-    return f"{first}\n\n{then}" if first else then
+def _append(text: str, addition: str) -> str:
+    return f"{text}\n\n{addition}" if text else addition

@@ -1,4 +1,4 @@
-"""Durations as people write them: ``90s``, ``5m``, ``2h``."""
+"""Durations with units: ``90s``, ``5m``, ``2h``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WRITTEN = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)([smh])", re.ASCII)
 
 
 def seconds_of(text: Any) -> float:
-    """Return the seconds that a duration stands for. Raises ValueError for anything else, plain numbers included."""
-    found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
-    if found is None or float(found[1]) == 0:
+    """Parse a duration into seconds. Raises ValueError if it is invalid or has no unit."""
+    match = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"{quoted(text)} is not a duration; write a number above 0 with its unit: 90s, 5m or 2h")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _duration(value: Any) -> Any:
@@ -26,5 +26,5 @@ def _duration(value: Any) -> Any:
     return value
 
 
-#: The field of a recipe or option that holds a duration, kept as it was written.
+#: Type of fields with a duration, stored as written.
 Duration = Annotated[str, BeforeValidator(_duration)]

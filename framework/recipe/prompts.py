@@ -1,17 +1,16 @@
-"""Prompts by name: a registered set, a file (JSONL, a JSON list, Parquet), a data set of the Hub or in a directory.
+"""Prompt sources: registered sets, files (JSONL, JSON list, Parquet), datasets of the Hub or in a directory.
 
-A row is recognised by its keys:
+The format of a row is detected by its keys:
 
 - ``turns`` (Spec-Bench, SPEED-Bench: ``question_id``, ``category``, ``turns``, ``reference``),
 - ``question`` (GSM8K: ``question``, ``answer``),
 - ``prompt`` (HumanEval: ``task_id``, ``prompt``, ``canonical_solution``),
 - ``conversations`` (ShareGPT) or ``messages`` (chat APIs): see `conversations`.
 
-A plug-in registers a prompt source with ``crossdraft_register_prompts``: the `Path` of a JSONL file, or a
-function without arguments that gives one, or that gives the rows themselves (dicts as above).
+A plug-in registers a prompt source with ``crossdraft_register_prompts``: the `Path` of a JSONL file, or a function
+without arguments that returns such a path or the rows (dicts as above).
 
-This module is imported by ``crossdraft list``: it stays light, and knows nothing of models but a tokenizer's
-methods.
+This module is imported by ``crossdraft list`` and must stay cheap to import.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from .conversations import FORMS, turns_of
 
 logger = logging.getLogger(__name__)
 
-#: Most turns of one conversation: prompt i, turn k draws from the random stream ``MOST_TURNS * i + k``.
+#: Maximum turns of a conversation. Turn k of prompt i uses the random stream ``MOST_TURNS * i + k``.
 MOST_TURNS = 16
-#: What makes a row a prompt; the first one it has counts.
+#: Keys that contain the prompt, in order of precedence.
 _TEXT_KEYS = ("turns", "question", "prompt", *FORMS)
-#: Of rows that name none, by that key.
+#: Default categories of rows, by that key.
 _CATEGORIES = {"question": "question", "prompt": "completion", **dict.fromkeys(FORMS, "conversation")}
-#: What SPEED-Bench says instead of a text that its authors may not hand on.
+#: Placeholder in SPEED-Bench for texts that its authors may not redistribute.
 _WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
@@ -65,20 +64,20 @@ def crossdraft_register_prompts(register: Register) -> None:
 
 
 def builtin() -> Path:
-    """The file of the built-in prompts, interleaved by category: the first N are a stratified sample."""
+    """Return the file of the built-in prompts, interleaved by category: the first N are a stratified sample."""
     return Path(__file__).parents[2] / "recipes" / "builtin.jsonl"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered.
+    """A conversation to be answered.
 
     Attributes:
-        question_id: what records and errors call it.
-        category: what results are grouped by.
-        turns: what the user says; turn k is asked after the answer to turn k - 1.
-        reference: known answers, one a turn, where the source has them.
-        index: its position in its source, whatever was selected from it; numbers its random streams.
+        question_id: name in records and errors.
+        category: category by which results are grouped.
+        turns: user messages; turn k follows the response to turn k - 1.
+        reference: reference answers, one per turn; None if the source has none.
+        index: position in the source before any selection; determines the random streams.
     """
 
     question_id: int | str
@@ -88,7 +87,7 @@ class Prompt:
     index: int = 0
 
     def stream(self, turn: int) -> int:
-        """The random stream of a turn: the same at every batch size and under every limit."""
+        """Random stream of a turn, independent of batch size and limit."""
         return MOST_TURNS * self.index + turn
 
 
@@ -100,38 +99,38 @@ def load_prompts(
     split: str | None = None,
     column: str | None = None,
 ) -> list[Prompt]:
-    """The prompts of `source`, in its order.
+    """Load prompts in the order of their source.
 
     Args:
-        source: a registered name, a JSONL file, a directory that the library ``datasets`` can read, or
-            ``hf:org/name[:config]?split=test&column=question`` for a data set of the Hub.
-        categories: keep only these.
-        limit: keep the first so many.
-        split: of a data set that has several.
-        column: of a data set, the text to ask; otherwise rows are recognised by their keys.
+        source: a registered name, a file, a directory readable by the library ``datasets``, or
+            ``hf:org/name[:config]?split=test&column=question`` for a dataset of the Hub.
+        categories: keep only these categories.
+        limit: keep only the first ``limit`` prompts.
+        split: split of a dataset with several splits.
+        column: column of a dataset with the prompt; by default the format of rows is detected by their keys.
 
     Raises:
-        UsageError: no such source, or a row that is no prompt; says which and where.
-        ContractError: a registered source that gives no rows.
+        UsageError: the source does not exist, or a row is not a valid prompt; with its place.
+        ContractError: a registered source does not return rows.
     """
     chosen = _select(_numbered(rows(source, split, column)), source, categories, limit)
     if not chosen:
-        raise UsageError(f"{source} has no prompts")
+        raise UsageError(f"{source} has no prompts; give a source with at least one")
     return chosen
 
 
 def check_source(source: str, split: str | None = None) -> None:
-    """Raise UsageError if there is no such source; reads no prompts and asks no network."""
+    """Raise UsageError if the source does not exist; reads no prompts and does not access the network."""
     _kind(source)
 
 
-# -- where rows come from ------------------------------------------------------------------------------------
+# -- rows of sources -----------------------------------------------------------------------------------------
 
-Located = tuple[str, Any]  # where a row stands, for people; the row
+Located = tuple[str, Any]  # place of a row, for messages; the row
 
 
 def _kind(source: str) -> str:
-    """``registered``, ``hub``, ``file`` or ``directory``."""
+    """Kind of a source: ``registered``, ``hub``, ``file`` or ``directory``."""
     if source in plugins.entries("prompts"):
         return "registered"
     if source.startswith("hf:"):
@@ -141,28 +140,28 @@ def _kind(source: str) -> str:
         return "directory" if kind == "directory" else "file"
     if path_of(source).suffix or "/" in source or "\\" in source:
         raise UsageError(
-            f"there is no prompt file {printable(source)}; check the path (it is relative to {Path.cwd()})"
+            f"prompt file {printable(source)} does not exist; check the path (it is relative to {Path.cwd()})"
         )
     hint = "Or give a JSONL file, a directory, or hf:org/name."
     raise UnknownNameError.among("prompt source", source, plugins.entries("prompts"), hint)
 
 
 def rows(source: str, split: str | None = None, column: str | None = None) -> Iterator[Located]:
-    """The rows of a source as they are, see `load_prompts`; with a ``column``, each as ``{"turns": [text]}``."""
+    """Yield the rows of a source, see `load_prompts`; with ``column`` as ``{"turns": [text]}``."""
     kind = _kind(source)
     if kind in ("hub", "directory"):
         yield from _dataset_rows(source, kind == "hub", split, column)
         return
     if split or column:
-        raise UsageError(f"{source} is no data set: it has no split and no column to choose")
+        raise UsageError(f"{source} is not a dataset; remove split and column")
     if kind == "file":
         yield from _file_rows(path_of(source))
         return
-    found: Any = plugins.get("prompts", source)
+    registered: Any = plugins.get("prompts", source)
     with plugins.guarded("prompts", source):
-        found = found() if callable(found) else found
-        found = found if isinstance(found, Path) else iter(found)
-    yield from _file_rows(found) if isinstance(found, Path) else _registered_rows(source, found)
+        registered = registered() if callable(registered) else registered
+        registered = registered if isinstance(registered, Path) else iter(registered)
+    yield from _file_rows(registered) if isinstance(registered, Path) else _registered_rows(source, registered)
 
 
 def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:
@@ -177,13 +176,13 @@ def _registered_rows(source: str, rows: Iterator[Any]) -> Iterator[Located]:
 
 
 def _file_rows(path: Path) -> Iterator[Located]:
-    """Rows of a file: Parquet by its name, a JSON list where ``.json`` begins with ``[``, else JSON lines."""
+    """Yield the rows of a file: Parquet by its suffix, a JSON list if ``.json`` begins with ``[``, else JSON lines."""
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.suffix == ".json" and _begins_list(path):
         file, rows = printable(str(path)), parse_json(read_text(path, PROMPT_FILE_BYTES), path)
         if not rows:
-            raise UsageError(f"{file} is an empty list; it needs a JSON object for each prompt")
+            raise UsageError(f"{file} is an empty list; it needs one JSON object per prompt")
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, 1))
     else:
         yield from _jsonl_rows(path)
@@ -194,7 +193,7 @@ def _begins_list(path: Path) -> bool:
         with open_file(path, PROMPT_FILE_BYTES) as opened:
             return opened.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     except (OSError, UsageError):
-        return False  # whoever reads it will say why
+        return False  # raised again when the file is read
 
 
 def _parquet_rows(path: Path) -> Iterator[Located]:
@@ -219,7 +218,7 @@ def _jsonl_rows(path: Path) -> Iterator[Located]:
             empty = False
             yield f"{file}:{number}", parse_json(line, path, line=number)
     if empty:
-        raise UsageError(f"{file} is empty; it needs one JSON object a line")
+        raise UsageError(f"{file} is empty; it needs one JSON object per line")
 
 
 def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None) -> Iterator[Located]:
@@ -228,7 +227,7 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
     address, _, query = source.partition("?") if hub else (source, "", "")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := set(options) - {"split", "column"}:
-        raise UsageError(f"{source}: unknown option {min(unknown)!r}; it may have split and column")
+        raise UsageError(f"{source}: unknown option {min(unknown)!r}; only split and column are supported")
     split, column = split or options.get("split"), column or options.get("column")
     path, _, config = address.removeprefix("hf:").partition(":") if hub else (address, "", "")
     if not hub:
@@ -236,142 +235,142 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
     try:
         if not hub and any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
             data: Any = datasets.load_from_disk(path)
-        else:  # a local directory is streamed: nothing to gain from a copy in the cache
+        else:  # a local directory is streamed, to avoid a copy in the cache
             data = datasets.load_dataset(path, config or None, streaming=not hub)
-    except Exception as error:  # the library raises its own, the Hub's and the readers' errors
-        raise UsageError(f"the data set {source} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # errors of the library, the Hub and the file readers
+        raise UsageError(f"the dataset {source} is not readable: {first_line(error)}") from error
     if isinstance(data, Mapping):
         names = [str(name) for name in data]
         split = split or (names[0] if len(names) == 1 else None)
         if split not in names:
-            given = f"no split {split!r}" if split else "several splits"
-            raise UsageError(f"the data set {source} has {given}; its splits: {', '.join(names)}")
+            problem = f"no split {split!r}" if split else "several splits"
+            raise UsageError(f"the dataset {source} has {problem}; choose one of: {', '.join(names)}")
         data = data[split]
     rows, i = iter(data), 0
     while True:
         i += 1
-        where = f"{source}, row {i}"
+        place = f"{source}, row {i}"
         try:
             row = next(rows, None)
         except Exception as error:  # as above: a streamed data set is read row by row
-            raise UsageError(f"{where}: the data set cannot be read: {first_line(error)}") from error
+            raise UsageError(f"{place}: the dataset is not readable: {first_line(error)}") from error
         if row is None:
             return
         if column is not None:
             if column not in row:
-                raise UsageError(f"{where}: no column {column!r}; its columns: {_listed(row)}")
+                raise UsageError(f"{place}: no column {column!r}; its columns: {_listed(row)}")
             text, category = row[column], row.get("category")
-            # Classes of the Hub's data sets are numbers.
+            # Class labels of Hub datasets are numbers.
             category = str(category) if isinstance(category, int) else category
             row = {"turns": text if isinstance(text, list) else [text], "category": category}
-        yield where, row
+        yield place, row
 
 
 # -- from rows to prompts ------------------------------------------------------------------------------------
 
 
 def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
-    seen: dict[str, str] = {}
-    silent = cut = 0  # recorded conversations in which nobody asks anything, or that go on for longer than can be asked
+    places: dict[str, str] = {}
+    without_question = truncated = 0  # numbers of recorded conversations
     try:
-        for index, (where, row) in enumerate(rows):
+        for index, (place, row) in enumerate(rows):
             if reason := MOST_PROMPTS.refusal(index + 1):
-                raise UsageError(f"{where}: there are more prompts than can be answered; {reason}; give a limit")
-            prompt = _prompt(where, row, index)
+                raise UsageError(f"{place}: too many prompts; {reason}; set a limit")
+            prompt = _prompt(place, row, index)
             if prompt is None:
-                silent += 1
+                without_question += 1
                 continue
-            name = str(prompt.question_id)  # what records know it by
-            if name in seen:
-                raise UsageError(f"{where}: question_id {prompt.question_id!r} was already used in {seen[name]}")
-            seen[name] = where
+            name = str(prompt.question_id)  # name in records
+            if name in places:
+                raise UsageError(f"{place}: question_id {prompt.question_id!r} was already used in {places[name]}")
+            places[name] = place
             if len(prompt.turns) > MOST_TURNS:
-                cut += 1
+                truncated += 1
                 reference = prompt.reference and prompt.reference[:MOST_TURNS]
                 prompt = replace(prompt, turns=prompt.turns[:MOST_TURNS], reference=reference)
-            yield where, prompt
+            yield place, prompt
     finally:
-        if silent:
-            logger.warning("crossdraft: left out %d conversations in which nobody asks anything", silent)
-        if cut:
-            logger.warning("crossdraft: cut %d conversations after %d turns", cut, MOST_TURNS)
+        if without_question:
+            logger.warning("crossdraft: skipped %d conversations without a user message", without_question)
+        if truncated:
+            logger.warning("crossdraft: truncated %d conversations to %d turns", truncated, MOST_TURNS)
 
 
-def _prompt(where: str, row: Any, index: int) -> Prompt | None:
-    """The prompt of a row; None for a conversation without a question, which recorded ones may be."""
+def _prompt(place: str, row: Any, index: int) -> Prompt | None:
+    """Parse the prompt of a row; None for a recorded conversation without a user message."""
     if not isinstance(row, Mapping):
-        raise UsageError(f"{where}: a prompt is a JSON object, not {type(row).__name__}")
+        raise UsageError(f"{place}: a prompt must be a JSON object, not {type(row).__name__}")
     key = next((key for key in _TEXT_KEYS if row.get(key) is not None), None)
     if key is None:
-        raise UsageError(f"{where}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {_listed(row)}")
+        raise UsageError(f"{place}: a prompt needs one of the keys {', '.join(_TEXT_KEYS)}; it has: {_listed(row)}")
     reference = None
     if key in FORMS:
-        turns, answers = turns_of(where, key, row[key])
+        turns, answers = turns_of(place, key, row[key])
         if not turns:
             return None
         reference = tuple(answers) if answers else None
     else:
         turns = row[key] if key == "turns" else [row[key]]
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
-        what = "must be a list of texts" if key == "turns" else "must be a text"
-        raise UsageError(f"{where}: {key!r} {what}, and none of them empty")
+        requirement = "must be a list of texts" if key == "turns" else "must be a text"
+        raise UsageError(f"{place}: {key!r} {requirement} and must not be empty")
     if len(turns) > MOST_TURNS and key not in FORMS:
-        raise UsageError(f"{where}: {len(turns)} turns; a conversation may have at most {MOST_TURNS}")
+        raise UsageError(f"{place}: {len(turns)} turns; the most is {MOST_TURNS}")
     for turn, text in enumerate(turns, 1):
         if reason := flaw(text, BROKEN):
-            raise UsageError(f"{where}: turn {turn} holds {reason}, which no tokenizer reads")
+            raise UsageError(f"{place}: turn {turn} contains {reason}, which tokenizers cannot encode")
         if _WITHHELD in text:
             raise UsageError(
-                f"{where}: SPEED-Bench does not hold this text, only where it comes from; its authors' prepare.py "
-                "fetches it and writes a file to give here"
+                f"{place}: SPEED-Bench contains only the source of this text; run its prepare.py, which "
+                "fetches the text, and use the file that it writes"
             )
     category = row.get("category")
     if category is None or category == "":
         category = _CATEGORIES.get(key, "all")
     return Prompt(
-        question_id=_question_id(where, row, index),
-        category=_name(where, "category", category),
+        question_id=_question_id(place, row, index),
+        category=_name(place, "category", category),
         turns=tuple(turns),
-        reference=reference or _reference(where, row),
+        reference=reference or _reference(place, row),
         index=index,
     )
 
 
-def _question_id(where: str, row: Mapping[str, Any], index: int) -> int | str:
+def _question_id(place: str, row: Mapping[str, Any], index: int) -> int | str:
     key = "question_id" if row.get("question_id") is not None else "task_id"
-    found = row.get(key)
-    if found is None:
+    value = row.get(key)
+    if value is None:
         return index + 1
-    return found if isinstance(found, int) and not isinstance(found, bool) else _name(where, key, found, "or a number")
+    return value if isinstance(value, int) and not isinstance(value, bool) else _name(place, key, value, "or a number")
 
 
-def _name(where: str, key: str, value: Any, other: str = "") -> str:
-    """A short text that tables and records show."""
+def _name(place: str, key: str, value: Any, alternative: str = "") -> str:
+    """Validate a short printable text."""
     if not isinstance(value, str):
-        raise UsageError(f"{where}: {key!r} must be a text{other and ' '}{other}, not {quoted(value)}")
+        raise UsageError(f"{place}: {key!r} must be a text{alternative and ' '}{alternative}, not {quoted(value)}")
     if reason := flaw(value, UNPRINTABLE):
-        raise UsageError(f"{where}: {key!r} holds {reason}, which cannot be printed: {quoted(value)}")
+        raise UsageError(f"{place}: {key!r} contains {reason}, which is not printable: {quoted(value)}")
     if reason := MOST_NAME.refusal(value):
-        raise UsageError(f"{where}: {key!r} has {len(value)} characters; {reason}")
+        raise UsageError(f"{place}: {key!r} has {len(value)} characters; {reason}")
     return value
 
 
-def _reference(where: str, row: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _reference(place: str, row: Mapping[str, Any]) -> tuple[str, ...] | None:
     key = next((k for k in ("reference", "answer", "canonical_solution") if row.get(k) is not None), None)
     if key is None:
         return None
-    found = [row[key]] if isinstance(row[key], str) else row[key]
-    if not (isinstance(found, list) and all(isinstance(text, str) for text in found)):
-        raise UsageError(f"{where}: {key!r} must be a text or a list of texts, not {quoted(row[key])}")
-    if reason := next((reason for text in found if (reason := flaw(text, BROKEN))), None):
-        raise UsageError(f"{where}: {key!r} holds {reason}, which no file keeps")
-    return tuple(found)
+    texts = [row[key]] if isinstance(row[key], str) else row[key]
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise UsageError(f"{place}: {key!r} must be a text or a list of texts, not {quoted(row[key])}")
+    if reason := next((reason for text in texts if (reason := flaw(text, BROKEN))), None):
+        raise UsageError(f"{place}: {key!r} contains {reason}, which cannot be written to a file")
+    return tuple(texts)
 
 
 def _listed(row: Mapping[Any, Any]) -> str:
-    """The keys of a row, a few of them."""
-    shown = ", ".join(printable(str(key)) for key in islice(row, 12))
-    return shown if len(shown) <= 200 else f"{shown[:199]}…"
+    """List the first keys of a row."""
+    keys = ", ".join(printable(str(key)) for key in islice(row, 12))
+    return keys if len(keys) <= 200 else f"{keys[:199]}…"
 
 
 def _select(
@@ -380,11 +379,11 @@ def _select(
     prompts = (prompt for _, prompt in rows)
     if not categories:
         return list(islice(prompts, limit))
-    every = list(prompts)
-    known = sorted({prompt.category for prompt in every})
+    all_prompts = list(prompts)
+    names = sorted({prompt.category for prompt in all_prompts})
     for category in categories:
-        if category not in known:
-            nearest = difflib.get_close_matches(category, known, n=1, cutoff=0.5)
+        if category not in names:
+            nearest = difflib.get_close_matches(category, names, n=1, cutoff=0.5)
             guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise UsageError(f"{source} has no category {category!r}; {guess}It has: {', '.join(known)}.")
-    return [prompt for prompt in every if prompt.category in categories][:limit]
+            raise UsageError(f"{source} has no category {category!r}; {guess}It has: {', '.join(names)}.")
+    return [prompt for prompt in all_prompts if prompt.category in categories][:limit]

@@ -1,4 +1,4 @@
-"""A recipe: one flat YAML file that says what to compare, and the cells that follow from it.
+"""Recipes: flat YAML files that describe a comparison, and the configs of its cells.
 
     target: smollm2-135m-instruct
     prompts: builtin
@@ -6,12 +6,12 @@
     verifiers: [token, block]
     matrix: {temperature: [0.6, 1.0], batch_size: [1, 8], gamma: [4]}
 
-Every combination of the matrix, every drafter and every verifier is a *cell*. A matrix key is a sampling key,
-a run key (see `RUN_KEYS`) or a field of some drafter's or verifier's ``Config``, and then applies to all that
-have it; what the matrix says goes before what stands elsewhere. The cells that differ in drafter and verifier
-alone are a *group*: they are measured together, with the drafter ``none`` (the baseline) added.
+Each combination of matrix values, drafter and verifier is a *cell*. A matrix key is a sampling key, a run key (see
+`RUN_KEYS`) or a field of ``Config`` of a drafter or verifier, and then applies to all that have it; matrix values take
+precedence. Cells that differ only in drafter and verifier form a *group*: they are measured in turns, with the baseline
+(drafter ``none``) added.
 
-This module reads recipes and says what a cell is; `bench.matrix` expands them. Every error names the file and the line.
+This module reads recipes; `bench.matrix` expands them. Errors contain file and line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .prompts import Prompt, load_prompts
 from .yaml_errors import Places, explain, override, read_yaml
 from .yaml_values import yaml_value
 
-#: What may be in the matrix and belongs to neither the sampling nor a drafter or verifier.
+#: Matrix keys that are neither sampling keys nor options of a drafter or verifier.
 RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier", "prefill_tokens")
 SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
@@ -61,21 +61,23 @@ BASELINE = "none"
 
 def _printable(name: str) -> str:
     if reason := flaw(name, UNPRINTABLE):
-        raise ValueError(f"holds {reason}; a name is printable text on one line")
+        raise ValueError(f"contains {reason}; a name must be printable text on one line")
     return name
 
 
-#: What tables, directories and sentences show.
+#: Names in tables, directories and messages.
 Name = Annotated[str, AfterValidator(_printable)]
 
 
-#: A device by name, or one for each part of the target.
+#: A device name, or a device map of the target.
 Device = Name | dict[Annotated[str, AfterValidator(_printable)], Name | Annotated[int, Field(ge=0, strict=True)]]
 
 
 class PromptSpec(Options):
-    """Which prompts: see `load_prompts` for the fields. A plain name or path stands for ``{name: ...}``,
-    and no name for the built-in ones."""
+    """Selection of prompts, with the fields of `load_prompts`.
+
+    A plain name or path is short for ``{name: ...}``; the default is the built-in prompts.
+    """
 
     name: Name = ""
     path: Name = ""
@@ -96,7 +98,7 @@ class PromptSpec(Options):
     @model_validator(mode="after")
     def _one_source(self) -> PromptSpec:
         if bool(self.name) == bool(self.path):
-            raise ValueError("give the name of the prompts or the path of a file, one of them")
+            raise ValueError("give either the name of the prompts or the path of a file")
         return self
 
     @property
@@ -109,13 +111,13 @@ class PromptSpec(Options):
 
 
 class Strategy(Options):
-    """A drafter or verifier by name, with its config. A plain name stands for ``{name: ...}``.
+    """Name and config of a drafter or verifier. A plain name is short for ``{name: ...}``.
 
-    In YAML and JSON the config stands beside the name: ``{name: draft-model, model: ..., gamma: 4}``.
+    In YAML and JSON the options are at the level of the name: ``{name: draft-model, model: ..., gamma: 4}``.
     """
 
     name: Name = Field(min_length=1)
-    label: Name = Field(default="", description="what tables call it instead of the name")
+    label: Name = Field(default="", description="name in tables")
     config: dict[str, Any] = Field(default={})
 
     @model_validator(mode="before")
@@ -125,29 +127,34 @@ class Strategy(Options):
             return {"name": value}
         if not isinstance(value, dict):
             return value
-        own = {key: value[key] for key in ("name", "label") if key in value}
-        return own | {"config": {key: v for key, v in value.items() if key not in own}}
+        fields = {key: value[key] for key in ("name", "label") if key in value}
+        return fields | {"config": {key: v for key, v in value.items() if key not in fields}}
 
     @classmethod
-    def parse(cls, text: str, where: str, options: Mapping[str, Any] | None = None) -> Strategy:
-        """From a command line: a name, or a mapping as in recipes, ``{name: draft-model, gamma: 4}``; more ``options``.
+    def parse(cls, text: str, place: str, options: Mapping[str, Any] | None = None) -> Strategy:
+        """Parse a command-line argument: a name, or a mapping as in recipes, ``{name: draft-model, gamma: 4}``.
 
-        Raises UsageError, which begins with ``where``, for what is none.
+        Args:
+            place: start of error messages.
+            options: further options.
+
+        Raises:
+            UsageError: the text is not a valid strategy.
         """
-        given: Any = {"name": text}
+        data: Any = {"name": text}
         if text.lstrip().startswith("{"):
-            given = yaml_value(text, lambda line: where)
-            if "name" not in given:
-                raise UsageError(f"{where} {text}: a mapping needs a name, as in {{name: draft-model, gamma: 4}}")
+            data = yaml_value(text, lambda line: place)
+            if "name" not in data:
+                raise UsageError(f"{place} {text}: a mapping needs a name, as in {{name: draft-model, gamma: 4}}")
         try:
-            return cls.model_validate({**given, **(options or {})})
+            return cls.model_validate({**data, **(options or {})})
         except ValidationError as error:
             problem = error.errors()[0]
-            raise UsageError(f"{where}: key {'.'.join(map(str, problem['loc']))!r}: {fault(problem)}") from None
+            raise UsageError(f"{place}: key {'.'.join(map(str, problem['loc']))!r}: {fault(problem)}") from None
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return self.label or self.name
 
     @model_serializer
@@ -156,7 +163,7 @@ class Strategy(Options):
 
 
 class CellConfig(Options):
-    """One cell, completely resolved. ``label`` apart, two cells with the same config are the same cell."""
+    """Complete config of a cell. Two cells are equal if their configs are equal except for labels."""
 
     target: Name = Field(min_length=1)
     dtype: Name = "auto"
@@ -171,7 +178,7 @@ class CellConfig(Options):
         default=PREFILL_TOKENS,
         ge=0,
         le=MOST_TOKENS,
-        description="most tokens of a prefill pass that prompts share; 0 = each prompt by itself",
+        description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
     )
     sampling: Sampling = Sampling.model_validate({})
     drafter: Strategy
@@ -183,12 +190,12 @@ class CellConfig(Options):
 
     @property
     def hash(self) -> str:
-        """12 hexadecimal digits, stable across machines and versions of Python."""
+        """12 hexadecimal digits, stable across machines and Python versions."""
         return digest(self._unlabelled())
 
     @property
     def group(self) -> str:
-        """The same for all cells that differ in drafter and verifier alone."""
+        """Hash of the group: equal for cells that differ only in drafter and verifier."""
         shared = self._unlabelled()
         del shared["drafter"], shared["verifier"]
         return digest(shared)
@@ -197,49 +204,55 @@ class CellConfig(Options):
         config = self.model_dump(mode="json")
         config["drafter"].pop("label", None)
         config["verifier"].pop("label", None)
-        for name in ("compile_verifier", "prefill_tokens"):  # younger than the hashes of runs that are kept
+        for name in ("compile_verifier", "prefill_tokens"):  # newer than the hashes of stored runs
             if config[name] == type(self).model_fields[name].default:
                 del config[name]
         return config
 
 
 class Recipe(Options):
-    """What to compare; see the module's docstring. `crossdraft.load_recipe` reads one from a file."""
+    """A comparison, see the module docstring. `crossdraft.load_recipe` reads one from a file."""
 
     name: str = Field(
-        default="recipe", pattern=r"^[\w.-]+$", max_length=MOST_NAME, description="of the run; the file's by default"
+        default="recipe",
+        pattern=r"^[\w.-]+$",
+        max_length=MOST_NAME,
+        description="name of the run; by default that of the file",
     )
-    description: str = Field(default="", description="what reports say about it")
-    question: str = Field(default="", description="the question that the recipe answers")
-    target: Name = Field(min_length=1, description="name, directory or Hub id of the model whose law is kept")
+    description: str = Field(default="", description="description for reports")
+    question: str = Field(default="", description="question that the recipe answers")
+    target: Name = Field(min_length=1, description="name, directory or Hub id of the target model")
     prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
-    limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use the first so many prompts")
+    limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use only the first prompts")
     time: Duration | None = Field(
-        default=None, description="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, all pairs equally"
+        default=None,
+        description="time budget (90s, 5m, 2h): measures as many blocks of prompts as fit, the same for all pairs",
     )
-    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
-    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="rows that are decoded at once")
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="of all random numbers")
-    dtype: Name = Field(default="auto", description="of target and draft models")
+    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="maximum number of tokens of a response")
+    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="sequences decoded in one batch")
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="seed of all random numbers")
+    dtype: Name = Field(default="auto", description="dtype of target and draft models")
     device: Device = Field(
-        default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for targets larger than one"
+        default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for several devices"
     )
-    attn_implementation: Name | None = Field(default=None, description="of the target; transformers' choice by default")
+    attn_implementation: Name | None = Field(default=None, description="attention of the target; transformers' default")
     compile_verifier: bool = Field(default=False, description="compile the verify step")
     prefill_tokens: int = Field(
         default=PREFILL_TOKENS,
         ge=0,
         le=MOST_TOKENS,
-        description="most tokens of a prefill pass that prompts share; 0 = each prompt by itself",
+        description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
     )
     sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
     drafters: list[Strategy] = Field(
         min_length=1, max_length=MOST_LISTED, description="names, or mappings of name, label and options"
     )
-    verifiers: list[Strategy] = Field(min_length=1, max_length=MOST_LISTED, description="likewise")
-    matrix: dict[str, list[Any]] = Field(default={}, description="lists of values; every combination is run")
+    verifiers: list[Strategy] = Field(
+        min_length=1, max_length=MOST_LISTED, description="names, or mappings of name, label and options"
+    )
+    matrix: dict[str, list[Any]] = Field(default={}, description="lists of values; all combinations are run")
     exclude: list[dict[str, Any]] = Field(
-        default=[], max_length=MOST_EXCLUDED, description="leave out what matches an entry"
+        default=[], max_length=MOST_EXCLUDED, description="exclude cells that match an entry"
     )
 
     _places: Places = PrivateAttr(default_factory=Places)
@@ -254,31 +267,31 @@ class Recipe(Options):
     @field_validator("drafters", "verifiers", mode="after")
     @classmethod
     def _short(cls, value: list[Strategy]) -> list[Strategy]:
-        # Here, because those of cells say what tells them apart and may be longer.
-        if long := next((one.label for one in value if MOST_NAME.refusal(one.label)), None):
+        # Not in Strategy: labels of cells contain the options that differ, and may be longer.
+        if long := next((strategy.label for strategy in value if MOST_NAME.refusal(strategy.label)), None):
             raise ValueError(f"the label {quoted(long, 30)} is too long; {MOST_NAME.refusal(long)}")
         return value
 
     @property
     def selected_prompts(self) -> PromptSpec:
-        """The prompts with the recipe's own limit, which goes before theirs."""
+        """Prompts with the limit of the recipe, which takes precedence."""
         limit = self.limit if self.limit is not None else self.prompts.limit
         return self.prompts.model_copy(update={"limit": limit})
 
     @property
     def places(self) -> Places:
-        """Where each of its keys was written."""
+        """Places of the keys, for errors."""
         return self._places
 
 
 def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
-    """Read a recipe whose names need not be installed here: its keys are checked, its cells are not."""
+    """Read a recipe and check its keys, but not its cells: its plug-ins need not be installed."""
     path = _find(str(name))
     data, places = read_yaml(path)
     override(data, places, overrides)
     data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem)[:MOST_NAME])
     try:
-        _beside(data, path)
+        _resolve_prompt_file(data, path)
     except UsageError as error:
         raise places.error(("prompts",), str(error)) from None
     try:
@@ -286,28 +299,28 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     except ValidationError as error:
         models: Any = {(): Recipe, ("sampling",): Sampling, ("prompts",): PromptSpec}
         hints = dict.fromkeys(SAMPLING_KEYS, "; put it under sampling, or under matrix with a list of values")
-        hints["trust_remote_code"] = "; a recipe cannot allow that, only you: crossdraft run --trust-remote-code MODEL"
+        hints["trust_remote_code"] = "; a recipe cannot allow that; use crossdraft run --trust-remote-code MODEL"
         raise explain(error, places, models=models, hints=hints) from None
     recipe._places = places
     return recipe
 
 
 def _find(name: str) -> Path:
-    path, known = path_of(name), plugins.entries("recipes")
+    path, recipes = path_of(name), plugins.entries("recipes")
     kind = kind_of(path)
     if kind in ("file", "other"):
         return path
-    if name in known:
+    if name in recipes:
         return plugins.get("recipes", name)
     if path.suffix in (".yaml", ".yml", ".json") or kind == "directory":
-        what = "is a directory" if kind else "does not exist"
-        names = ", ".join(sorted(known)) or "none"
-        raise UsageError(f"the recipe file {printable(name)} {what}; recipes by name: {names}")
-    raise UnknownNameError.among("recipe", name, known, "Or give the path of a YAML file.")
+        problem = "is a directory" if kind else "does not exist"
+        names = ", ".join(sorted(recipes)) or "none"
+        raise UsageError(f"the recipe file {printable(name)} {problem}; recipes by name: {names}")
+    raise UnknownNameError.among("recipe", name, recipes, "Or give the path of a YAML file.")
 
 
-def _beside(data: dict[str, Any], recipe: Path) -> None:
-    """A relative prompt file that is not here may lie beside the recipe."""
+def _resolve_prompt_file(data: dict[str, Any], recipe: Path) -> None:
+    """Look up a relative prompt file in the directory of the recipe if it is not in the current one."""
     prompts = data.get("prompts")
     spec = {"name": prompts} if isinstance(prompts, str) else prompts
     if not isinstance(spec, dict):
@@ -316,12 +329,12 @@ def _beside(data: dict[str, Any], recipe: Path) -> None:
         source = spec.get(key)
         if not isinstance(source, str) or not source or source in plugins.entries("prompts"):
             continue
-        beside = recipe.parent / source
-        if not kind_of(source) and kind_of(beside):
-            data["prompts"] = spec | {key: str(beside)}
+        sibling = recipe.parent / source
+        if not kind_of(source) and kind_of(sibling):
+            data["prompts"] = spec | {key: str(sibling)}
 
 
 def digest(value: Any) -> str:
-    """12 hexadecimal digits of the SHA-256 of a plain value as canonical JSON."""
+    """First 12 hexadecimal digits of the SHA-256 of a value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

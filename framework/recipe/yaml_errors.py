@@ -1,7 +1,6 @@
-"""Where each key of a recipe was written, so that an error can name the file and the line.
+"""Places of the keys of a YAML file, for errors with file and line.
 
-YAML is read once as a tree of nodes, which know their lines, and turned into plain data from there. A key set
-from outside (``--set key=value``) replaces what the file says, and errors about it name that argument.
+A key set by ``--set key=value`` overrides the file; errors about it contain that argument.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from .yaml_values import KeyPath, checked_value, yaml_value
 
 
 class _Place:
-    """Where something was written, and what is known of the things in it."""
+    """Place of a value and of the values in it."""
 
-    __slots__ = ("inside", "text")
+    __slots__ = ("children", "text")
 
     def __init__(self, text: str = ""):
         self.text = text
-        self.inside: dict[str | int, _Place] = {}
+        self.children: dict[str | int, _Place] = {}
 
 
 class Places:
-    """The place of every key: ``recipe.yaml:12``, or the ``--set`` argument that set it."""
+    """Places of keys: ``recipe.yaml:12``, or the ``--set`` argument that set the key."""
 
     def __init__(self, root: str = ""):
         self._root = _Place(root)
 
     def put(self, path: KeyPath, place: str) -> None:
-        """`path` was written at `place`; what was known below it is gone."""
+        """Set the place of `path`, and forget the places below it."""
         at = self._root
         for part in path[:-1]:
-            at = at.inside.setdefault(part, _Place())
-        at.inside[path[-1]] = _Place(place)
+            at = at.children.setdefault(part, _Place())
+        at.children[path[-1]] = _Place(place)
 
     def of(self, path: KeyPath) -> str:
-        """The place of `path`, or of the nearest thing around it; empty for a recipe made in Python."""
-        at, found = self._root, self._root.text
+        """Return the place of `path` or of its nearest known parent; empty for a recipe created in Python."""
+        at, place = self._root, self._root.text
         for part in path:
-            if part not in at.inside:
+            if part not in at.children:
                 break
-            at = at.inside[part]
-            found = at.text or found
-        return found
+            at = at.children[part]
+            place = at.text or place
+        return place
 
-    def error(self, path: KeyPath, sentence: str, kind: type[CrossdraftError] = UsageError) -> Any:
-        """An error about the value at `path`."""
+    def error(self, path: KeyPath, message: str, kind: type[CrossdraftError] = UsageError) -> Any:
+        """Create an error about the value at `path`."""
         place = self.of(path)
-        return kind(f"{place}: {sentence}" if place else sentence)
+        return kind(f"{place}: {message}" if place else message)
 
 
 def dotted(path: KeyPath) -> str:
@@ -67,20 +66,22 @@ def dotted(path: KeyPath) -> str:
 
 
 def read_yaml(
-    path: Path, what: str = "recipe", keys: str = "target: ..., drafters: ..."
+    path: Path, kind: str = "recipe", keys: str = "target: ..., drafters: ..."
 ) -> tuple[dict[str, Any], Places]:
-    """The mapping in a YAML file, and the line of every key in it.
+    """Read the mapping in a YAML file, and the places of its keys.
 
-    ``what`` the file is, and which ``keys`` it has, are for sentences.
+    Args:
+        kind, keys: kind of the file and its keys, for messages.
 
-    Raises UsageError, with the line, for a file that cannot be read, is no YAML, or holds what `yaml_value` refuses.
+    Raises:
+        UsageError: the file is not readable, is not YAML, or contains values rejected by `yaml_value`; with the line.
     """
-    text, file = read_text(path, RECIPE_BYTES, what=f"the {what}"), printable(str(path))
+    text, file = read_text(path, RECIPE_BYTES, what=f"the {kind}"), printable(str(path))
     places = Places(file)
     data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.put(path, f"{file}:{line}"))
     if not isinstance(data, dict):
         raise UsageError(
-            f"{file}: {'an' if what[0] in 'aeiou' else 'a'} {what} is a mapping of keys to values ({keys})"
+            f"{file}: {'an' if kind[0] in 'aeiou' else 'a'} {kind} must be a mapping of keys to values ({keys})"
         )
     return data, places
 
@@ -88,7 +89,7 @@ def read_yaml(
 def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] | Iterable[str]) -> None:
     """Set dotted keys of `data` in place: ``{"matrix.gamma": [2, 4]}`` or ``["matrix.gamma=[2, 4]"]``."""
     if isinstance(settings, Mapping):
-        parsed = [_given(key, value) for key, value in settings.items()]
+        parsed = [_parse_override(key, value) for key, value in settings.items()]
     else:
         parsed = [_parse(setting) for setting in settings]
     for key, value, place in parsed:
@@ -98,10 +99,10 @@ def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] |
         places.put(_set(data, parts, value, place, places), place)
 
 
-def _given(key: str, value: Any) -> tuple[str, Any, str]:
+def _parse_override(key: str, value: Any) -> tuple[str, Any, str]:
     place = f"override {key}={quoted(value)}"
     if not isinstance(key, str) or not all(key.split(".")):
-        raise UsageError(f"{place}: a key is a text, with dots between its parts")
+        raise UsageError(f"{place}: a key must be a text, with dots between its parts")
     return key, checked_value(value, place), place
 
 
@@ -116,7 +117,7 @@ def _parse(setting: str) -> tuple[str, Any, str]:
         return key, yaml_value(text, lambda line: place), place
     except UsageError as error:
         if "this is not YAML" in str(error):
-            raise UsageError(f"{place}: the value is not YAML; the shell may need quotes around it") from None
+            raise UsageError(f"{place}: the value is not YAML; it may need quotes for the shell") from None
         raise
 
 
@@ -126,9 +127,9 @@ def _short(setting: str) -> str:
 
 
 def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) -> KeyPath:
-    """Walk to the parent of the last part, making mappings on the way, and set it; a bare name becomes a mapping.
+    """Set the value at `parts`, creating mappings on the way; a plain name becomes a mapping.
 
-    Returns the path: parts that are positions in lists as numbers.
+    Returns the path, with positions in lists as integers.
     """
     path: KeyPath = ()
     for part in parts:
@@ -156,14 +157,14 @@ def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) ->
     return path
 
 
-# -- sentences about what pydantic found ---------------------------------------------------------------------
+# -- messages for pydantic errors ----------------------------------------------------------------------------
 
 
-def suggest(key: str, known: Iterable[str]) -> str:
-    """The known key that is nearest to a wrong one, or all of them if none is near."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.6)
-    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known keys: {', '.join(known) or 'none'}"
+def suggest(key: str, names: Iterable[str]) -> str:
+    """Suggest the name most similar to a wrong key, or list all names."""
+    names = sorted(names)
+    nearest = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known keys: {', '.join(names) or 'none'}"
 
 
 def explain(
@@ -175,26 +176,26 @@ def explain(
     hints: Mapping[str, str] | None = None,
     owner: str = "the recipe",
 ) -> UsageError:
-    """What pydantic found wrong, a line each, with places.
+    """Convert pydantic errors to a UsageError, one line each, with places.
 
     Args:
-        where: paths of the validated model to paths of the recipe, where they differ.
-        models: which model's keys are valid at a path, for suggestions.
-        hints: what to say about an unknown key, instead of suggesting the nearest.
-        owner: whose keys they are.
+        where: paths of the validated model -> paths of the recipe, if they differ.
+        models: models by path, for suggestions of keys.
+        hints: messages for unknown keys, instead of suggestions.
+        owner: owner of the keys, for messages.
     """
     where, models, hints = where or {}, models or {}, hints or {}
     lines, problems = [], error.errors()
     for problem in problems[:5]:
         loc: KeyPath = problem["loc"]
-        known = next((k for k in (loc[:n] for n in range(len(loc), -1, -1)) if k in where), None)
-        path = loc if known is None else (*where[known], *loc[len(known) :])
-        lines.append(str(places.error(path, _sentence(problem, loc, path, models, hints, owner))))
+        prefix = next((k for k in (loc[:n] for n in range(len(loc), -1, -1)) if k in where), None)
+        path = loc if prefix is None else (*where[prefix], *loc[len(prefix) :])
+        lines.append(str(places.error(path, _message(problem, loc, path, models, hints, owner))))
     more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
     return UsageError("\n".join(lines) + more)
 
 
-def _sentence(
+def _message(
     problem: Any,
     loc: KeyPath,
     path: KeyPath,
@@ -206,28 +207,28 @@ def _sentence(
     if parent:
         owner = dotted(parent)
     if kind == "extra_forbidden":
-        inside = "" if owner == "the recipe" else f" in {owner}"
-        known = suggest(key, models[parent].model_fields) if parent in models else ""
-        return f"unknown key {quoted(key)}{inside}{hints.get(key, known) if not parent else known}"
+        location = "" if owner == "the recipe" else f" in {owner}"
+        suggestion = suggest(key, models[parent].model_fields) if parent in models else ""
+        return f"unknown key {quoted(key)}{location}{hints.get(key, suggestion) if not parent else suggestion}"
     if kind == "missing":
         return f"{owner} needs the key {key!r}"
     message = fault(problem)
     if kind == "model_type":
-        message = "should be a name, or a mapping of keys to values"
+        message = "must be a name, or a mapping of keys to values"
     elif kind == "too_short":
         message = f"needs at least {problem['ctx']['min_length']} entry"
     elif kind == "too_long":
         message = f"has {problem['ctx']['actual_length']} entries; the most is {problem['ctx']['max_length']}"
     elif kind == "string_too_long":
         message = f"has {len(problem['input'])} characters; the most is {problem['ctx']['max_length']}"
-    elif kind == "less_than_equal" and (why := _why(models.get(parent), key)):
-        message += f" ({why})"
-    shown = "" if kind in ("value_error", "too_short", "too_long") else f", not {quoted(problem['input'])}"
-    return f"{dotted(path)}: {message}{shown}" if path else message
+    elif kind == "less_than_equal" and (reason := _limit_reason(models.get(parent), key)):
+        message += f" ({reason})"
+    given_value = "" if kind in ("value_error", "too_short", "too_long") else f", not {quoted(problem['input'])}"
+    return f"{dotted(path)}: {message}{given_value}" if path else message
 
 
-def _why(model: type[BaseModel] | None, key: str) -> str:
-    """What more of a field than its `Limit` would cost; empty for one without."""
+def _limit_reason(model: type[BaseModel] | None, key: str) -> str:
+    """Reason of the `Limit` of a field; empty for a field without one."""
     field = model.model_fields.get(key) if model is not None else None
     limits = [bound.le for bound in field.metadata if isinstance(bound, Le)] if field is not None else []
     return next((limit.why for limit in limits if isinstance(limit, Limit)), "")

@@ -39,8 +39,8 @@ def deferred_interrupt() -> Iterator[threading.Event]:
 class Interrupts:
     """Context manager for a run: the first signal raises KeyboardInterrupt, so that partial results are saved.
 
-    The second signal prints a message only, the third raises KeyboardInterrupt again. `user_interrupted` tells signals
-    from a KeyboardInterrupt raised by a plug-in.
+    The second signal prints a message only, the third raises KeyboardInterrupt again. `user_interrupted`
+    distinguishes signals from a KeyboardInterrupt raised by a plug-in.
     """
 
     def __init__(self) -> None:

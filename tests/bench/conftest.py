@@ -1,4 +1,4 @@
-"""A recipe that the tests of the bench run, with or without the command line."""
+"""Fixtures: a recipe for the tests of the bench, with and without the command line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from crossdraft.framework.report import write
 
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: Any) -> None:
-    """No cost curve that somebody measured on this machine, and no charts, which take seconds to draw."""
+    """Isolate the cache (no measured cost curves) and skip charts, which take seconds."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(write, "draw", lambda summary: [])
 

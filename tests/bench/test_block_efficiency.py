@@ -1,4 +1,4 @@
-"""Block efficiency is the pair's, not the token limit's."""
+"""Block efficiency is independent of the token limit."""
 
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ GAMMA = 8
 
 
 def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] | None = None) -> Metrics:
-    """A prompt of one token for each of ``starts``; ``roots`` collects the tokens that steps began with."""
+    """One single-token prompt for each of ``starts``; ``roots`` collects the root tokens of steps."""
     slots = 32
     context = ToyContext(toy.target, toy.drafter, Sampling(), slots, max_length=max_new_tokens + 2 * GAMMA)
     drafter = configured("drafters", {"name": "draft-model", "model": "toy", "gamma": GAMMA})
@@ -37,7 +37,7 @@ def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] 
 
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_it_does_not_depend_on_the_limit(toys: Any, tokens: int) -> None:
-    """The plain ratio is 4.77 at 12 tokens and 6.27 at 512 on a toy like this: it counts steps that had no room."""
+    """The ratio over all steps is 4.77 at 12 tokens and 6.27 at 512 on this toy, because it includes cut steps."""
     roots: list[int] = []
     toy = toys["T0"]
     long = measured(toy, 512, [i % toy.vocab_size for i in range(32)], roots)

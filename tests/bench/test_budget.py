@@ -1,4 +1,4 @@
-"""The time budget: what fits it is measured, for all pairs alike, and a later run goes on."""
+"""Time budgets: all pairs measure the blocks that fit, and a later run resumes."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ TWO_GROUPS = ["matrix={batch_size: [1, 2]}", *SETTINGS[1:]]
 
 
 class Clock:
-    """Time that passes only while a cell decodes: a second a turn, or as many as `price` holds."""
+    """Fake clock that advances only while a cell decodes, by `price` seconds per turn."""
 
     def __init__(self, monkeypatch: Any, price: float = 1.0, steps: float = 0.0):
         self.now, self.price, self.order = 0.0, price, list[tuple[str, list[int]]]()
@@ -61,7 +61,7 @@ class Clock:
 
 
 def prompts_of(outcome: Outcome) -> list[list[str]]:
-    """The questions that each cell was asked, in order."""
+    """Prompts of each cell, in order."""
     return [[r["question_id"] for r in result.responses if not r["turn"]] for result in outcome.results]
 
 
@@ -70,7 +70,7 @@ def records(directory: Path) -> dict[str, Any]:
 
 
 def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Two cells, six prompts of eight turns: 16 s in all, 2 s for a prompt of one turn, 4 s for one of two."""
+    """Two cells, six prompts with eight turns: 16 s, of which 2 s per prompt of one turn and 4 s per prompt of two."""
     clock, lines, shown = Clock(monkeypatch), list[str](), list[list[list[str]]]()
     asked = load_recipe(recipe, [*SETTINGS, "time=9s"])
 
@@ -127,7 +127,7 @@ def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_pa
 
 @pytest.mark.parametrize("together", [budget.MAX_OPEN_SLOTS, 0])
 def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, together: int) -> None:
-    """Batch sizes 1 and 2, also where a group is closed while the other one is measured."""
+    """Batch sizes 1 and 2, also if a group is closed while the other is measured."""
     monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", together)
     clock, shown = Clock(monkeypatch), list[list[list[str]]]()
     asked = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
@@ -146,7 +146,7 @@ def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A step takes 8 s: the estimate comes in the first minute, out of a piece that is not finished."""
+    """A step takes 8 s: the first estimate is printed within a minute, during the first piece."""
     clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
     asked = load_recipe(recipe, [*SETTINGS, "time=30s"])
     outcome = run(asked, tmp_path / "runs", log=lambda line: lines.append((clock.now, line)), clock=clock)
@@ -194,7 +194,7 @@ def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path,
 
 @pytest.mark.parametrize("sizes", [[1], [1, 4], [2, 3]])
 def test_every_beginning_is_a_balanced_sample(sizes: list[int]) -> None:
-    """12 of a, 24 of b, 36 of c: after each block the shares are right, to a block."""
+    """12 of a, 24 of b, 36 of c: after each block the shares are correct up to one block."""
     made = [Prompt(i, "abbccc"[i % 6], ("hi",) * (1 + i % 2), index=i) for i in range(72)]
     blocks = blocks_of(made, sizes, Random(3))
     assert sorted(i for block in blocks for i in block) == list(range(72))
@@ -219,7 +219,7 @@ def test_tables_come_at_intervals() -> None:
 
 
 def test_what_is_left_is_not_less_than_the_first_block() -> None:
-    """Two cells on prompts of one turn: 40 s a block at 20 s a turn, with a budget of 30."""
+    """Two cells on prompts of one turn: 40 s per block at 20 s per turn, with a budget of 30 s."""
     now = [0.0]
     prompts = [Prompt(i, "a", ("hi",), index=i) for i in range(4)]
     one = budget.Budget("30s", prompts, [[i] for i in range(4)], 64, lambda: now[0])
@@ -259,7 +259,7 @@ def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> No
 
 
 def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
-    """A real clock and a budget that nothing fits: one block, and then the rest."""
+    """Real clock and a budget that is too small: one block first, the rest on resume."""
     code, out, err = bench(*SETTINGS, flags=["--time", "0.001s"])
     assert code == 0 and "note: 1 of 6 prompts (time budget 0.001s); rerun to resume" in out and "speed-up" in out
     (directory,) = tmp_path.glob("runs/*")

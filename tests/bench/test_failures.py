@@ -1,4 +1,4 @@
-"""What fails in a run: one cell, one model, the disk; and what an interruption leaves."""
+"""Failures in a run (a cell, a model, the disk), and interruptions."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from crossdraft.verifiers.token import Token
 
 
 class Broken(Token):
-    """Fails in the middle of a step, when the target has grown nodes that nobody keeps."""
+    """Fails in the middle of a step, with uncommitted nodes in the target's cache."""
 
     name = "broken"
     calls = 0
@@ -30,7 +30,7 @@ class Broken(Token):
 
 
 class Interrupting(PromptLookup):
-    """Somebody presses Ctrl-C while its third batch is decoded."""
+    """Raises KeyboardInterrupt while its third batch is decoded."""
 
     name = "interrupting"
     steps = 0
@@ -73,7 +73,7 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
 
 
 class Hungry(Token):
-    """Asks for more memory than there is, when three rows are verified."""
+    """Runs out of memory when three rows are verified."""
 
     name = "hungry"
 
@@ -100,7 +100,7 @@ def test_a_cell_without_memory_fails_alone_and_says_what_it_needed(bench: Any, i
 
 
 class Lax(Token):
-    """Says of itself that it changes the distribution."""
+    """Declares itself lossy."""
 
     name = "lax"
     traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
@@ -137,7 +137,7 @@ def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
 
 
 def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
-    """Refused before anything is measured, with the line that names them."""
+    """Rejected before anything is measured, with the line in the recipe."""
     code, out, err = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
     assert (code, out) == (1, "") and f"--set drafters.1.model={models['other']}: '{models['other']}'" in err
     assert f"cannot draft for '{models['target']}': the tokenizers differ: 'w5' has id 5" in err
@@ -163,10 +163,10 @@ def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
     assert err == f"crossdraft: error: {sentence}\n"
     (tmp_path / "prompts.jsonl").write_text('{"turns": 1}\n', encoding="utf-8")
     code, _, err = bench()
-    sentence = f"{tmp_path}/prompts.jsonl:1: 'turns' must be a list of texts, and none of them empty"
+    sentence = f"{tmp_path}/prompts.jsonl:1: 'turns' must be a list of texts and must not be empty"
     assert code == 2 and err == f"crossdraft: error: {sentence}\n"
     (tmp_path / "prompts.jsonl").unlink()
-    assert "recipe.yaml:4: there is no prompt file" in bench()[2]
+    assert "recipe.yaml:4: prompt file" in bench()[2]
     (tmp_path / "runs").write_text("", encoding="utf-8")
     assert "cannot write to" in bench("prompts=builtin")[2]
 

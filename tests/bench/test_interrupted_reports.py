@@ -1,4 +1,4 @@
-"""Commands that read runs, on one that was interrupted: what there is, marked as partial; and whole once it goes on."""
+"""Report commands on an interrupted run: partial results are marked, and complete after resuming."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token, block]", "drafters=[{name: inter
 
 
 class Interrupting(PromptLookup):
-    """Prompt lookup; sends SIGTERM to this process in a step of the measurement."""
+    """Prompt lookup that sends SIGTERM to this process during the measurement."""
 
     name = "interrupting"
     after = 0
@@ -31,7 +31,7 @@ class Interrupting(PromptLookup):
 
 @pytest.fixture
 def interrupted(bench: Any, tmp_path: Path, install: Any) -> tuple[Path, str]:
-    """The directory of a run of one group that was cut short in its fourth piece or so, and what it printed."""
+    """Directory and output of a run of one group, interrupted in its fourth piece or so."""
     install("drafters", ("interrupting", Interrupting))
     Interrupting.after = 100
     code, out, _ = bench(*SETTINGS)
@@ -42,7 +42,7 @@ def interrupted(bench: Any, tmp_path: Path, install: Any) -> tuple[Path, str]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The words of the table rows of pairs; Markdown or text."""
+    """Words of the table rows of pairs, in Markdown or text."""
     words = [line.replace("|", " ").split() for line in text.splitlines()]
     return [line for line in words if line[:1] == ["interrupting"] and line[1] in ("token", "block") and "." in line[2]]
 
@@ -85,7 +85,7 @@ def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) ->
 
 
 def test_a_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:
-    """Its summary was not written."""
+    """A run without a summary."""
     run, _ = interrupted
     for name in ("summary.csv", "summary.md"):
         (run / name).unlink()

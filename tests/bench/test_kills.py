@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end like runs that were not."""
+"""Runs killed at random moments and resumed equal undisturbed runs."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def start(recipe: str, out: Path) -> subprocess.Popen[str]:
 
 
 def pieces(out: Path) -> int:
-    """Finished ones: of groups in progress, and those that have become cells."""
+    """Number of finished pieces, in groups and in cells."""
     return len(list(out.glob("*/groups/*/[0-9]*.json"))) + 6 * len(list(out.glob("*/cells/*/metrics.json")))
 
 

@@ -1,4 +1,4 @@
-"""Runs whose groups are processes of a launcher: the same tokens, and a process that dies costs its group."""
+"""Runs with a launcher: same tokens, and a failed process loses only its group."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def here(install: Any) -> Any:
 
 @pytest.fixture
 def whole(bench: Any, tmp_path: Path) -> dict[str, Any]:
-    """What one process says."""
+    """Output of a single process."""
     assert bench(*SETTINGS)[0] == 0
     (run,) = tmp_path.glob("runs/*")
     (tmp_path / "runs").rename(tmp_path / "whole")
@@ -79,7 +79,7 @@ def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, here: A
 
 
 def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tmp_path: Path, here: Any) -> None:
-    """A shard that was finished once, and now dies before it has looked whether its records are still good."""
+    """A finished shard whose process fails before it has checked the stored records."""
     assert bench(*SETTINGS, flags=["--shard", "2/2"])[0] == 0
     here.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
     code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
@@ -152,13 +152,13 @@ def test_bad_options(bench: Any, here: Any, flags: list[str], sentence: str) -> 
 
 def test_a_file_system_that_is_not_shared(tmp_path: Path) -> None:
     work = Work("", (), tmp_path, tmp_path / "elsewhere" / "log")
-    with pytest.raises(Exception, match="needs a file system that all machines share"):
+    with pytest.raises(Exception, match="use a shared file system for --out"):
         processes.run(work)
 
 
 def test_how_processes_end() -> None:
-    assert processes.how(2) == "ended with exit code 2"
-    assert processes.how(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert processes.exit_status(2) == "ended with exit code 2"
+    assert processes.exit_status(-signal.SIGKILL) == "was killed by SIGKILL"
 
 
 def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> None:

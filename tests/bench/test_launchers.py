@@ -1,4 +1,4 @@
-"""The launchers that ship, each with processes of its own: local, a Ray cluster, submitit's local executor."""
+"""Built-in launchers with real processes: local, a Ray cluster, submitit's local executor."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def texts(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> Iterator[Callable[..., Any]]:
-    """``start(out, *settings, flags=[...])``: the command as a process."""
+    """``start(out, *settings, flags=[...])`` starts the command as a process."""
     recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
     own = {"OMP_NUM_THREADS": "1", "CROSSDRAFT_CACHE": str(tmp_path / "cache")}
     begun: list[subprocess.Popen[str]] = []
@@ -81,7 +81,7 @@ def wait_for(what: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
 
 
 def owner(shard: Path) -> int | None:
-    """The process of a shard, once it has finished a piece."""
+    """Process of a shard after its first finished piece."""
     if not list(shard.glob("groups/*/0.json")):
         return None
     return json.loads((shard / ".owner.json").read_text(encoding="utf-8"))["pid"]
@@ -125,8 +125,8 @@ def test_an_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, nu
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["ray", "--launcher-option", "cpus=1"], "processors would share it, and slow each other down; leave cpus out"),
-        (["slurm", "--launcher-option", "exclusive=false"], "jobs without a GPU that are not exclusive would share a"),
+        (["ray", "--launcher-option", "cpus=1"], "CPUs and slow each other down; remove cpus"),
+        (["slurm", "--launcher-option", "exclusive=false"], "exclusive=false: jobs without a GPU would share a"),
         (
             ["slurm", "--launcher-option", "cluster=local", "--workers", "2"],
             "--workers 2: they would share 1 device and slow",

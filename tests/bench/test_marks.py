@@ -1,4 +1,4 @@
-"""A verifier that accepts every draft and is declared lossless: rejected by `run`, and marked in all outputs."""
+"""A lossy verifier that claims to be lossless is rejected by `run` and marked in all reports."""
 
 import csv
 import json
@@ -35,14 +35,14 @@ class Liar(AcceptAll):
 
 
 class Honest(AcceptAll):
-    """The same rule, with its traits right."""
+    """The same verifier with correct traits."""
 
     name = "honest"
     traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
 
 
 class Sometimes(Token):
-    """A right rule, unless an option makes it a wrong one."""
+    """A lossless verifier that an option makes lossy."""
 
     name = "sometimes"
 
@@ -54,7 +54,7 @@ class Sometimes(Token):
 
 
 class WrongQ(DraftModelChain):
-    """Drafts right tokens, and reports another distribution than they were drawn from."""
+    """Reports another distribution than its tokens are drawn from."""
 
     name = "wrong-q"
 
@@ -69,7 +69,7 @@ SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token, liar, honest]", "drafters=[{name
 
 @pytest.fixture
 def measured(recipe: str, tmp_path: Path, install: Any, monkeypatch: Any) -> Path:
-    """The directory of a run with the liar, from the Python interface, which certifies nothing beforehand."""
+    """Directory of a run with the false claim, from the Python interface, which does not certify."""
     monkeypatch.setattr(write, "draw", draw)
     install("verifiers", ("liar", Liar, "accepts anything"), ("honest", Honest))
     found = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=None)
@@ -135,7 +135,7 @@ def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, inst
 
 
 def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> None:
-    """A cell measured uncertified is shown as such, until a certificate of that very code fails."""
+    """A cell measured uncertified keeps that mark until certification of the same code fails."""
     for mark, suffix in (("not certified", "not certified"), (r"FAILED \(TV [\d.]+\)", r"FAILED, TV [\d.]+")):
         listed = output(capsys, "list", "verifiers")
         assert re.search(rf"^liar +{mark} +accepts anything", listed, re.M)

@@ -1,4 +1,4 @@
-"""What is said when memory runs out, with bytes counted by hand."""
+"""Messages for out-of-memory errors, with bytes computed by hand."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def test_needs_by_hand(tiny_model: Any) -> None:
     row = 50_000 * cache + 2 * 4 * 5 * 1000  # a slot; logits and probabilities of five positions
     sentence = explain([model], 64, 50_000, 5, weights + 10 * row + row // 2)
     assert sentence == (
-        "out of memory at batch size 64: weights 0.00 GB, cache 0.82 GB (64 slots of 50000 tokens), logits and probabilities "
-        "0.00 GB (64 × 5 positions), of 0.14 GB; batch size 10 would fit if no other program uses memory"
+        "out of memory at batch size 64: weights 0.00 GB, cache 0.82 GB (64 slots of 50000 tokens), logits and "
+        "probabilities 0.00 GB (64 × 5 positions), of 0.14 GB; batch size 10 would fit if no other program uses memory"
     )
     assert "batch size 1 does not fit either" in explain([model], 64, 50_000, 5, weights + row - 1)
     assert "batch size 63 would fit" in explain([model], 64, 50_000, 5, weights + 64 * row - 1)

@@ -1,4 +1,4 @@
-"""One bad strategy costs one cell, whatever it does."""
+"""A faulty strategy fails only its own cell."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
 
 
 class Worst(BaseException):
-    """What `except Exception` does not catch."""
+    """An exception that `except Exception` does not catch."""
 
 
 def exits() -> None:

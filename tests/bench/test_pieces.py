@@ -1,4 +1,4 @@
-"""Pieces of a run: hooks, the tail, compiled verifiers, models of other widths, pieces."""
+"""Hooks, tails, compiled verifiers, models of other widths, and division into pieces."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
 
 
 def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Every look at the clock takes a second, of which a step books seven."""
+    """Each reading of the clock takes a second; a step reads it seven times."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(decoder, "FIRST", 0)  # a validated step looks once more

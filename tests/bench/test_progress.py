@@ -78,7 +78,7 @@ def _to(screen: Any, init: Any) -> Any:
 
 
 def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
-    """A turn took 10 s; then a neighbour came, and it takes 40."""
+    """The time of a turn increases from 10 s to 40 s."""
     said: list[str] = []
     clock = Clock()
     with Meter(200, said.append, False, clock=clock) as meter:

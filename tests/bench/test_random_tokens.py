@@ -1,4 +1,4 @@
-"""Prompts of random tokens are told from written ones."""
+"""Detection of prompts of random tokens."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from tiny_models import VOCAB, save_model
 from tiny_runs import ONE_GROUP
 
-from crossdraft.framework.recipe.random_tokens import LEAST, distance, warning
+from crossdraft.framework.recipe.random_tokens import MIN_TOKENS, distance, warning
 
 V = 50_000
 
@@ -21,7 +21,7 @@ V = 50_000
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 96), min_size=1, max_size=20))
 def test_the_distance_is_that_of_kolmogorov_and_smirnov(tokens: list[int]) -> None:
-    """Spread evenly over its unit interval, a token number is as good as continuous: scipy's, in the limit."""
+    """Spread over unit intervals, token ids are continuous: the distance equals scipy's in the limit."""
     fine = [token + (i + 0.5) / 200 for token in tokens for i in range(200)]
     assert distance(tokens, 97) == pytest.approx(kstest(fine, "uniform", args=(0, 97)).statistic, abs=3e-3)
 
@@ -33,7 +33,7 @@ def test_exact_distances() -> None:
     assert distance([4, 4], 10) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("n", [LEAST, 256, 2048])
+@pytest.mark.parametrize("n", [MIN_TOKENS, 256, 2048])
 def test_drawn_tokens_are_found(n: int) -> None:
     chance = random.Random(n)
     prompts = [[chance.randrange(V) for _ in range(n)] for _ in range(20)]
@@ -41,9 +41,9 @@ def test_drawn_tokens_are_found(n: int) -> None:
     assert found is not None and found.startswith("20 of 20 prompts look like random tokens")
 
 
-@pytest.mark.parametrize("n", [LEAST, 256, 2048])
+@pytest.mark.parametrize("n", [MIN_TOKENS, 256, 2048])
 def test_tokens_as_often_as_words_are_not(n: int) -> None:
-    """Zipf's law over the numbers, and one over a block of them, where a script other than Latin may lie."""
+    """Zipf distributions over all token ids and over a block of them, as for a non-Latin script."""
     chance = np.random.default_rng(n)
     latin = [np.minimum(chance.zipf(1.2, n), V) - 1 for _ in range(20)]
     other = [40_000 + chance.integers(0, 5_000, n) for _ in range(20)]
@@ -54,7 +54,7 @@ def test_what_is_too_short_or_in_the_minority_says_nothing() -> None:
     chance = random.Random(0)
     drawn = [[chance.randrange(V) for _ in range(200)] for _ in range(2)]
     written = [[i % 500 for i in range(200)]] * 2
-    assert warning([one[: LEAST - 1] for one in drawn], V) is None and warning([], V) is None
+    assert warning([one[: MIN_TOKENS - 1] for one in drawn], V) is None and warning([], V) is None
     assert warning([*drawn, *written], V) is None
     assert str(warning([*drawn, written[0]], V)).startswith("2 of 3 prompts")
 
@@ -66,5 +66,5 @@ def test_a_run_says_so(bench: Any, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target = save_model(tmp_path / "long", context=160)
     code, out, err = bench(*ONE_GROUP, f"target={target}", "drafters=[prompt-lookup]", "max_new_tokens=4")
-    assert code == 0 and "note: 2 of 2 prompts look like random tokens, which nobody writes" in out
+    assert code == 0 and "note: 2 of 2 prompts look like random tokens; results on them" in out
     assert "note: 2 of 2 prompts look like random tokens" in err

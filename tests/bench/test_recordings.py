@@ -1,4 +1,4 @@
-"""Nothing is recorded while the clock runs: whole runs of the bench, with a recorder that stands for CUDA graphs."""
+"""No graphs are captured during measurements: runs of the bench with fake CUDA graphs."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,7 +32,7 @@ def recorded(monkeypatch: Any) -> list[Graphs]:
 
 
 def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
-    """Recordings that were there when a piece began, and those that were made in pieces."""
+    """Numbers of graphs captured before and during pieces."""
     measure, counts = Cell.run, [0, 0]
 
     def watched(self: Cell, piece: Any) -> Any:
@@ -65,7 +65,7 @@ def test_a_warm_up_that_does_not_look_ahead_is_seen(
 
 
 def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
-    """The first time step records every point; whatever is timed replays."""
+    """The first repetition captures all points; timed repetitions replay."""
     made: list[int] = []
     advance = lambda n: made.append(sum(one._recorder.recorded for one in recorded))  # type: ignore[union-attr] # noqa: E731
     pass_timing.measure_passes(

@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing leaks: pieces, resuming, memory of drafters, locks."""
+"""Resuming: pieces on disk, drafters with memory, locks."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
 
 
 class Remembering(PromptLookup):
-    """Drafts what any sequence before, its own or another, said after the same token."""
+    """Drafts the token that followed the same token in any earlier sequence."""
 
     name = "remembering"
     kill_after = 10**9
@@ -54,7 +54,7 @@ class Remembering(PromptLookup):
 
 
 def records(tmp_path: Path) -> dict[str, Any]:
-    """What every cell said, and what it did in each step."""
+    """Responses and steps of every cell."""
     from pyarrow import parquet
 
     return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
@@ -82,7 +82,7 @@ def test_the_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: di
 def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int
 ) -> None:
-    """SIGTERM in the middle of a piece: those before it are kept and shown, and a drafter remembers them."""
+    """SIGTERM in the middle of a piece: earlier pieces are kept and shown, and replayed for drafters with memory."""
     Remembering.kill_after = moment
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
     assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
@@ -99,7 +99,7 @@ def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
 def test_a_group_keeps_its_threads_and_records_others(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
 ) -> None:
-    """Resumed with another wait policy, a result has both; a disturbed group is named once."""
+    """A group resumed with another wait policy records both; a disturbance is reported once."""
     monkeypatch.setattr(group, "choose_for_group", lambda lm, kept: dict(settings))
     monkeypatch.setattr(group, "disturbance", lambda waited, seconds, number: f"disturbed, {number} threads")
     settings = {"number": 2, "most": 2, "wait_policy": "spin"}
@@ -188,7 +188,7 @@ def test_files_have_the_permissions_that_the_user_wants(bench: Any, tmp_path: Pa
 def test_a_recipe_cannot_allow_remote_code(bench: Any) -> None:
     code, _, err = bench("trust_remote_code=true")
     assert code == 2
-    assert "unknown key 'trust_remote_code'; a recipe cannot allow that, only you: crossdraft run --trust" in err
+    assert "unknown key 'trust_remote_code'; a recipe cannot allow that; use crossdraft run --trust" in err
 
 
 def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, install: Any, monkeypatch: Any) -> None:

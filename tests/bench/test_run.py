@@ -1,4 +1,4 @@
-"""Whole runs on tiny models, through the command line: tables, records, reuse."""
+"""Complete runs on tiny models by the command line: tables, records, reuse."""
 
 import csv
 import hashlib

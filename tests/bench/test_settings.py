@@ -1,4 +1,4 @@
-"""Settings that were found out for a drafter: a run remembers the file, and measures again when it has changed."""
+"""Settings files of drafters: part of the provenance, measured again after changes."""
 
 import json
 from pathlib import Path

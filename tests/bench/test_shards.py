@@ -1,4 +1,4 @@
-"""Parts of a run measured apart: shards, what reports make of them, and runs without times."""
+"""Shards of a run, their reports, and untimed runs."""
 
 import csv
 import json

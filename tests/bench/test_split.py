@@ -1,4 +1,4 @@
-"""A target that two processes hold between them says what it says in one; these tests start such processes."""
+"""A target split over two processes generates the same tokens as in one; the tests start these processes."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def _run(directory: Path, text: str, processes: int, *more: str) -> subprocess.C
 
 
 def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path, paths: dict[str, str]) -> None:
-    """All drafters, chains and trees, heads on the target's states and tables; files are written by one process."""
+    """All kinds of drafters: chains, trees, heads on hidden states, tables; only one process writes files."""
     one = _run(tmp_path / "one", RECIPE.format(device="cpu", **paths), 1)
     assert one.returncode == 0, one.stderr
     two = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
@@ -120,7 +120,7 @@ def test_what_a_split_target_cannot_do_is_refused_in_one_sentence(tmp_path: Path
 
 
 def test_a_process_that_dies_ends_all(tmp_path: Path, paths: dict[str, str]) -> None:
-    """The second process leaves in the middle of a pass; nothing hangs, and what is on disk is whole."""
+    """The second process exits in the middle of a pass: no deadlock, and files on disk are complete."""
     text = RECIPE.format(device="tp", **paths)
     (tmp_path / "sitecustomize.py").write_text(DYING, encoding="utf-8")
     os.environ["PYTHONPATH"] = str(tmp_path)

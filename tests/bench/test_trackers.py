@@ -1,4 +1,4 @@
-"""Trackers are told of a run where they are asked for, and of nothing else."""
+"""Trackers receive the events of a run only if requested."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Measuring passes on tiny models, and ``crossdraft cost``."""
+"""Timing of passes of tiny models, and ``crossdraft cost``."""
 
 import json
 from itertools import product

@@ -1,4 +1,4 @@
-"""The cost curve: reproduced at its points, linear between them, extended beyond the last, kept and found again."""
+"""Cost curves: interpolation, extrapolation, storage and lookup."""
 
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,14 @@ def test_a_kink_is_kept_and_a_falling_end_does_not_go_on() -> None:
 def test_one_value_on_an_axis_cannot_be_left() -> None:
     made = curve(batch_sizes=(1,), contexts=(100,))
     assert made.seconds(1, 2, 900) == seconds(1, 2, 100)  # one context stands for all
-    with pytest.raises(UsageError, match=r"one batch size, 1, and cannot say what 4 costs.*--batch-size 1,4"):
+    with pytest.raises(UsageError, match=r"a single batch size, 1, and does not extend to 4.*--batch-size 1,4"):
         made.seconds(4, 2, 100)
 
 
 def test_holes_are_refused() -> None:
-    with pytest.raises(ValueError, match="every combination"):
+    with pytest.raises(ValueError, match="each combination"):
         CostCurve("m", "abc", "float32", HERE, curve().points[:-1])
-    with pytest.raises(ValueError, match="every combination"):
+    with pytest.raises(ValueError, match="each combination"):
         CostCurve("m", "abc", "float32", HERE, ())
 
 
@@ -75,4 +75,4 @@ def test_a_kept_curve_is_found_again(tmp_path: Path, monkeypatch: Any, caplog: A
     assert find_curve(found, "abc", "float32", HERE | {"threads": 4}) is None
     (tmp_path / "costs" / "broken.json").write_text('{"points": 1}', encoding="utf-8")
     assert len(stored_curves()) == 2
-    assert "broken.json cannot be read" in caplog.text
+    assert "unreadable cost curve" in caplog.text

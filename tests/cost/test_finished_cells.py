@@ -1,4 +1,4 @@
-"""What a finished cell says about its steps, and predictions from it, on synthetic numbers."""
+"""Statistics and predictions of finished cells, on synthetic numbers."""
 
 from typing import Any
 
@@ -177,7 +177,7 @@ def test_a_drafter_without_a_curve_keeps_its_measured_time() -> None:
 
 def test_a_curve_that_is_too_small_predicts_nothing(caplog: Any) -> None:
     small = curve(batch_sizes=(1,))
-    with pytest.raises(UsageError, match="one batch size, 1"):
+    with pytest.raises(UsageError, match="a single batch size, 1"):
         predicted(result(), [small])
     assert predictions([result(b=1), result(b=2)], [small]).keys() == {result(b=1).config.hash}
-    assert "one batch size, 1, and cannot say what 2 costs" in caplog.text
+    assert "a single batch size, 1, and does not extend to 2" in caplog.text

@@ -80,7 +80,7 @@ def test_a_shorter_draft() -> None:
     assert cut.draft_seconds == 2
     with pytest.raises(UsageError, match="up to 4 tokens, not 5; run a cell with gamma 5"):
         full.cut(5)
-    with pytest.raises(UsageError, match="are trees; only chains can be cut"):
+    with pytest.raises(UsageError, match="are trees; only chains can be truncated"):
         CellStatistics(1, 1, 2.0, {12: 1.0}, 100, acceptance=(0.6, 0.4)).cut(1)
 
 

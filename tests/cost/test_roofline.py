@@ -1,4 +1,4 @@
-"""The roofline: shapes against the parameters of real modules, times against sums made by hand."""
+"""Roofline: shapes compared with parameters of real modules, times with sums by hand."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ DEVICE = Accelerator("toy", bandwidth=1e9, flops=1e12, memory=1e9, link=1e8, sou
 
 
 def multiplied(model: Any) -> int:
-    """Parameters that a pass multiplies with: every matrix but the input embeddings, and the output head."""
+    """Parameters in products of a pass: all matrices except input embeddings, plus the output head."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     head = model.get_output_embeddings().weight
     inner = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in looked_up and p is not head)
@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_real_module(family: str, tiny_model: Any) -
 
 
 def test_a_head_with_a_vocabulary_of_its_own() -> None:
-    """EAGLE-3 publishes ``draft_vocab_size``: its output head is that much smaller."""
+    """EAGLE-3 has a smaller output head, of ``draft_vocab_size`` rows."""
     config = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
     whole, trimmed = Shape.from_config(config), Shape.from_config(config | {"draft_vocab_size": 11})
     assert whole.parameters - trimmed.parameters == 32 * (97 - 11)
@@ -156,7 +156,7 @@ def test_overheads_are_added() -> None:
 def test_what_a_device_holds() -> None:
     roofline = Roofline(TOY, DEVICE, devices=2)
     weights = (TOY.parameters + 800) * 2 / 2
-    assert roofline.held(3, 10) == weights + 3 * 10 * 3 * 2 * 2 * 2
+    assert roofline.memory_bytes(3, 10) == weights + 3 * 10 * 3 * 2 * 2 * 2
 
 
 def test_the_built_in_accelerators_are_complete() -> None:
@@ -175,7 +175,7 @@ def test_an_accelerator_of_your_own(tmp_path: Path) -> None:
     file.write_text(f"mine: {row}\n", encoding="utf-8")
     assert accelerator(str(file)) == Accelerator("mine", 1e12, 1e14, 1e10, 1e10, "mine")
     file.write_text(f"a: {row}\nb: {row}\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="holds 2 accelerators"):
+    with pytest.raises(UsageError, match="contains 2 accelerators"):
         accelerator(str(file))
     file.write_text("mine: {bandwidth: fast}\n", encoding="utf-8")
     with pytest.raises(UsageError, match="the keys bandwidth, flops, memory, link and source"):
@@ -199,14 +199,14 @@ def test_a_shape_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
 
 def test_what_is_no_shape_says_so(tmp_path: Path, tiny_model: Any) -> None:
     file = tmp_path / "config.json"
-    with pytest.raises(UsageError, match=r"no config\.json, no model directory"):
+    with pytest.raises(UsageError, match=r"not a config\.json, a model directory"):
         read_shape(str(file))
     for text, message in [
         ("{", "config.json:1: not JSON"),
         ("[]", "must hold a JSON object, not a list"),
         ("{}", "no model_type"),
         ('{"model_type": "nonesuch"}', "cannot read a config of model_type 'nonesuch'"),
-        ('{"model_type": "mamba"}', "does not know the shape of model_type 'mamba'"),
+        ('{"model_type": "mamba"}', "does not support model_type 'mamba'"),
     ]:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=message):

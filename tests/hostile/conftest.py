@@ -1,4 +1,4 @@
-"""What every hostile input has to come to: an exit code and one sentence, soon, and never a trace."""
+"""Fixtures: hostile input must end with an exit code and a one-line message, quickly and without a traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LIMIT = 20
 
 
 class _TooLong(KeyboardInterrupt):
-    """Passes everything that catches what a plug-in may raise."""
+    """An exception that no handler of plug-in errors catches."""
 
 
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
-    """Break off a test that hangs."""
+    """Abort a test that hangs."""
 
     def stop(*_: Any) -> None:
         raise _TooLong(f"no answer within {LIMIT} s")
@@ -43,7 +43,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Refused:
-    """``refused(arguments, *words, code=2)``: run the command, which has to say one sentence with these words.
+    """``refused(arguments, *words, code=2)`` runs the command and asserts a one-line error with these words.
 
     Returns the sentence. It runs in an empty directory.
     """
@@ -73,7 +73,7 @@ def refused(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Refused:
 
 @pytest.fixture
 def target(tmp_path: Path) -> str:
-    """A model, for as long as nobody loads it."""
+    """A model directory that is valid until it is loaded."""
     directory = tmp_path / "target"
     directory.mkdir()
     return str(directory)

@@ -1,4 +1,4 @@
-"""Checkpoints of heads with hostile names, shapes and configs: nothing of a size that they only claim is built."""
+"""Checkpoints of heads with hostile names, shapes and configs: claimed sizes are not allocated."""
 
 # ruff: noqa: E501 (an input and its words on one line can be read)
 

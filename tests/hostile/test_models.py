@@ -1,4 +1,4 @@
-"""Model directories that nobody should publish: each is refused before anything large is built."""
+"""Hostile model directories: rejected before anything large is allocated."""
 
 # ruff: noqa: E501 (an input and its words on one line can be read)
 
@@ -147,7 +147,7 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.fixture
 def directory(models: dict[str, str], tmp_path: Path) -> Path:
-    """A whole model, to be spoilt."""
+    """A valid model, to be damaged."""
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     return Path(shutil.copytree(models["target"], tmp_path / "model"))
 
@@ -317,14 +317,14 @@ def test_a_chat_template(template: str, directory: Path) -> None:
 
 
 def test_half_a_pair_is_no_text(directory: Path) -> None:
-    with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which no tokenizer reads"):
+    with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which tokenizers cannot encode"):
         generate(load_model(str(directory)), "w5 \ud800")
 
 
 def test_a_model_that_does_not_load_is_refused_before_the_run(
     models: dict[str, str], directory: Path, write_prompts: Any, recipe_file: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """With the line of the recipe that names it; nothing is measured."""
+    """Rejected with the line in the recipe; nothing is measured."""
     from crossdraft.framework.cli import main as cli
 
     spoil(directory, {"config.json": "{"})

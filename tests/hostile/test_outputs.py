@@ -1,4 +1,4 @@
-"""``--out`` and its siblings: nothing that is not ours is overwritten, and the refusal comes before the work."""
+"""``--out`` and similar options: foreign files are not overwritten, and are rejected before the work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def responses(tmp_path: Path) -> Path:
 
 
 def writers(run: Path, responses: Path) -> dict[str, list[str]]:
-    """Commands that write one file; its name goes behind the last word."""
+    """Commands that write one file, given as the last argument."""
     return {
         "replay": [
             "replay",
@@ -97,7 +97,7 @@ def test_what_is_read_is_not_written(writer: str, run: Path, responses: Path, re
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_same_command_again(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
-    """Replaces what it wrote, if the format has a place for a mark; a table has none."""
+    """A command replaces its own output if the format can contain a mark; tables cannot."""
     command, out = [*writers(run, responses)[writer], str(tmp_path / "out")], tmp_path / "out"
     assert cli.main(command) == 0
     out.chmod(0o640)
@@ -123,7 +123,7 @@ def test_a_file_in_the_place_of_a_chart(run: Path, refused: Any, tmp_path: Path)
 
 
 def test_refused_before_the_work(run: Path, refused: Any, tmp_path: Path) -> None:
-    """A run that nobody can read is not looked at."""
+    """An unreadable run is rejected."""
     (run / "recipe.json").write_text("{", encoding="utf-8")
     (tmp_path / "mine").write_text("", encoding="utf-8")
     for command in ("report", "table", "plot"):

@@ -1,4 +1,4 @@
-"""Plug-ins that fail in every way there is: they are named, and stop nobody else."""
+"""Plug-ins that fail in all ways: reported by name, without effect on others."""
 
 # ruff: noqa: E501 (an input and its words on one line can be read)
 
@@ -58,7 +58,7 @@ HOOK = "from crossdraft import hookimpl\n@hookimpl\ndef crossdraft_register_mode
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None]:
-    """``manager({name: source})``: modules with these sources are installed as plug-ins, beside crossdraft's own."""
+    """``manager({name: source})`` installs modules with these sources as plug-ins."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(sources: dict[str, str]) -> None:
@@ -110,7 +110,7 @@ def test_what_a_plugin_prints_is_not_the_commands(manager: Any, capsys: Any) -> 
 
 
 def test_metadata_that_is_damaged(monkeypatch: Any, capsys: Any) -> None:
-    """One distribution whose entry points cannot be read costs no other one."""
+    """A distribution with unreadable entry points does not affect others."""
     good = [p for p in plugins.entry_points(group="crossdraft") if p.dist is not None and p.dist.name == "crossdraft"]
 
     class Damaged:
@@ -158,7 +158,7 @@ def test_a_notification(error: BaseException, caplog: Any) -> None:
 
 
 def drafter(traits: Any = None, config: Any = StrategyConfig, base: Any = Drafter) -> Any:
-    """A drafter called ``theirs`` with these traits (a value, or a function of the config) and this Config."""
+    """Create a drafter called ``theirs`` with these traits (a value, or a function of the config) and this Config."""
     given = traits if callable(traits) else lambda *_: traits
 
     def propose(self: Any, sequences: Any, rng: Any) -> Any:
@@ -219,7 +219,7 @@ class Forgets(StrategyConfig):
 
 
 class Property(StrategyConfig):
-    """What is called a model here is none of the target's."""
+    """A config field called model that is not a model name."""
 
     size: int = 3
 

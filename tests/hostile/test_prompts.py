@@ -1,4 +1,4 @@
-"""Prompt files and prompt sources that nobody should write."""
+"""Hostile prompt files and prompt sources."""
 
 # ruff: noqa: E501 (an input and its words on one line can be read)
 
@@ -21,7 +21,7 @@ FINE = b'{"question_id": 1, "turns": ["fine"]}\n'
 
 #: The second line of a file whose first is fine, and words of the sentence.
 ROWS: dict[str, tuple[bytes, list[str]]] = {
-    "a list": (b"[]", ["a prompt is a JSON object, not list"]),
+    "a list": (b"[]", ["a prompt must be a JSON object, not list"]),
     "a number": (b"3", ["not int"]),
     "null": (b"null", ["not NoneType"]),
     "an empty object": (b"{}", ["needs one of the keys turns, question, prompt"]),
@@ -37,23 +37,23 @@ ROWS: dict[str, tuple[bytes, list[str]]] = {
     "a byte order mark in the middle": (b'\xef\xbb\xbf{"prompt": "a"}', ["not JSON"]),
     "turns a text": (b'{"turns": "a"}', ["'turns' must be a list of texts"]),
     "turns of nothing": (b'{"turns": []}', ["'turns' must be a list of texts"]),
-    "turns of blanks": (b'{"turns": ["a", " "]}', ["none of them empty"]),
+    "turns of blanks": (b'{"turns": ["a", " "]}', ["must not be empty"]),
     "turns of numbers": (b'{"turns": [1]}', ["'turns' must be a list of texts"]),
     "turns of lists": (b'{"turns": [["a"]]}', ["'turns' must be a list of texts"]),
     "turns of objects": (b'{"turns": [{"role": "user", "content": "a"}]}', ["'turns' must be a list of texts"]),
-    "a thousand turns": (json.dumps({"turns": ["a"] * 1000}).encode(), ["1000 turns", "at most 16"]),
-    "a turn with NUL": (b'{"turns": ["a", "b\\u0000c"]}', ["turn 2 holds the character U+0000", "no tokenizer reads"]),
-    "half a pair": (b'{"prompt": "\\ud800"}', ["turn 1 holds the character U+D800, half of a surrogate pair"]),
+    "a thousand turns": (json.dumps({"turns": ["a"] * 1000}).encode(), ["1000 turns", "the most is 16"]),
+    "a turn with NUL": (b'{"turns": ["a", "b\\u0000c"]}', ["turn 2 contains the character U+0000", "tokenizers cannot encode"]),
+    "half a pair": (b'{"prompt": "\\ud800"}', ["turn 1 contains the character U+D800, half of a surrogate pair"]),
     "the other half": (b'{"prompt": "a\\udfff"}', ["U+DFFF"]),
     "a question that is a number": (b'{"question": 42}', ["'question' must be a text"]),
     "a question that is a list": (b'{"question": ["a"]}', ["'question' must be a text"]),
-    "an empty prompt": (b'{"prompt": ""}', ["'prompt' must be a text, and none of them empty"]),
+    "an empty prompt": (b'{"prompt": ""}', ["'prompt' must be a text and must not be empty"]),
     "a prompt that is true": (b'{"prompt": true}', ["'prompt' must be a text"]),
     "an answer that is a number": (b'{"question": "q", "answer": 42}', ["'answer' must be a text or a list of texts, not 42"]),
     "an answer that is an object": (b'{"question": "q", "answer": {"a": 1}}', ["'answer' must be a text"]),
     "an answer that is true": (b'{"question": "q", "answer": true}', ["'answer' must be a text", "True"]),
     "references that are numbers": (b'{"turns": ["a"], "reference": [1]}', ["'reference' must be a text or a list of texts"]),
-    "a reference of half a pair": (b'{"turns": ["a"], "reference": ["\\ud800"]}', ["'reference' holds", "U+D800"]),
+    "a reference of half a pair": (b'{"turns": ["a"], "reference": ["\\ud800"]}', ["'reference' contains", "U+D800"]),
     "a solution that is a number": (b'{"prompt": "a", "canonical_solution": 1.5}', ["'canonical_solution' must be a text"]),
     "an id that is a list": (b'{"prompt": "a", "question_id": [1]}', ["'question_id' must be a text or a number, not [1]"]),
     "an id that is an object": (b'{"prompt": "a", "question_id": {"a": 1}}', ["'question_id' must be a text or a number"]),
@@ -63,15 +63,15 @@ ROWS: dict[str, tuple[bytes, list[str]]] = {
     "an id that is true": (b'{"prompt": "a", "question_id": true}', ["'question_id' must be", "not True"]),
     "an id used before": (b'{"prompt": "a", "question_id": 1}', ["question_id 1 was already used in", "p.jsonl:1"]),
     "an id used before as a number": (b'{"prompt": "a", "question_id": "1"}', ["question_id '1' was already used in"]),
-    "an id with half a pair": (b'{"prompt": "a", "question_id": "\\ud800"}', ["'question_id' holds", "U+D800"]),
-    "an id with escape codes": (b'{"prompt": "a", "question_id": "\\u001b[31m"}', ["'question_id' holds", "U+001B"]),
-    "an id of two lines": (b'{"prompt": "a", "question_id": "a\\nb"}', ["'question_id' holds", "U+000A"]),
+    "an id with half a pair": (b'{"prompt": "a", "question_id": "\\ud800"}', ["'question_id' contains", "U+D800"]),
+    "an id with escape codes": (b'{"prompt": "a", "question_id": "\\u001b[31m"}', ["'question_id' contains", "U+001B"]),
+    "an id of two lines": (b'{"prompt": "a", "question_id": "a\\nb"}', ["'question_id' contains", "U+000A"]),
     "an id of 5,000 characters": (json.dumps({"prompt": "a", "question_id": "i" * 5000}).encode(), ["5000 characters", "the most is 200"]),
     "a task that is a list": (b'{"prompt": "a", "task_id": []}', ["'task_id' must be a text or a number"]),
     "a category that is a number": (b'{"prompt": "a", "category": 3}', ["'category' must be a text, not 3"]),
     "a category that is a list": (b'{"prompt": "a", "category": ["x"]}', ["'category' must be a text"]),
     "a category that is false": (b'{"prompt": "a", "category": false}', ["'category' must be a text, not False"]),
-    "a category with escape codes": (b'{"prompt": "a", "category": "\\u009b31m"}', ["'category' holds", "U+009B"]),
+    "a category with escape codes": (b'{"prompt": "a", "category": "\\u009b31m"}', ["'category' contains", "U+009B"]),
     "a category of 5,000 characters": (json.dumps({"prompt": "a", "category": "c" * 5000}).encode(), ["5000 characters"]),
     "a row of unknown keys": (json.dumps({f"key{i}": i for i in range(5000)}).encode(), ["it has: key0, key1"]),
     "a key with escape codes": (b'{"\\u001b[31m": 1}', ["it has: \\x1b[31m"]),
@@ -100,7 +100,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
     "blank": (b"\n \n\t\n", ["p.jsonl is empty"]),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), ["UTF-16", "save it as UTF-8"]),
     "binary": (bytes(range(128, 256)), ["not UTF-8 text (line 1)"]),
-    "one array": (b'[{"prompt": "a"}]', ["p.jsonl:1", "a prompt is a JSON object"]),
+    "one array": (b'[{"prompt": "a"}]', ["p.jsonl:1", "a prompt must be a JSON object"]),
     "an array over lines": (b'[\n{"prompt": "a"}\n]', ["p.jsonl:1: not JSON"]),
     "a line of 11 MB": (b'{"prompt": "' + b"a" * (11 * 2**20) + b'"}', ["p.jsonl:1: the line is too long"]),
     "a line of 11 MB that never ends": (b"a" * (11 * 2**20), ["p.jsonl:1: the line is too long"]),
@@ -121,14 +121,14 @@ def test_what_is_no_file(refused: Any, recipe: str, tmp_path: Path) -> None:
     refused(["run", recipe, "--set", "prompts=/dev/zero"], "/dev/zero: it is a device, a pipe or a socket")
     refused(["run", recipe, "--set", "prompts=/dev/null"], "/dev/null: it is a device, a pipe or a socket")
     (tmp_path / "here" / "empty").mkdir(parents=True)
-    refused(["run", recipe, "--set", "prompts=./empty"], "the data set ./empty cannot be read")
+    refused(["run", recipe, "--set", "prompts=./empty"], "the dataset ./empty is not readable")
     (tmp_path / "here" / "loop.jsonl").symlink_to(tmp_path / "here" / "loop.jsonl")
     refused(["run", recipe, "--set", "prompts=loop.jsonl"], "loop.jsonl", "symbolic links")
     with (tmp_path / "here" / "large.jsonl").open("wb") as opened:
         opened.truncate(2 * 2**30)  # of holes: it takes no room
     refused(["run", recipe, "--set", "prompts=large.jsonl"], "2147483648 bytes", "the most is 1073741824")
     (tmp_path / "here" / "none.jsonl").symlink_to(tmp_path / "here" / "gone")
-    refused(["run", recipe, "--set", "prompts=none.jsonl"], "there is no prompt file none.jsonl")
+    refused(["run", recipe, "--set", "prompts=none.jsonl"], "prompt file none.jsonl does not exist")
     refused(["run", recipe, "--set", "prompts=hf:a?nonsense=1"], "unknown option 'nonsense'")
 
 
@@ -206,9 +206,9 @@ SOURCES: dict[str, tuple[Any, int, list[str]]] = {
     "wants an argument": (lambda x: x, 1, ["TypeError"]),
     "raises later": (rows_then(RuntimeError("boom")), 1, ["its row 2", "RuntimeError: boom"]),
     "exits later": (rows_then(SystemExit(0)), 1, ["its row 2", "SystemExit: 0"]),
-    "gives no rows": (list, 2, ["has no prompts"]),
-    "gives texts": (lambda: ["a", "b"], 2, ["row 1", "a prompt is a JSON object, not str"]),
-    "gives a text": (lambda: "abc", 2, ["row 1", "a prompt is a JSON object, not str"]),
+    "gives no rows": (list, 2, ["has no prompts; give a source with at least one"]),
+    "gives texts": (lambda: ["a", "b"], 2, ["row 1", "a prompt must be a JSON object, not str"]),
+    "gives a text": (lambda: "abc", 2, ["row 1", "a prompt must be a JSON object, not str"]),
     "gives numbers for keys": (lambda: [{1: 2}], 2, ["row 1", "it has: 1"]),
     "gives the same rows": (lambda: itertools.repeat({"prompt": "a", "question_id": "same"}), 2, ["row 2", "already used"]),
     "gives a file that is not there": (lambda: Path("/no/where.jsonl"), 2, ["cannot read /no/where.jsonl: No such file"]),
@@ -234,9 +234,9 @@ def test_a_source(what: str, refused: Any, recipe: str, install: Any) -> None:
 def test_a_source_that_never_ends(install: Any) -> None:
     install("prompts", ("endless", lambda: ({"prompt": f"p {i}"} for i in itertools.count())))
     assert len(load_prompts("endless", limit=3)) == 3
-    with pytest.raises(UsageError, match="row 50001: there are more prompts than can be answered; the most is 50000"):
+    with pytest.raises(UsageError, match="row 50001: too many prompts; the most is 50000"):
         load_prompts("endless")
-    with pytest.raises(UsageError, match="row 50001: there are more prompts"):
+    with pytest.raises(UsageError, match="row 50001: too many prompts"):
         load_prompts("endless", categories=["nothing"])
 
 

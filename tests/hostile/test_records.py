@@ -1,4 +1,4 @@
-"""The directory of a run in which somebody changed a value: every command that reads runs works, or names the file."""
+"""Run directories with a changed value: every report command works or reports the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JSON_FILES = ("recipe.json", "environment.json", "state.json", "cost_curves.json
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: Any) -> Path:
-    """A run of three cells, with all the files that a run writes."""
+    """A run of three cells with all its files."""
     made = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
     directory = RunDirectory(on_disk(made))
     machine = {"cpu": {"model": "a processor", "cores": 2}, "memory_gib": 8.0}
@@ -55,7 +55,7 @@ def commands(run: Path, other: Path) -> list[list[str]]:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of every value in a JSON value, but of long lists only the first three entries."""
+    """Paths of all values in a JSON value; of long lists only those of the first three items."""
     yield at
     entries = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     for key, one in entries:
@@ -63,7 +63,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
-    """A copy of ``value`` with ``new`` at a place; removed there if ``new`` is Ellipsis."""
+    """Copy ``value`` with ``new`` at a path, or without that item if ``new`` is Ellipsis."""
     if not at:
         return {} if new is ... else new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -75,7 +75,7 @@ def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
 
 
 def check(run: Path, other: Path, file: Path, capsys: Any) -> None:
-    """Every command works, or ends with one line that names the file or what is wrong in it."""
+    """Every command works, or ends with a one-line error with the file or the problem."""
     for command in commands(run, other):
         code = cli.main(command)
         out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Pipes, sockets and links to endless devices in directories of runs and models: refused at once, with their names."""
+"""Pipes, sockets and links to endless devices in run and model directories: rejected with their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or whose reader leaves: real processes under a real shell."""
+"""Closed or full standard streams and readers that exit, with real processes and a real shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
 
 @pytest.fixture(autouse=True)
 def in_time() -> None:
-    """Whole processes take longer than the other tests of this directory."""
+    """Longer time limit, because tests start processes."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def shell(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_run_is_whole(streams: str, recipe: str, tmp_path: Path) -> None:
-    """It exits with 0, and its records are those of a run whose streams are open."""
+    """The run exits with 0 and has the same records as with open streams."""
     found = shell(f"{CROSSDRAFT} run '{recipe}' --out runs {streams}", tmp_path)
     assert found.returncode == 0, found.stderr
     assert "Traceback (most recent" not in found.stderr and "crossdraft: error" not in found.stderr

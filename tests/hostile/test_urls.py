@@ -1,4 +1,4 @@
-"""``advise URL``: servers that are slow, endless or speak no HTTP, and texts that are no URL."""
+"""``advise URL`` with slow, endless and non-HTTP servers, and invalid URLs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crossdraft.framework.util.limits import Limit
 
 @contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that answers each connection with ``answer``; its URL."""
+    """Start a server that answers each connection with ``answer``; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -24,7 +24,7 @@ from crossdraft.framework.metrics.pieces import Piece, wall_ratio
 
 
 def steps(*taus: list[int], width: int = 3, limit: int = 9, survival: float | None = None) -> list[StepRecord]:
-    """One prompt a list, one step an entry; categories alternate."""
+    """Records with one prompt per list and one step per entry; categories alternate."""
     return [
         StepRecord(p, f"q{p}", "ab"[p % 2], 0, i, tau, tau + 1, width, width, limit, survival)
         for p, prompt in enumerate(taus)
@@ -72,7 +72,7 @@ def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
 
 
 def compared(pieces: list[Piece], plain: list[Piece]) -> tuple[Metrics, Metrics]:
-    """The metrics of plain decoding and of a pair, set beside each other."""
+    """Metrics of plain decoding and of a pair in one group."""
     both = [CellPieces("none", "token", plain), CellPieces("a", "token", pieces)]
     metrics = [measure(steps([3, 0], [1], [1, 2, 0]), cell.pieces) for cell in both]
     compare(metrics, both, baseline=0)
@@ -87,7 +87,7 @@ def test_speed_up_by_category() -> None:
     found = [pair.by_category[c].speed_up for c in "ab"]
     assert [one.value for one in found if one] == pytest.approx([2.0, 3.0], rel=1e-4)
     assert (base.speed_up, base.withheld, base.tokens_per_second) == (Estimate(1.0), "", pytest.approx(10, rel=1e-4))
-    # Pieces that mix categories tell nothing of any one of them.
+    # Pieces that mix categories give no speed-up by category.
     _, pair = compared([replace(p, category="") for p in pieces], [made_piece(10, 10, target=1.0)] * 6)
     assert [found.speed_up for found in pair.by_category.values()] == [None, None]
 
@@ -118,7 +118,7 @@ def test_steps_that_were_cut_are_left_out() -> None:
 
 
 def test_a_constant_has_no_interval() -> None:
-    """Pieces that do not differ say nothing about how they might."""
+    """Equal pieces contain no information on their spread."""
     assert block_efficiency(steps([1, 1], [1], [1, 1, 1])) == Estimate(2.0)
 
 

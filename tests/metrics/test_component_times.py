@@ -1,4 +1,4 @@
-"""Component times: by hand, on a machine that is disturbed on purpose, and whether speed-ups cover the truth."""
+"""Component times: by hand, on a simulated disturbed machine, and coverage of speed-up intervals."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from crossdraft.framework.metrics.pieces import Piece
 
 
 def cells(*of: Sequence[Piece]) -> list[CellPieces]:
-    """Plain decoding and pairs of drafters and verifiers of their own."""
+    """A group of plain decoding and pairs of distinct drafters and verifiers."""
     names = [("none", "token"), ("a", "token"), ("b", "block"), ("c", "block")]
     return [CellPieces(*name, pieces) for name, pieces in zip(names, of, strict=False)]
 
@@ -33,7 +33,7 @@ def plain(pieces: int = 4, **options: Any) -> list[Piece]:
 
 
 def test_by_hand() -> None:
-    """Ten steps a piece of 0.1 s each; the pair emits twice as much a step, which takes 0.125 s."""
+    """Ten steps of 0.1 s per piece; the pair emits twice as many tokens per step of 0.125 s."""
     pair = [made_piece(20, 10, "3 0", draft=0.1, target=1.1, verify=0.05) for _ in range(4)]
     times = ComponentTimes(cells(plain(), pair))
     assert times.seconds(0) == pytest.approx(4.0, rel=1e-4) and times.seconds(1) == pytest.approx(5.0, rel=1e-4)
@@ -43,7 +43,7 @@ def test_by_hand() -> None:
 
 
 def test_pairs_with_equal_counts_differ_by_their_own_components_only() -> None:
-    """Two verifiers behind one drafter; while the second ran, every pass took eleven times as long by the clock."""
+    """Two verifiers with one drafter; a piece of the second was eleven times slower by the clock."""
     drafted = {"draft": 0.1, "target": 1.1}
     first = [made_piece(20, 10, "3 0", verify=0.05, **drafted) for _ in range(4)]
     quiet = made_piece(20, 10, "3 0", verify=0.15, **drafted)
@@ -58,7 +58,7 @@ def test_pairs_with_equal_counts_differ_by_their_own_components_only() -> None:
 
 
 def test_what_waited_for_a_processor_is_not_counted() -> None:
-    """All steps of one piece were slower by a fifth, which alone would pass for the same cluster."""
+    """All steps of a piece were slower by a fifth, which is within the same cluster."""
     waiting = made_piece(20, 10, "3 0", target=1.2, waited=0.2)
     pair = [waiting, *(made_piece(20, 10, "3 0", target=1.0) for _ in range(3))]
     times = ComponentTimes(cells(plain(), pair))
@@ -76,7 +76,7 @@ def test_a_pair_faster_than_its_block_efficiency_is_a_fault() -> None:
 
 
 def test_a_shape_that_was_always_disturbed_contradicts_the_others() -> None:
-    """Plain decoding met the neighbour in four pieces of five; passes over four tokens never missed it."""
+    """Plain decoding was disturbed in four of five pieces, passes over four tokens in all of them."""
     base = [made_piece(10, 10, target=1.0 if i == 0 else 2.0) for i in range(5)]
     pair = [made_piece(20, 10, "3 0", target=2.2) for _ in range(5)]
     also = [made_piece(20, 10, "5 0", target=1.1 if i == 0 else 2.2) for i in range(5)]
@@ -87,7 +87,7 @@ def test_a_shape_that_was_always_disturbed_contradicts_the_others() -> None:
 
 
 def test_rare_shapes_borrow_from_their_neighbours() -> None:
-    """A draft of two, met once, between those of one and three."""
+    """A draft of two nodes that occurs once, between drafts of one and three."""
     some = [made_piece(20, 10, "1 0", target=1.0), *(made_piece(20, 10, "3 0", target=1.2) for _ in range(3))]
     some += [made_piece(20, 10, "1 0", target=1.0) for _ in range(2)] + [made_piece(2, 1, "2 0", target=0.6)]
     times = ComponentTimes(cells(plain(7), some))
@@ -151,7 +151,7 @@ DISTURBED = [
 
 
 def speed_ups(times: int, pairs: int, prompts: int, machine: dict[str, float]) -> tuple[list[bool], list[float], Any]:
-    """Of simulated groups: does each interval hold the true speed-up, how far off (log) is it, why is it withheld."""
+    """Simulate groups: coverage of the true speed-up by each interval, log errors, and reasons of withheld ones."""
     random = np.random.default_rng([pairs, prompts, *(round(10 * x) for x in machine.values())])
     held, off, withheld = [], [], Counter[str]()
     for _ in range(times):
@@ -179,7 +179,7 @@ def test_disturbances_do_not_decide_speed_ups(machine: dict[str, float]) -> None
 @pytest.mark.parametrize("busy", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("factor", [2.0, 5.0, 16.0])
 def test_speed_ups_cover(factor: float, busy: float, pairs: int, prompts: int) -> None:
-    """Over disturbances of each step by itself and of seconds on end, with and without the kernel's counters."""
+    """With disturbances of single steps and of seconds, with and without kernel counters."""
     machines = [m for m in DISTURBED if (m["factor"], m["busy"]) == (factor, busy)] or [QUIET | {"counted": factor}]
     held, withheld = [], Counter[str]()
     for machine in machines:

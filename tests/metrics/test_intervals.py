@@ -1,4 +1,4 @@
-"""Intervals cover what they say: simulated, at the numbers of pieces and prompts that runs have."""
+"""Coverage of intervals, simulated with the numbers of pieces and prompts of runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ Sums = np.ndarray
 
 
 def prompts(random: Any, n: int, accept: tuple[float, float], gamma: int, mixed: bool = False) -> Sums:
-    """``[n, 2]``: tokens and steps of prompts that differ in how easily drafts are accepted, and (mixed) in length."""
+    """Tokens and steps ``[n, 2]`` of prompts that differ in acceptance and, if mixed, in length."""
     a = random.beta(*accept, size=n)
     if mixed:
         a = np.where(random.random(n) < 0.2, 0.95, a)
@@ -73,7 +73,7 @@ def difference(sums: Sums) -> Sums:
 
 
 def paired_coverage(n: int, times: int) -> float:
-    """Two drafters on the same prompts: one is a tenth better on each, and both have luck of their own."""
+    """Two drafters on the same prompts: one has a tenth more acceptance, with independent noise."""
     random = np.random.default_rng(n)
 
     def both(n: int) -> Sums:
@@ -104,7 +104,7 @@ def test_nothing_is_said_where_nothing_can_be() -> None:
 
 
 def test_student_t_of_three_equal_pieces() -> None:
-    """1.8 degrees of freedom: t = 4.7949, between 12.706 of one and 4.303 of two."""
+    """t = 4.7949 for 1.8 degrees of freedom, between 12.706 for one and 4.303 for two."""
     found = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
     without = np.log([8 / 11, 8 / 10, 8 / 9])
     error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())
@@ -120,7 +120,7 @@ def test_an_interval_ends_where_the_number_does() -> None:
 
 
 def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> None:
-    """On average: half widths of 6 pieces, and of as many as `pieces_needed` says for a quarter of that."""
+    """Mean half widths of 6 pieces, and of the `pieces_needed` for a quarter of that."""
     rng = np.random.default_rng(0)
 
     def half(pieces: int) -> float:

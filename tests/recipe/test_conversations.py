@@ -1,4 +1,4 @@
-"""Recorded conversations, SPEED-Bench, and files that are no JSON lines."""
+"""Recorded conversations, SPEED-Bench, and files other than JSON lines."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_sharegpt_file(tmp_path: Path, caplog: Any) -> None:
         Prompt(2, "conversation", ("c",), None, 1),
         Prompt(5, "conversation", ("be kind\n\nd\n\ne",), ("x\n\ny",), 4),
     ]
-    assert caplog.messages == ["crossdraft: left out 2 conversations in which nobody asks anything"]
+    assert caplog.messages == ["crossdraft: skipped 2 conversations without a user message"]
     assert load_prompts(write(tmp_path / "lines.json", *rows)) == found  # JSON lines under that name
 
 
@@ -53,7 +53,7 @@ def test_a_long_conversation_is_cut(tmp_path: Path, caplog: Any) -> None:
     (prompt,) = load_prompts(write(tmp_path / "p.jsonl", sharegpt(*messages)))
     assert prompt.turns == tuple(f"human {i}" for i in range(16))
     assert prompt.reference == tuple(f"gpt {i}" for i in range(16))
-    assert caplog.messages == ["crossdraft: cut 1 conversations after 16 turns"]
+    assert caplog.messages == ["crossdraft: truncated 1 conversations to 16 turns"]
 
 
 def test_messages_of_a_chat_api(tmp_path: Path) -> None:
@@ -66,16 +66,16 @@ def test_messages_of_a_chat_api(tmp_path: Path) -> None:
     "row, sentence",
     [
         ({"conversations": "a"}, "'conversations' must be a list of messages, not 'a'"),
-        ({"conversations": ["a"]}, "message 1 of 'conversations' must have texts 'from' and 'value'"),
+        ({"conversations": ["a"]}, "message 1 of 'conversations' must be a mapping with texts 'from' and 'value'"),
         (
             sharegpt(("human", "a"), ("tool", "b")),
-            "message 2 of 'conversations' is from 'tool'; user (human), ",
+            "message 2 of 'conversations' is from 'tool'; the role must be user (human), ",
         ),
         (
             {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
-            "message 1 of 'messages' must have texts",
+            "message 1 of 'messages' must be a mapping with texts",
         ),
-        (sharegpt(("human", "a\x00")), "turn 1 holds the character U+0000"),
+        (sharegpt(("human", "a\x00")), "turn 1 contains the character U+0000"),
     ],
 )
 def test_bad_conversations(tmp_path: Path, row: Any, sentence: str) -> None:
@@ -85,15 +85,15 @@ def test_bad_conversations(tmp_path: Path, row: Any, sentence: str) -> None:
 
 def test_bad_lists(tmp_path: Path) -> None:
     path = write_list(tmp_path / "p.json")
-    assert error(path) == f"{path} is an empty list; it needs a JSON object for each prompt"
+    assert error(path) == f"{path} is an empty list; it needs one JSON object per prompt"
     path = write_list(tmp_path / "p.json", {"prompt": "a"}, 3)
-    assert error(path) == f"{path}, row 2: a prompt is a JSON object, not int"
+    assert error(path) == f"{path}, row 2: a prompt must be a JSON object, not int"
     Path(path).write_text('[{"prompt": "a"},\n oops]', encoding="utf-8")
     assert error(path) == f"{path}:2: not JSON: Expecting value at column 2"
 
 
 def speed_bench(number: int, text: str) -> dict[str, Any]:
-    """A row with the columns that its data card names."""
+    """A row with the columns of the data card."""
     return {
         "question_id": f"q{number}",
         "category": "coding",
@@ -118,8 +118,8 @@ def test_speed_bench(tmp_path: Path) -> None:
     withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     parquet.write_table(pa.Table.from_pylist([*rows, speed_bench(3, withheld)]), path)
     assert error(str(path)) == (
-        f"{path}, row 4: SPEED-Bench does not hold this text, only where it comes from; its authors' prepare.py "
-        "fetches it and writes a file to give here"
+        f"{path}, row 4: SPEED-Bench contains only the source of this text; run its prepare.py, which "
+        "fetches the text, and use the file that it writes"
     )
     assert load_prompts(str(path), limit=3) == expected
 

@@ -1,4 +1,4 @@
-"""The recipes that ship with crossdraft: each can be planned as it is, and comes to the cells that it promises."""
+"""Built-in recipes: each expands without changes to the expected cells."""
 
 import re
 from pathlib import Path
@@ -92,13 +92,13 @@ def test_every_recipe_can_be_planned(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("paper/")])
 def test_papers_are_asked_with_their_own_prompts(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Never silently with the built-in ones: a file that is missing is asked for, with the line that names it."""
+    """A missing prompt file is an error with the line in the recipe; built-in prompts are not used instead."""
     monkeypatch.chdir(tmp_path)
     source = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["prompts"]
     if str(source).startswith("hf:"):
         assert load_recipe(name).prompts.source == source
         return
-    with pytest.raises(UsageError, match=rf"{name}\.yaml:\d+: there is no prompt file question\.jsonl"):
+    with pytest.raises(UsageError, match=rf"{name}\.yaml:\d+: prompt file question\.jsonl does not exist"):
         load_recipe(name)
     Path("question.jsonl").touch()
     assert load_recipe(name).prompts.source == "question.jsonl"

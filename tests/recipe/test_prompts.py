@@ -1,4 +1,4 @@
-"""Prompts of every shape, from every source, and the errors of each."""
+"""Prompts in all formats from all sources, and their errors."""
 
 import json
 from collections import Counter
@@ -75,11 +75,11 @@ def test_a_directory_read_by_datasets(tmp_path: Path) -> None:
     assert [p.turns for p in load_prompts(str(tmp_path))] == [("a",), ("b",)]
     assert [p.turns for p in load_prompts(str(tmp_path), column="answer", limit=1)] == [("1",)]
     assert error(str(tmp_path), column="text") == f"{tmp_path}, row 1: no column 'text'; its columns: question, answer"
-    assert error(str(tmp_path), split="dev") == f"the data set {tmp_path} has no split 'dev'; its splits: test"
+    assert error(str(tmp_path), split="dev") == f"the dataset {tmp_path} has no split 'dev'; choose one of: test"
     write(tmp_path / "train.jsonl", {"question": "c"})
     (tmp_path / "test.parquet").rename(tmp_path / "sub.bin")
     write(tmp_path / "test.jsonl", {"question": "d"})
-    assert error(str(tmp_path)) == f"the data set {tmp_path} has several splits; its splits: train, test"
+    assert error(str(tmp_path)) == f"the dataset {tmp_path} has several splits; choose one of: train, test"
     assert load_prompts(str(tmp_path), split="test")[0].turns == ("d",)
 
 
@@ -106,10 +106,10 @@ def test_a_data_set_of_the_hub(monkeypatch: Any) -> None:
     ]
     assert asked == [(("openai/gsm8k", "main"), {"streaming": False})]
     assert load_prompts("hf:openai/gsm8k", split="test", limit=1)[0].turns == ("a",)
-    assert error("hf:openai/gsm8k") == "the data set hf:openai/gsm8k has several splits; its splits: train, test"
-    assert error("hf:a/b?spilt=x") == "hf:a/b?spilt=x: unknown option 'spilt'; it may have split and column"
+    assert error("hf:openai/gsm8k") == "the dataset hf:openai/gsm8k has several splits; choose one of: train, test"
+    assert error("hf:a/b?spilt=x") == "hf:a/b?spilt=x: unknown option 'spilt'; only split and column are supported"
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
-    assert error("hf:a/b") == "the data set hf:a/b cannot be read: ZeroDivisionError: division by zero"
+    assert error("hf:a/b") == "the dataset hf:a/b is not readable: ZeroDivisionError: division by zero"
 
 
 def test_registered_sources(tmp_path: Path, install: Any) -> None:
@@ -117,33 +117,33 @@ def test_registered_sources(tmp_path: Path, install: Any) -> None:
     install("prompts", ("file", path), ("function", lambda: [{"prompt": "b"}]), ("none", lambda: []))
     assert load_prompts("file")[0].turns == ("a",)
     assert load_prompts("function")[0].turns == ("b",)
-    assert error("none") == "none has no prompts"
+    assert error("none") == "none has no prompts; give a source with at least one"
 
 
 # -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
-    assert error("no/such.jsonl").startswith("there is no prompt file no/such.jsonl; check the path")
+    assert error("no/such.jsonl").startswith("prompt file no/such.jsonl does not exist; check the path")
     with pytest.raises(UnknownNameError, match="no prompt source named 'bulitin'; did you mean 'builtin'"):
         load_prompts("bulitin")
     path = write(tmp_path / "p.jsonl", {"prompt": "a"})
-    assert error(path, column="x") == f"{path} is no data set: it has no split and no column to choose"
+    assert error(path, column="x") == f"{path} is not a dataset; remove split and column"
 
 
 @pytest.mark.parametrize(
     "row, sentence",
     [
         ('{"turns": [', "not JSON: Expecting value at column 12"),
-        ("[1]", "a prompt is a JSON object, not list"),
+        ("[1]", "a prompt must be a JSON object, not list"),
         (
             '{"text": "a", "id": 1}',
             "a prompt needs one of the keys turns, question, prompt, conversations, messages; it has: text, id",
         ),
-        ('{"turns": []}', "'turns' must be a list of texts, and none of them empty"),
-        ('{"turns": ["a", " "]}', "'turns' must be a list of texts, and none of them empty"),
-        ('{"question": 3}', "'question' must be a text, and none of them empty"),
-        (json.dumps({"turns": ["a"] * 17}), "17 turns; a conversation may have at most 16"),
+        ('{"turns": []}', "'turns' must be a list of texts and must not be empty"),
+        ('{"turns": ["a", " "]}', "'turns' must be a list of texts and must not be empty"),
+        ('{"question": 3}', "'question' must be a text and must not be empty"),
+        (json.dumps({"turns": ["a"] * 17}), "17 turns; the most is 16"),
         ('{"question_id": 1, "prompt": "a"}', "question_id 1 was already used in {path}:1"),
     ],
 )
@@ -154,7 +154,7 @@ def test_bad_rows(tmp_path: Path, row: str, sentence: str) -> None:
 
 def test_bad_files(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "", "  ")
-    assert error(path) == f"{path} is empty; it needs one JSON object a line"
+    assert error(path) == f"{path} is empty; it needs one JSON object per line"
     Path(path).write_bytes(b'{"prompt": "\xff"}')
     assert error(path) == f"cannot read {path}: it is not UTF-8 text (line 1)"
     write(tmp_path / "p.jsonl", {"category": "math", "prompt": "a"})
@@ -177,7 +177,7 @@ def loaded(tokenizer: Any, context: int | None = None) -> LoadedModel:
 
 @given(st.lists(st.lists(st.integers(5, 80), max_size=40), min_size=2, max_size=2))
 def test_an_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers: list[list[int]]) -> None:
-    """Answers of up to 40 tokens where 8 were generated."""
+    """Responses that encode to up to 40 tokens although 8 were generated."""
     texts = [" ".join(f"w{i}" for i in answer) for answer in answers]
     for tokenizer in tokenizers:
         prompt = Prompt("x", "c", ("w5 w6", "w7", "w8"))
@@ -200,7 +200,10 @@ def test_prompts_that_do_not_fit(tokenizers: Any) -> None:
         prepare([prompt], loaded(chat, 6), 8)
     prepare([prompt], loaded(chat, 7), 8)
     two = Prompt(3, "c", ("w5", "w6"))
-    with pytest.raises(UsageError, match=r"^prompt 3, turn 2 has up to 30 tokens with the answers before it, but toy"):
+    with pytest.raises(
+        UsageError,
+        match=r"^prompt 3, turn 2 has up to 30 tokens with the answers before it, but the context length of toy",
+    ):
         prepare([two], loaded(chat, 20), 8)
     with pytest.raises(UsageError, match=r"^prompt 'e' has no tokens"):
         prepare([Prompt("e", "c", (" ",))], loaded(plain), 8)

@@ -1,4 +1,4 @@
-"""Recipes: what they expand to, and what they say when something is wrong."""
+"""Recipes: expansion to cells, and error messages."""
 
 # ruff: noqa: E501 (whole sentences on one line can be read)
 
@@ -48,7 +48,7 @@ NEEDS_ZERO = (
 
 @pytest.fixture
 def base(tmp_path: Path, recipe_file: WRITE) -> str:
-    """The path of `BASE`; a model is any directory until it is loaded."""
+    """Path of `BASE`; models may be any directories until they are loaded."""
     for name in ("target", "small"):
         (tmp_path / name).mkdir()
     return recipe_file(BASE.format(models=tmp_path))
@@ -100,7 +100,7 @@ def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
 
 
 def test_a_sampling_key_in_the_matrix_is_the_runs(base: str) -> None:
-    """The draft model has a temperature too; only its own entry sets it."""
+    """The draft model has its own temperature; only its own entry sets it."""
     cells = plan(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
     assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "draft-model"} == {0.5}
     assert {c.sampling.temperature for c in cells} == {0, 1}
@@ -155,7 +155,7 @@ def test_hashes(base: str, tmp_path: Path) -> None:
 
 
 def test_a_hash_does_not_change_between_versions() -> None:
-    """A changed hash would measure everything again that is on disk."""
+    """A changed hash would invalidate all results on disk."""
     cell = CellConfig.model_validate({"target": "org/model", "drafter": "none", "verifier": "token"})
     assert cell.hash == "07809d63ba5d"
 
@@ -186,7 +186,7 @@ def test_set(base: str) -> None:
     "setting, sentence",
     [
         ("limit", "write --set key=value, as in --set matrix.batch_size=[1,4]"),
-        ("limit=[", "the value is not YAML; the shell may need quotes around it"),
+        ("limit=[", "the value is not YAML; it may need quotes for the shell"),
         ("limit=0", "limit: should be greater than or equal to 1, not 0"),
         ("max_new_token=3", "unknown key 'max_new_token'; did you mean 'max_new_tokens'?"),
         ("temperature=1", "unknown key 'temperature'; put it under sampling, or under matrix with a list of values"),
@@ -214,12 +214,12 @@ EDITS = {
     "batch_size: []": ("batch_size: [1, 3]", 14, "matrix.batch_size is an empty list; add a value or remove the key"),
     "temperatur: 0": ("temperature: 0\n", 17, "unknown key 'temperatur' in exclude; did you mean 'temperature'?"),
     "- verifier: [tokens, block]": ("- verifier: [token, block]", 16, "there is no verifier named 'tokens'; did you mean 'token'? Installed: VERIFIERS."),
-    "max_new_tokens: 8\nmax_new_tokens: 9": ("max_new_tokens: 8", 3, "the key 'max_new_tokens' is there twice"),
+    "max_new_tokens: 8\nmax_new_tokens: 9": ("max_new_tokens: 8", 3, "the key 'max_new_tokens' is given twice; remove one of them"),
     "max_new_tokens: 8\nprompts: bultin": ("max_new_tokens: 8", 3, "there is no prompt source named 'bultin'; did you mean 'builtin'? Installed: PROMPTS. Or give a JSONL file, a directory, or hf:org/name."),
-    "max_new_tokens: 8\nprompts: {name: a, path: b}": ("max_new_tokens: 8", 3, "prompts: give the name of the prompts or the path of a file, one of them"),
+    "max_new_tokens: 8\nprompts: {name: a, path: b}": ("max_new_tokens: 8", 3, "prompts: give either the name of the prompts or the path of a file"),
     "max_new_tokens: 8\nsampling: {topk: 3}": ("max_new_tokens: 8", 3, "unknown key 'topk' in sampling; did you mean 'top_k'?"),
     "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "there is no dtype 'int8'; write auto, float32, bfloat16 or float16"),
-    "  - 7": ("  - prompt-lookup", 4, "drafters[0]: should be a name, or a mapping of keys to values, not 7"),
+    "  - 7": ("  - prompt-lookup", 4, "drafters[0]: must be a name, or a mapping of keys to values, not 7"),
     "  - {label: x}": ("  - prompt-lookup", 4, "drafters[0] needs the key 'name'"),
     "  - draft-model": ("  - prompt-lookup", 4, "drafter 'draft-model' needs the key 'model'"),
 }  # fmt: skip
@@ -246,9 +246,12 @@ def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path:
     path = recipe_file("target: x/y\nverifiers: [token]\n")
     assert error(path) == f"{path}: the recipe needs the key 'drafters'"
     assert (
-        error(recipe_file("- a\n")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
+        error(recipe_file("- a\n"))
+        == f"{path}: a recipe must be a mapping of keys to values (target: ..., drafters: ...)"
     )
-    assert error(recipe_file("")) == f"{path}: a recipe is a mapping of keys to values (target: ..., drafters: ...)"
+    assert (
+        error(recipe_file("")) == f"{path}: a recipe must be a mapping of keys to values (target: ..., drafters: ...)"
+    )
     assert error(recipe_file("a: 1\nb: [\n")).startswith(f"{path}:3: this is not YAML: ")
     Path(path).write_bytes(b"\xff\xfe\x00")
     assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text but UTF-16; save it as UTF-8"
@@ -312,7 +315,9 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
 def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"turns": ["x"]}\n', encoding="utf-8")
     assert load_recipe(base, ["prompts=my.jsonl"]).prompts.source == str(tmp_path / "my.jsonl")
-    assert error(base, "prompts=your.jsonl").startswith("--set prompts=your.jsonl: there is no prompt file your.jsonl")
+    assert error(base, "prompts=your.jsonl").startswith(
+        "--set prompts=your.jsonl: prompt file your.jsonl does not exist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,7 @@ def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_recipe_is_reported_before_pytorch_is_loaded(
     text: str, settings: list[str], words: str, tmp_path: Path
 ) -> None:
-    """A typing mistake is not to wait for the seconds that PyTorch takes to import."""
+    """Typing mistakes are reported before PyTorch is imported, which takes seconds."""
     (tmp_path / "r.yaml").write_text(f"target: x\n{text}\nverifiers: [token]\n", encoding="utf-8")
     arguments = ["run", "r.yaml", *(word for setting in settings for word in ("--set", setting))]
     code = (

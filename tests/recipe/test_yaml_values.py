@@ -1,4 +1,4 @@
-"""YAML within bounds: what is refused, in words of our own whatever the parser's are."""
+"""YAML with limits: rejected input, with the same messages for both parsers."""
 
 from __future__ import annotations
 

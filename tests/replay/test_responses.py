@@ -175,7 +175,7 @@ def test_texts_of_a_data_set_are_cut(tmp_path: Path) -> None:
 
 
 def test_no_such_source() -> None:
-    with pytest.raises(UsageError, match="there is no prompt file nowhere"):
+    with pytest.raises(UsageError, match="prompt file nowhere"):
         list(Reader().read(["nowhere/said.jsonl"]))
 
 

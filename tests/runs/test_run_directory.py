@@ -1,4 +1,4 @@
-"""Directories of cells: named for people, found by their hash, those of older versions, too."""
+"""Directories of cells: readable names, lookup by hash, and those of older versions."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_names_of_cells() -> None:
 
 
 def test_cells_of_older_versions(tmp_path: Path, results: list[CellResult]) -> None:
-    """Named by the hash alone: they are read, taken over and replaced like others."""
+    """Directories named by the hash only are read, copied and replaced like others."""
     old, new, result = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new"), results[1]
     config = result.config
     old.save(result)

@@ -1,4 +1,4 @@
-"""How far a run is: what it says of itself, and what those see who look when it cannot say anything any more."""
+"""State of a run: written by the run, and inferred after it was killed."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_what_leaves_a_run_is_noted(run: RunDirectory, error: BaseException, sta
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process is a fork of this one")
 def test_a_process_that_was_killed(run: RunDirectory) -> None:
-    """The file says running until somebody else writes it; the lock tells."""
+    """The file of a killed run contains running; only the lock shows that it is not."""
     ready, told = os.pipe()
     if not (child := os.fork()):
         with run.locked(), Reporter(run, 6) as state:
@@ -82,7 +82,7 @@ def test_another_machine(run: RunDirectory) -> None:
 
 
 def test_a_look_stops_nobody(run: RunDirectory) -> None:
-    """Who looks holds the lock for a moment; a run that begins then waits for it."""
+    """A reader holds the lock for a moment; a run that starts then waits for it."""
     with run.locked():
         pass
     for _ in range(20):
@@ -93,7 +93,7 @@ def test_a_look_stops_nobody(run: RunDirectory) -> None:
 
 
 def test_runs_of_older_versions(run: RunDirectory) -> None:
-    """Without a state of their own: what they left tells."""
+    """State inferred from other files of runs without a state file."""
     assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
     assert "before it wrote summary.csv" in state_of(run.path).note
     run.write_text("summary.csv", "cell,error\na,\nb,it broke\nc,\n")

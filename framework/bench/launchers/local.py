@@ -1,4 +1,4 @@
-"""``--launcher local``: processes of this machine, one on each of its devices."""
+"""``--launcher local``: processes on this machine, one per device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import processes
 
 
 class Local(Launcher):
-    """A recipe's device ``auto`` or ``cuda`` stands for all CUDA devices there are, any other for one."""
+    """Local processes: one per CUDA device for ``auto`` and ``cuda``, a single one for other devices."""
 
     name = "local"
 
@@ -25,12 +25,12 @@ class Local(Launcher):
         return max(len(self._free), 1)
 
     def start(self, work: Work) -> Worker:
-        if not self._free:  # the processor, or the one device that the recipe names
+        if not self._free:  # the CPU, or the device of the recipe
             self._used[""] += 1
             return _Process(self, "", processes.start(work, own_session=True))
-        chosen = min(self._free, key=lambda device: self._used[device])
-        self._used[chosen] += 1
-        return _Process(self, chosen, processes.start(work, {"CUDA_VISIBLE_DEVICES": chosen}, own_session=True))
+        device = min(self._free, key=lambda name: self._used[name])
+        self._used[device] += 1
+        return _Process(self, device, processes.start(work, {"CUDA_VISIBLE_DEVICES": device}, own_session=True))
 
     def release(self, device: str) -> None:
         self._used[device] -= 1
@@ -47,7 +47,7 @@ class _Process(Worker):
         if not self._over:
             self._over = True
             self._launcher.release(self._device)
-        return processes.how(code)
+        return processes.exit_status(code)
 
     def stop(self, force: bool = False) -> None:
         if self._process.poll() is None:
@@ -55,9 +55,9 @@ class _Process(Worker):
 
 
 def _cuda_devices() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the devices that PyTorch sees."""
+    """Names of the CUDA devices visible to PyTorch, for ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     count = torch.cuda.device_count()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return named[:count] if named else [str(i) for i in range(count)]
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] if names else [str(i) for i in range(count)]

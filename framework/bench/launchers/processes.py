@@ -1,4 +1,4 @@
-"""Starting the process of a group, on whatever machine this runs."""
+"""Processes of groups, started on the local machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import UsageError
 def start(
     work: Work, environment: Mapping[str, str] | None = None, own_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start it; in a session of its own, where the signals of a terminal do not reach it."""
+    """Start the process; with ``own_session``, terminal signals do not reach it."""
     with work.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "crossdraft", *work.arguments],
@@ -29,22 +29,22 @@ def start(
 
 
 def run(work: Work) -> str:
-    """Start it and wait, as the task of a cluster does; it ends when the task is ended. Returns how it ended."""
+    """Run the process as a task of a cluster; it is terminated with the task. Returns the exit status."""
     if not (work.directory.is_dir() and work.log.parent.is_dir()):
         raise UsageError(
-            f"this machine has no {work.log.parent}; a launcher needs a file system that all machines share"
+            f"directory {work.log.parent} does not exist on this machine; use a shared file system for --out"
         )
     process = start(work)
     try:
-        return how(process.wait())
+        return exit_status(process.wait())
     except BaseException:
         process.terminate()
         process.wait()
         raise
 
 
-def how(code: int) -> str:
-    """How a process ended, for people."""
+def exit_status(code: int) -> str:
+    """Describe how a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,4 +1,4 @@
-"""``--launcher ray``: tasks of a Ray cluster. All its machines see the directory of the run under the same path."""
+"""``--launcher ray``: tasks of a Ray cluster. All machines must share the directory of the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from . import processes
 
 class RayConfig(LauncherConfig):
     address: str | None = Field(
-        default=None, description="of the cluster; by default RAY_ADDRESS, or one of this machine"
+        default=None, description="address of the cluster; by default RAY_ADDRESS, or a local one"
     )
-    gpus: int | None = Field(default=None, ge=0, description="of a task; by default 1, where the cluster has any")
+    gpus: int | None = Field(default=None, ge=0, description="GPUs per task; by default 1 if the cluster has GPUs")
     cpus: int | None = Field(
-        default=None, ge=1, description="of a task; by default all of a machine, or 1 beside a GPU"
+        default=None, ge=1, description="CPUs per task; by default 1 with a GPU, else all of a machine"
     )
 
 
 class Ray(Launcher):
-    """A task has a GPU, or where there is none, all processors of a machine, to itself."""
+    """Ray tasks, each with exclusive use of a GPU, or of all CPUs of a machine without GPUs."""
 
     name = "ray"
     Config = RayConfig
@@ -39,33 +39,33 @@ class Ray(Launcher):
         if self._mine:
             self._connect()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        whole = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+        max_cpus = max((int(node.get("CPU", 0)) for node in nodes), default=0)
         self._gpus = config.gpus
         if self._gpus is None:
             self._gpus = int(device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes))
-        self._cpus = config.cpus or (whole if timed and not self._gpus else 1)
-        if timed and not self._gpus and self._cpus < whole:
+        self._cpus = config.cpus or (max_cpus if timed and not self._gpus else 1)
+        if timed and not self._gpus and self._cpus < max_cpus:
             self.close()
             raise UsageError(
-                f"tasks with {self._cpus} of a machine's {whole} processors would share it, and slow each other down; "
-                "leave cpus out, or add --untimed if only tokens and block efficiency matter"
+                f"cpus={self._cpus}: tasks would share a machine with {max_cpus} CPUs and slow each other down; "
+                "remove cpus, or add --untimed if only tokens and block efficiency matter"
             )
 
     def _connect(self) -> None:
-        """Ray takes SIGTERM for itself, which ends a run as Ctrl-C does."""
+        """Connect to Ray, and restore the SIGTERM handler that it replaces."""
         main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
         try:
-            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-            self._ray.init(address=self.config.address, **(quiet if self.config.address is None else {}))
+            options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+            self._ray.init(address=self.config.address, **(options if self.config.address is None else {}))
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"there is no Ray cluster at {self.config.address}: {first_line(error)}") from None
+            raise UsageError(f"cannot connect to a Ray cluster at {self.config.address}: {first_line(error)}") from None
         finally:
             if main:
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, handler)
 
     def devices(self) -> None:
-        return None  # Ray starts a task when what it asks for is free
+        return None  # Ray queues tasks until their resources are free
 
     def start(self, work: Work) -> Worker:
         task = self._ray.remote(processes.run)
@@ -87,7 +87,7 @@ class _Task(Worker):
             return None
         try:
             return self._ray.get(self._reference)
-        except Exception as error:  # Ray's own, of many classes; those of a task are wrapped in them
+        except Exception as error:  # Ray has many error classes, which also wrap those of tasks
             return f"was lost ({first_line(error)})"
 
     def stop(self, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a tracker is given, as trackers like it: flat numbers and short texts."""
+"""Metrics and configs of cells as flat mappings for trackers."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from ...metrics.cell_metrics import TIMES
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a cell by name: ends of intervals as ``..._low`` and ``..._high``, acceptance by depth, shares by
-    phase; those of categories are left out, and so are times where no clock ran."""
-    found: dict[str, float] = {}
+    """Flatten the metrics of a cell: intervals as ``..._low`` and ``..._high``, acceptance by depth, shares by phase.
+
+    Metrics by category are excluded, and so are times of untimed runs.
+    """
+    flat: dict[str, float] = {}
     timed = bool(metrics["decode_seconds"])
     for key, value in metrics.items():
         if value is None or key == "by_category" or (key in TIMES and not timed):
             continue
         if key == "acceptance":
-            found |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
+            flat |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
         elif key == "shares":
-            found |= {f"{phase}_share": share for phase, share in value.items()}
+            flat |= {f"{phase}_share": share for phase, share in value.items()}
         elif isinstance(value, Mapping):
             ends = {"": value["value"], "_low": value["low"], "_high": value["high"]}
-            found |= {key + end: number for end, number in ends.items() if number is not None}
+            flat |= {key + end: number for end, number in ends.items() if number is not None}
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def options(config: Mapping[str, Any]) -> dict[str, str]:
-    """The config of a cell by name: options of its drafter, verifier, prompts and sampling as ``drafter.gamma``."""
-    found: dict[str, str] = {}
+    """Flatten the config of a cell, with nested options as ``drafter.gamma``."""
+    flat: dict[str, str] = {}
     for key, value in config.items():
-        inner = value.items() if isinstance(value, Mapping) else [("", value)]
-        found |= {f"{key}.{name}".rstrip("."): str(one) for name, one in inner if one is not None}
-    return found
+        items = value.items() if isinstance(value, Mapping) else [("", value)]
+        flat |= {f"{key}.{name}".rstrip("."): str(item) for name, item in items if item is not None}
+    return flat
 
 
 def title(config: Mapping[str, Any]) -> str:
-    """What a cell is called."""
+    """Title of a cell."""
     drafter, verifier = (config[side].get("label") or config[side]["name"] for side in ("drafter", "verifier"))
     return f"{drafter} × {verifier}, temperature {config['sampling']['temperature']:g}, B = {config['batch_size']}"

@@ -1,6 +1,6 @@
-"""``--track trackio``: a Trackio run for each cell, in the project of the recipe's name, grouped by the run.
+"""``--track trackio``: a Trackio run per cell, in the project named after the recipe, grouped by run.
 
-Trackio keeps them on this machine (``TRACKIO_DIR``); ``trackio show`` shows them.
+Trackio stores them on this machine (``TRACKIO_DIR``); view them with ``trackio show``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .numbers import numbers, options, title
 
 
 class Trackio:
-    """Told of a run by the hooks. Raises UsageError where Trackio is not installed."""
+    """Tracker for Trackio, called by the hooks of a run. Raises UsageError if Trackio is not installed."""
 
     def __init__(self) -> None:
         need("the tracker trackio", "trackio", "trackio")
@@ -27,8 +27,8 @@ class Trackio:
     def crossdraft_cell_finished(self, run: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
         config = {"cell": cell["id"], "directory": run["directory"], "shard": run["shard"], **options(cell["config"])}
         name = f"{title(cell['config'])} ({cell['id']})"
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the machine is busy with the run
-        self._trackio.init(project=run["name"], name=name, group=Path(run["directory"]).name, config=config, **quiet)
+        disabled = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # the run must not be disturbed
+        self._trackio.init(project=run["name"], name=name, group=Path(run["directory"]).name, config=config, **disabled)
         try:
             self._trackio.log(numbers(cell["metrics"]))
         finally:
