@@ -63,7 +63,7 @@ class Interrupts:
         self.count += 1
         if self.count != 2:
             raise KeyboardInterrupt
-        print("crossdraft: writing what there is; once more ends at once", file=sys.stderr, flush=True)
+        print("crossdraft: saving partial results; press Ctrl-C again to quit now", file=sys.stderr, flush=True)
 
 
 _active: Interrupts | None = None

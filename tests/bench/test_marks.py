@@ -169,8 +169,8 @@ def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
     assert {one["title"].partition(",")[0] for one in engine_settings([finished])} == {"prompt-lookup × token"}
     found, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {one.acceptance.verifier for one in found} <= {"token"}
-    assert "run: liar is left out: not certified; crossdraft certify --verifier liar certifies it" in notes
-    assert "run: honest is left out: lossy" in notes
+    assert "run: liar is omitted: not certified; run crossdraft certify --verifier liar" in notes
+    assert "run: honest is omitted: lossy" in notes
 
 
 def test_the_html_page(measured: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_second_signal_waits_for_the_summary(capsys: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.asked()
         os.kill(os.getpid(), signal.SIGINT)
-        assert "writing what there is; once more ends at once" in capsys.readouterr().err
+        assert "saving partial results; press Ctrl-C again to quit now" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert interrupts.asked() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -94,7 +94,7 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     file.write_text(json.dumps(about), encoding="utf-8")
     two = report(capsys, run)
     assert "; Another Processor, " in two and "Another Processor" not in page
-    assert "- note: groups were measured on several machines; tok/s compare within a group alone" in two
+    assert "- note: groups were measured on several machines; tok/s are comparable only within a group" in two
 
     code, _, err = bench(*SETTINGS)
     assert code == 0 and "running" not in err
@@ -138,7 +138,7 @@ def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsy
     settings = [*SETTINGS, "matrix={}"]
     code, out, err = bench(*settings, flags=["--untimed"])
     assert code == 0
-    assert "not timed (--untimed): cells may have shared their device, so there is no tok/s" in out
+    assert "not timed (--untimed): the device may have been shared, so there are no tok/s" in out
     (run,) = tmp_path.glob("runs/*")
     rows = list(csv.DictReader((run / "summary.csv").read_text(encoding="utf-8").splitlines()))
     assert all(float(row["block_efficiency_all_steps"]) >= 1 for row in rows)
