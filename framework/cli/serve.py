@@ -124,9 +124,9 @@ def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
 
     config = getattr(target.model, "generation_config", None)
     stored = config.to_diff_dict() if config is not None else {}
-    given = {name: stored[name] for name in SAMPLING if stored.get(name) is not None}
-    given |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    sampling = checked_sampling(**given)
+    values = {name: stored[name] for name in SAMPLING if stored.get(name) is not None}
+    values |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = checked_sampling(**values)
     # At temperature 0 the other parameters have no effect: reset them, so that all greedy requests share a decoder.
     return type(sampling)(temperature=0) if sampling.temperature == 0 else sampling
 

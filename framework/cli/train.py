@@ -254,7 +254,7 @@ def _path(name: str, text: str) -> Path:
     try:
         if text.strip():
             return Path(text).expanduser()
-    except RuntimeError:  # ~nobody
+    except RuntimeError:  # an unknown user
         pass
     raise UsageError(f"{name} {text!r} is not a valid path")
 

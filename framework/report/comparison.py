@@ -125,8 +125,7 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
         heading = f"## {setting}" if style == "github" else setting
         parts.append(f"{heading}\n\n{tabulated(columns, rows, style)}")
     parts.append(
-        "B − A: difference of block efficiency, on the same prompts. B ÷ A: ratio of the speed-ups, each over plain "
-        "decoding in the same run."
+        "B − A: of block efficiency, on the same prompts. B ÷ A: of the speed-ups, each over plain decoding in its run."
     )
     lines = list(comparison.remarks)
     for name, cells in zip("AB", comparison.only, strict=True):

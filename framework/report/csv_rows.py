@@ -30,7 +30,7 @@ def summary_csv(summary: Summary) -> str:
 
 
 def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
-    """A cell's line of ``summary.csv``; `metrics.columns` says what each column means."""
+    """A cell's row of ``summary.csv``; columns are documented in `metrics.columns`."""
     config = result.config.model_dump(mode="json")
     row: dict[str, Any] = {"cell": result.config.hash}
     for kind in ("drafter", "verifier"):

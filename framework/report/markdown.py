@@ -132,14 +132,14 @@ def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, Cell
 
 
 def conditions(run: FinishedRun) -> list[tuple[str, str]]:
-    """What a reader needs to judge the numbers and to make them again."""
+    """The conditions under which the run was measured, to reproduce it."""
     environment, results = run.environment, run.summary.results
     versions = environment.get("versions", {})
     commit, _, changes = str(environment.get("git_commit") or "").partition("+")
     software = [f"{name} {versions[name]}" for name in ("crossdraft", "torch", "transformers") if name in versions]
     software += [f"Python {environment['python']}"] if "python" in environment else []
     software += [f"commit {commit[:12]}{' with changes' if changes else ''}"] if commit else []
-    machine = [text for one in (environment, *environment.get("elsewhere", [])) for text in _machine(one)]
+    machine = [text for item in (environment, *environment.get("elsewhere", [])) for text in _machine(item)]
     measured = sorted({result.measured[:10] for result in results})
     devices = {", ".join(str(r.provenance[key]) for key in ("device", "dtype")): None for r in results}
     threads = dict.fromkeys(text for r in results for text in _threads(r.provenance))

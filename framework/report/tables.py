@@ -29,7 +29,7 @@ _COLUMNS = {  # header: alignment
     "speed-up [95 %]": "left",
 }
 _LEGEND = (
-    "BE: block efficiency, mean tokens per target call, bonus token included (mean acceptance length), of steps with\n"
+    "BE: mean tokens per target call, bonus token included (block efficiency, mean acceptance length), of steps with\n"
     "full drafts. rows/tok: target positions evaluated per emitted token. d/t/v/r: % of the decoding time in draft\n"
     "(with prefill), target, verify, rest. These, tok/s and speed-up are for steps with all slots in use. tok/s: from\n"
     "the undisturbed time of each component of a step, estimated over all cells of the group. speed-up: of tok/s over\n"

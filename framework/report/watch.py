@@ -28,15 +28,15 @@ from .load_run import FinishedRun, read_runs
 
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");
-let seen = "";
+let shown = "";
 async function poll() {
   try {
     const now = await (await fetch("version")).text();
-    if (now !== seen) {
+    if (now !== shown) {
       const inside = frame.contentWindow, y = inside.scrollY;
       frame.onload = () => frame.contentWindow.scrollTo(0, y);
       inside.location.replace("page?" + now);
-      seen = now;
+      shown = now;
     }
     note.hidden = true;
   } catch {

@@ -1,4 +1,4 @@
-"""``crossdraft advise``: what it prints, what it warns of, what it refuses."""
+"""``crossdraft advise``: output, warnings and errors."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SAID = ("--drafter", "draft-model", "--verifier", "token", "--temperature", "1")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: Any) -> Path:
-    """A folder with what engines wrote, tables of costs, and no curve in the cache."""
+    """A directory with logs of engines and cost tables, and an empty cache of cost curves."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     files = {"vllm.log": VLLM_LOG, "scrape.txt": VLLM_SCRAPE, "sglang.log": SGLANG_LOG, "passes.csv": TABLE}
@@ -104,7 +104,7 @@ def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
 
 
 def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:
-    """llama.cpp drafts greedily: sampled drafts are beyond it, n-grams are not."""
+    """llama.cpp drafts greedily: it supports n-grams, but not sampled drafts."""
     cells = [cell(None), cell(GOOD, verifier="block"), cell(POOR, drafter="prompt-lookup")]
     run = write_run(place, cells)
     code, out, err = advise(capsys, run, "--batch-size", "1", "--export", "llama.cpp")

@@ -1,4 +1,4 @@
-"""From finished cells and curves to a decision, and to what one server does."""
+"""Decisions and schedules from finished cells and cost curves."""
 
 from typing import Any, ClassVar
 
@@ -149,7 +149,7 @@ def test_the_best_and_the_runner_up() -> None:
         decide([], 1)
 
 
-def test_drafting_is_switched_off_where_it_does_not_pay() -> None:
+def test_drafting_is_switched_off_if_it_does_not_pay() -> None:
     """At B = 64 every drafted token costs as much as a decoded one."""
     candidates = [chain((0.6, 0.3), rows=((100, 60, 30), (100, 61, 30), (100, 59, 30)))]
     assert decide(candidates, 1).draft and decide(candidates, 1).sure
@@ -175,8 +175,8 @@ def test_the_best_length_by_hand(conditional: list[float], b: int, context: floa
     assert decide([found], b, context).best.speed_up.value == pytest.approx(max(by_hand))
 
 
-def test_a_measured_length_goes_before_a_cut_one() -> None:
-    """Block verification at gamma 2 may be measured better than what follows from gamma 3."""
+def test_measured_lengths_are_preferred() -> None:
+    """A measurement at gamma 2 is preferred to the prediction from gamma 3."""
     two = chain((0.9, 0.9))
     choices = {2: two, 3: chain((0.5, 0.1, 0.1))}
     step = decide(list(choices.values()), 1)
@@ -204,7 +204,7 @@ def test_a_schedule_is_the_best_length_at_every_batch_size(conditional: list[flo
     assert all(a.gamma != b.gamma for a, b in zip(made.ranges, made.ranges[1:], strict=False))
 
 
-def test_one_length_is_the_best_on_the_whole() -> None:
+def test_one_length_for_all_batch_sizes() -> None:
     found = chain((0.8, 0.7, 0.6, 0.5))
     made = schedule_for([found], Fixed(), [1, 64]).schedule
     (only,) = made.ranges

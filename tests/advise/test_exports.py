@@ -1,4 +1,4 @@
-"""Settings for engines: each is what the engine's own parser takes, and means what the schedule says."""
+"""Settings of engines: accepted by the engine's parser, with the meaning of the schedule."""
 
 import json
 from pathlib import Path

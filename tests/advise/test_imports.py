@@ -1,4 +1,4 @@
-"""What engines write, read back: recorded formats, and every way in which they may be damaged."""
+"""Acceptance from recorded logs and metrics of engines, and damaged ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Advice from responses: recorded or decoded once, every drafter at every length, and what they cannot carry."""
+"""Advice from recorded or newly decoded responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_from_prompts_to_a_decision(
 
 
 def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
-    """Of recorded responses: what `crossdraft replay` says at each gamma is what the advice is judged by."""
+    """Acceptance at each gamma equals that of `crossdraft replay`."""
     from crossdraft.framework.advise.caveats import Remarks
 
     path = tmp_path / "said.jsonl"
@@ -73,7 +73,7 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ([], "advise requires a source of acceptance"),
         (["--replay", "x"], "--drafter is missing"),
@@ -85,6 +85,6 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
         (["log", "--replay", "x"], "cannot be combined with SOURCE"),
     ],
 )
-def test_incompatible_options(capsys: Any, options: list[str], sentence: str) -> None:
+def test_incompatible_options(capsys: Any, options: list[str], message: str) -> None:
     assert cli.main(["advise", *options]) == 2
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err

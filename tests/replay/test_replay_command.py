@@ -158,7 +158,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "prompt-lookup", "--verifier", "greedy"], "needs temperature 0"),
         (["--drafter", "none"], "'none' does not draft"),
         (["--drafter", "{name: draft-model-tree, model: x}"], "drafts trees ('without_replacement')"),
-        (["--drafter", "{name: draft-model, model: x}"], "needs a target: --target MODEL"),
+        (["--drafter", "{name: draft-model, model: x}"], "requires --target MODEL"),
         (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is not a range of positive numbers"),
         (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too large; the most is 64"),
         (["--drafter", "prompt-lookup", "--gamma", "x"], "--gamma 'x' is not a list of numbers and ranges"),

@@ -122,11 +122,11 @@ def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--policy", "confident"], "write static, oracle, heuristic"),
-        (["--policy", "confidence:2"], "a threshold lies between 0 and 1"),
-        (["--policy", "confidence:x"], "'x' is no number"),
-        (["--policy", "heuristic:0"], "a first length is a whole number from 1"),
-        (["--policy", "confidence:0.5"], "how sure drafter 'prompt-lookup' is of what it drafts is not known"),
+        (["--policy", "confident"], "is not static, oracle, heuristic"),
+        (["--policy", "confidence:2"], "a threshold must be between 0 and 1"),
+        (["--policy", "confidence:x"], "'x' is not a number"),
+        (["--policy", "heuristic:0"], "START must be an integer from 1"),
+        (["--policy", "confidence:0.5"], "drafter 'prompt-lookup' has no token probabilities"),
     ],
 )
 def test_policies_that_say_nothing_are_refused(said: Callable, capsys: Any, options: list[str], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Charts of made-up cells: points and intervals are where the numbers say, nothing is covered, and files are whole."""
+"""Charts of synthetic cells: positions of points and intervals, layout, and reproducible files."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def figure(kind: str, results: Sequence[CellResult], width: str = "page") -> Any
 
 
 def estimates(panel: Any) -> list[tuple[float, float, float, float]]:
-    """Place, value and both ends of every estimate that a panel shows upright, by place."""
+    """Position, value and interval bounds of every vertical estimate in a panel, by position."""
     found = []
     for container in panel.containers:
         xs, ys = container.lines[0].get_data()
@@ -52,7 +52,7 @@ def estimates(panel: Any) -> list[tuple[float, float, float, float]]:
 
 
 def lines(panel: Any, colour: str) -> list[tuple[list[float], list[float]]]:
-    """Lines of several points in a colour."""
+    """Lines of a colour with several points."""
     found = [line for line in panel.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in found]
 
@@ -76,7 +76,7 @@ def test_block_efficiency_by_pair(results: Sequence[CellResult]) -> None:
         assert shown[found.value] == (pytest.approx(found.low), pytest.approx(found.high))
 
 
-def test_nothing_joins_pairs(results: Sequence[CellResult]) -> None:
+def test_pairs_are_not_connected(results: Sequence[CellResult]) -> None:
     for kind in ("block_efficiency", "target_rows"):
         for panel in figure(kind, results).axes:
             assert all(len(container.lines[0].get_xdata()) == 1 for container in panel.containers)
@@ -154,7 +154,7 @@ def test_break_even(speed_ups: dict[int, float], expected: float | None) -> None
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
 @settings(max_examples=50, deadline=None)
 def test_front(points: list[tuple[int, int]]) -> None:
-    """Every point lies on or below the step through the front, and the front is made of points."""
+    """All points lie on or below the front, whose corners are points."""
     found = front([(float(x), float(y)) for x, y in points])
     assert set(found) <= set(points) and found == sorted(found)
     for x, y in points:
@@ -164,7 +164,7 @@ def test_front(points: list[tuple[int, int]]) -> None:
 # -- how it looks -------------------------------------------------------------------------------------------------
 
 
-def test_marks_are_told_apart() -> None:
+def test_marks_are_distinct() -> None:
     names = [f"v{i}" for i in range(20)]
     found = marks(names)
     assert len({(m.colour, m.marker, m.hollow, m.dash) for m in found.values()}) == 20
@@ -173,7 +173,7 @@ def test_marks_are_told_apart() -> None:
 
 @pytest.mark.parametrize("width", ["column", pytest.param("page", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_clipped_or_covered(results: Sequence[CellResult], kind: str, width: str) -> None:
+def test_nothing_is_clipped_or_hidden(results: Sequence[CellResult], kind: str, width: str) -> None:
     drawn = figure(kind, results, width)
     canvas = FigureCanvasAgg(drawn)
     canvas.draw()
@@ -192,7 +192,7 @@ def test_nothing_is_clipped_or_covered(results: Sequence[CellResult], kind: str,
     assert drawn.get_figwidth() <= WIDTHS[width]
 
 
-def test_names_are_text(tmp_path: Path) -> None:
+def test_names_are_not_tex(tmp_path: Path) -> None:
     made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.2}}).results
     for result in made:
         drafter = result.config.drafter.model_copy(update={"label": "$\\frac{$ a\u202eb _^%&"})
@@ -203,7 +203,7 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert label.get_text() == "$\\frac{$ a\\u202eb _^%&"
 
 
-def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
+def test_omitted_panels_are_noted(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("crossdraft.framework.report.charts.charts.save", lambda figure, path: None)
     made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
     made.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
@@ -216,7 +216,7 @@ def test_too_many_panels_are_told(tmp_path: Path, monkeypatch: Any) -> None:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_draws(tmp_path: Path, monkeypatch: Any) -> None:
+def test_charts_of_a_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "crossdraft.framework.report.charts.charts.save", lambda figure, path: path.write_text("", "utf-8")
     )
@@ -229,7 +229,7 @@ def test_what_a_run_draws(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_files_are_whole_and_always_the_same(results: Sequence[CellResult], tmp_path: Path) -> None:
+def test_files_are_valid_and_reproducible(results: Sequence[CellResult], tmp_path: Path) -> None:
     cells = [r for r in results if r.config.batch_size == 1]
     written: list[dict[str, bytes]] = []
     for size, forms in ((8, ("svg", "pdf")), (20, ("svg", "pdf", "png"))):

@@ -1,4 +1,4 @@
-"""``crossdraft compare``: differences of known runs are the known ones, and what cannot be compared is refused."""
+"""``crossdraft compare``: differences of synthetic runs, and runs that cannot be compared."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def run_of(directory: Path, **changes: Any) -> FinishedRun:
 
 
 def slower(run: FinishedRun, rule: str, factor: float) -> None:
-    """Let one rule take so many times as long."""
+    """Multiply the time of a verifier."""
     for result in run.summary.results:
         if result.config.verifier.name != rule or result.config.is_baseline:
             continue
@@ -37,13 +37,13 @@ def slower(run: FinishedRun, rule: str, factor: float) -> None:
 
 
 def slowed(piece: Piece, factor: float) -> Piece:
-    """The same with every verification longer, so that a step takes so many times as long."""
+    """Multiply the time of a step by lengthening its verification."""
     rows = {s: [[*r[:2], round(r[2] + (factor - 1) * sum(r[:4])), *r[3:]] for r in of] for s, of in piece.steps.items()}
     return replace(piece, seconds={k: factor * s for k, s in piece.seconds.items()}, steps=rows)
 
 
 def test_a_run_with_itself(tmp_path: Path) -> None:
-    """Nothing differs, whatever the runs are called."""
+    """All differences are 0."""
     found = compare_runs(run_of(tmp_path / "a"), run_of(tmp_path / "b", name="other"))
     assert len(found.pairs) == 10 and found.only == ([], []) and found.remarks == []
     for pair in found.pairs:
@@ -102,7 +102,7 @@ def test_cells_of_one_side(tmp_path: Path) -> None:
     assert "- only in A: draft-model-iid × spectr" in comparison_text(found, "github")
 
 
-def test_pieces_of_other_prompts_have_no_interval(tmp_path: Path) -> None:
+def test_different_pieces_have_no_interval(tmp_path: Path) -> None:
     a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b")
     assert prompts_of_pieces(a.summary.results[1].records, a.summary.results[1].pieces) == [
         frozenset([i]) for i in range(6)
@@ -119,7 +119,7 @@ def test_pieces_of_other_prompts_have_no_interval(tmp_path: Path) -> None:
     assert all(pair.difference is not None and pair.difference.value == 0 for pair in found.pairs)
 
 
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
+def test_incomparable_runs(tmp_path: Path) -> None:
     a = run_of(tmp_path / "a")
     with pytest.raises(UsageError, match="is given twice; give two different runs"):
         compare_runs(a, run_of(tmp_path / "b" / ".." / "a"))

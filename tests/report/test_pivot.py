@@ -1,4 +1,4 @@
-"""``crossdraft table``: every number is the one of ``summary.csv``, where its keys say, and nothing leaves its cell."""
+"""``crossdraft table``: values and positions as in ``summary.csv``, and escaping."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ def rows(text: str) -> list[list[str]]:
     return list(csv.reader(io.StringIO(text)))
 
 
-def test_every_number_is_where_its_keys_say(run: FinishedRun) -> None:
+def test_values_and_positions(run: FinishedRun) -> None:
     cells = pairs(run)
     table = pivot(cells, ["drafter", "gamma"], ["verifier", "batch_size"], ["speed_up"])
     header, *body = rows(rendered(table, "csv", intervals=False))
@@ -66,8 +66,8 @@ def test_intervals_and_several_values(run: FinishedRun) -> None:
     assert "[" not in rendered(table, "github", intervals=False)
 
 
-def test_nothing_leaves_its_cell(tmp_path: Path) -> None:
-    """Labels are other people's texts, in LaTeX and in Markdown."""
+def test_labels_are_escaped(tmp_path: Path) -> None:
+    """In LaTeX and in Markdown."""
     labels = ["[x] 50 % of_a & b \\\\ $p$ {q} ~^#", "a|b"]
     drafters = [{"name": "prompt-lookup", "gamma": g, "label": label} for g, label in enumerate(labels, 2)]
     run = finished_run(
@@ -86,7 +86,7 @@ def test_nothing_leaves_its_cell(tmp_path: Path) -> None:
     assert row.replace("\\|", "").count("|") == 4
 
 
-def test_what_cannot_be_shown(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_tables(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
     directory = on_disk(FinishedRun(run.summary, {}, []))
 
     def refused(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What a report says about batch size and cost, from made-up cells with known results."""
+"""Batch sizes and predictions in reports of synthetic cells."""
 
 import csv
 import io
@@ -19,12 +19,12 @@ from crossdraft.framework.report.tables import summary_markdown, terminal
 
 
 def words(text: str, *first: str) -> list[str]:
-    """The one line that starts with these words, split."""
+    """The line that starts with these words, split."""
     (found,) = [line for row in text.splitlines() if (line := row.split())[: len(first)] == list(first)]
     return found
 
 
-def test_predicted_beside_measured(tmp_path: Path) -> None:
+def test_predicted_and_measured(tmp_path: Path) -> None:
     made = outcome(tmp_path, {1: {"token": 2.0, "block": 4.0}})
     assert "predicted" not in summary_markdown(made) and "predicted" not in summary_csv(made)
 
@@ -90,7 +90,7 @@ def test_speed_up_by_batch_size(tmp_path: Path) -> None:
     assert "## speed-up by batch size, temperature 1\n" in markdown
 
 
-def test_between_measured_batch_sizes_the_curve_decides(tmp_path: Path) -> None:
+def test_interpolation_with_the_curve(tmp_path: Path) -> None:
     made = outcome(tmp_path, {4: {"token": 1.2}, 16: {"token": 0.8}})
     # Seconds in B x W beyond 16: twice the tokens of plain decoding cost twice its time at 3 B = 2 x 16.
     points = tuple(Point(b, w, 9, float(max(b * w, 16)), 0.0, 1.0) for b in range(1, 17) for w in (1, 2, 3))
@@ -99,11 +99,11 @@ def test_between_measured_batch_sizes_the_curve_decides(tmp_path: Path) -> None:
     assert words(table, "draft-model", "token")[-3:] == ["B", "~", "10"]
 
 
-def test_one_batch_size_is_no_axis(tmp_path: Path) -> None:
+def test_no_table_for_one_batch_size(tmp_path: Path) -> None:
     assert "by batch size" not in terminal(outcome(tmp_path, {4: SERIES[4]}))
 
 
-def test_single_draft_pairs_are_not_set_against_nothing(tmp_path: Path) -> None:
+def test_no_gain_without_multi_draft_pairs(tmp_path: Path) -> None:
     text = terminal(outcome(tmp_path, {b: {"token": 1.0} for b in (1, 2)}))
     assert "by batch size" in text and "best multi-draft  " not in text
 
@@ -115,8 +115,8 @@ def test_the_report_names_its_charts(tmp_path: Path) -> None:
     assert "![throughput](throughput.png)" in summary_markdown(made)
 
 
-def test_differences_are_said_once(tmp_path: Path) -> None:
-    """What is the same at several batch sizes is one line; pairs without any difference are counted."""
+def test_differences_are_merged(tmp_path: Path) -> None:
+    """Equal differences at several batch sizes share a line; pairs without a difference are counted."""
     made = outcome(tmp_path, {b: {"token": 1.0, "block": 1.0} for b in (1, 4)})
     assert differences(made) == ["2 pairs of verifiers have the same BE on the same prompts"]
     for result in made.results:  # block emits one token more in one step of the second prompt
@@ -132,7 +132,7 @@ def test_differences_are_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [TOO_FEW, FAULT])
-def test_a_speed_up_that_is_withheld_leaves_its_reason(tmp_path: Path, reason: str) -> None:
+def test_withheld_speed_ups(tmp_path: Path, reason: str) -> None:
     made = outcome(tmp_path, {1: {"token": 1.5, "block": 15.68}})
     (block,) = (r.metrics for r in made.results if r.config.verifier.name == "block" and r.metrics)
     block.speed_up, block.withheld, block.speed_up_wall = None, reason, 15.68

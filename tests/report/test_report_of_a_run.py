@@ -1,4 +1,4 @@
-"""A run of tiny models, and the page that ``crossdraft report`` makes of it."""
+"""``crossdraft report`` on a run of tiny models."""
 
 from pathlib import Path
 from typing import Any
@@ -36,5 +36,5 @@ def test_a_run_and_its_page(
     (prompts,) = [line for line in page if line.startswith("| prompts ")]
     assert prompts.split("|")[2].strip() == "6 of prompts.jsonl"
     assert "| command " in "".join(page) and "`crossdraft run recipe.yaml`" in "".join(page)
-    # The recipe that the run kept makes the same run again.
+    # The stored recipe reproduces the run.
     assert directory.name.endswith(plan(load_recipe(directory / "recipe.json")).hash)

@@ -1,4 +1,4 @@
-"""``crossdraft report``: a page from made-up records whose numbers are known, and from directories that are no run."""
+"""``crossdraft report``: the page of synthetic runs, and invalid directories."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory
 
-#: Tokens that each rule emits in each of two steps, and seconds that it takes for them.
+#: Tokens emitted by each verifier in each of two steps, and their seconds.
 EMITTED = {"none": (1, 1), "greedy": (2, 2), "token": (2, 2), "block": (3, 2), "spectr": (3, 3)}
 SECONDS = {"none": 2.0, "greedy": 2.0, "token": 2.0, "block": 2.5, "spectr": 2.0}
 SHA256 = "0123456789abcdef" * 4
@@ -115,7 +115,7 @@ def test_a_page(made: MADE, capsys: Any) -> None:
     assert rows(text, "SHA-256 of org/name") == [["SHA-256 of org/name", f"`{SHA256}`"]]
 
 
-def test_what_has_no_numbers_is_told(made: MADE, capsys: Any) -> None:
+def test_failed_cells_are_noted(made: MADE, capsys: Any) -> None:
     _, text, _ = report(capsys, made(failing="block"))
     assert "- failed: prompt-lookup × block (temperature 1, batch size 1): it broke" in text
     assert "Verifiers compared" not in text  # one rule is left
@@ -147,8 +147,8 @@ def test_rows_by_group(made: MADE, capsys: Any) -> None:
         )
 
 
-def test_drafters_that_share_no_rule_share_a_row(made: MADE, capsys: Any) -> None:
-    """One draft for some rules, two for others, as in the papers: token against SpecTr is what the table is for."""
+def test_drafters_without_a_common_verifier_share_a_row(made: MADE, capsys: Any) -> None:
+    """Single and multi-draft verifiers, such as token and SpecTr, are compared as in papers."""
     two = {"name": "draft-model-iid", "model": "org/small", "gamma": 3, "K": 2}
     exclude = [
         {"drafter": "prompt-lookup", "verifier": "spectr"},
@@ -162,7 +162,7 @@ def test_drafters_that_share_no_rule_share_a_row(made: MADE, capsys: Any) -> Non
     assert rows(text, "prompt-lookup, draft-model-iid") == [["prompt-lookup, draft-model-iid", *row]]
 
 
-def test_the_command_makes_the_run_again(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
+def test_the_command_reproduces_the_run(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
     assert rows(report(capsys, made())[1], "command") == [["command", "`crossdraft run mine.yaml`"]]
     base = {"target": "org/name", "verifiers": ["token", "block"], "drafters": [{"name": "prompt-lookup", "gamma": 3}]}
     install_recipe("paper/mine", base | {"matrix": {"temperature": [1], "seed": [0]}})
@@ -189,7 +189,7 @@ def install_recipe(tmp_path: Path, install: Any) -> Any:
     return add
 
 
-def test_no_run(made: MADE, capsys: Any, tmp_path: Path) -> None:
+def test_invalid_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
     def error(directory: Path, *arguments: Any) -> str:
         code, out, err = report(capsys, directory, *arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1

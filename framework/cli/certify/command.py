@@ -280,9 +280,9 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
     if not named:
         for verifier in dict.fromkeys(row.verifier for row in rows):
             certificates.append((verifier, verifier.Config(), outcome(_rows_of(verifier, rows))))
-    kept = [(*key, c) for *key, c in certificates if c is not None and (complete or not c.lossless)]
+    entries = [(*key, c) for *key, c in certificates if c is not None and (complete or not c.lossless)]
     try:
-        certified_registry.remember(kept)
+        certified_registry.remember(entries)
     except OSError as error:
         print(f"crossdraft: certificates cannot be stored in {cache_dir()}: {error.strerror}", file=sys.stderr)
 

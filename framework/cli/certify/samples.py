@@ -92,9 +92,9 @@ def _distributions(args: argparse.Namespace, all_draws: Sequence[Draws], trees: 
             f"{without[0].where}: the line has a prefix and no distribution (probs); give the target as --model"
         )
     if len(without) < len(all_draws):
-        given = next(draws for draws in all_draws if draws.probs is not None)
+        example = next(draws for draws in all_draws if draws.law is not None)
         raise UsageError(
-            f"{given.where}: this line has a distribution (probs), {without[0].where} a prefix; use separate files"
+            f"{example.where}: this line has a distribution (law), {without[0].where} a prefix; use separate files"
         )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code
@@ -184,8 +184,8 @@ def _sentence(verdict: Verdict) -> str:
     d, n = f"{verdict.deviation:g}", f"{verdict.more_draws:,}"
     if verdict.outcome == "yes":
         differs = verdict.p_value < LEVEL
-        seen = f"; the difference is at least {verdict.tv_at_least:.3f}" if differs else ""
-        return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{seen})."
+        difference = f"; the difference is at least {verdict.tv_at_least:.3f}" if differs else ""
+        return f"yes: within TV {d} at 95 % (at most {verdict.tv_at_most:.3f}, p = {verdict.p_value:.3g}{difference})."
     if verdict.outcome == "no":
         impossible = f"; {verdict.impossible:,} draws have probability 0" if verdict.impossible else ""
         return f"no: differs (p = {verdict.p_value:.3g}, TV at least {verdict.tv_at_least:.3f}{impossible})."

@@ -1,4 +1,4 @@
-"""Drafters, rules and length policies as options name them, made into what `replay` takes."""
+"""Candidates of a replay, built from the options: drafters, verifiers and length policies."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from ...replay.teacher_forcing.draft_traces import DraftTrace
     from ...replay.teacher_forcing.lazy_models import Target
 
-#: The heuristic policy's first length, as the drafters have it.
-START = 5
+#: Initial draft length of the heuristic policy, as in the drafters.
+INITIAL_LENGTH = 5
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How long drafts are: ``static``, ``oracle``, ``heuristic`` or ``confidence``, with its number."""
+    """A length policy: ``static``, ``oracle``, ``heuristic`` or ``confidence``, with its parameter."""
 
     name: str
     number: float = 0.0
@@ -38,29 +38,29 @@ class Policy:
 
 
 def policies_of(texts: Sequence[str]) -> list[Policy]:
-    """``static``, ``oracle``, ``heuristic[:START]``, ``confidence:T[,T]``. Raises UsageError for anything else."""
-    found: list[Policy] = []
+    """Parse ``static``, ``oracle``, ``heuristic[:START]`` and ``confidence:T[,T]``. Raises UsageError."""
+    parsed: list[Policy] = []
     for text in texts:
         name, colon, values = text.partition(":")
-        where = f"--policy {text}"
+        option = f"--policy {text}"
         if name in ("static", "oracle") and not colon:
-            found.append(Policy(name))
+            parsed.append(Policy(name))
             continue
         if name not in ("heuristic", "confidence") or (name == "confidence" and not values):
-            raise UsageError(f"{where}: write static, oracle, heuristic, heuristic:START or confidence:0.2,0.4")
-        for value in (values or str(START)).split(","):
+            raise UsageError(f"{option} is not static, oracle, heuristic, heuristic:START or confidence:0.2,0.4")
+        for value in (values or str(INITIAL_LENGTH)).split(","):
             try:
                 number = float(value)
             except ValueError:
-                raise UsageError(f"{where}: {value!r} is no number") from None
+                raise UsageError(f"{option}: {value!r} is not a number") from None
             if name == "confidence" and not 0 < number < 1:
-                raise UsageError(f"{where}: a threshold lies between 0 and 1")
+                raise UsageError(f"{option}: a threshold must be between 0 and 1")
             if name == "heuristic" and not (number == int(number) and 1 <= number <= MOST_REPLAYED):
-                raise UsageError(f"{where}: a first length is a whole number from 1 to {int(MOST_REPLAYED)}")
-            found.append(Policy(name, number))
-    if reason := MOST_LISTED.refusal(found):
-        raise UsageError(f"--policy: {len(found)} of them; {reason}")
-    return list(dict.fromkeys(found))
+                raise UsageError(f"{option}: START must be an integer from 1 to {int(MOST_REPLAYED)}")
+            parsed.append(Policy(name, number))
+    if reason := MOST_LISTED.refusal(parsed):
+        raise UsageError(f"--policy is given {len(parsed)} times; {reason}")
+    return list(dict.fromkeys(parsed))
 
 
 def candidates_of(
@@ -76,16 +76,16 @@ def candidates_of(
     device: str = "auto",
     trust_remote_code: Collection[str] = (),
 ) -> list[Candidate]:
-    """What to replay, in the order in which it was asked for; nothing is loaded before responses are replayed.
+    """Build the candidates, in the order of the options; models are loaded when responses are replayed.
 
     Args:
         drafters: names, or mappings as in recipes.
-        sampling: of the responses; None = not known, which drafters with a model cannot do without.
-        target: its name; empty if nothing needs it.
+        sampling: of the responses; None = unknown, an error for drafters with a model.
+        target: its name; empty if not required.
         dtype, device, trust_remote_code: see `Target`.
 
     Raises:
-        UsageError: a drafter, rule or policy that cannot be replayed.
+        UsageError: a drafter, verifier or policy that cannot be replayed.
     """
     from ...api.build import configured
     from ...recipe.recipe import Strategy
@@ -95,95 +95,94 @@ def candidates_of(
     from ...replay.teacher_forcing.shared_passes import SharedPasses
 
     if reason := MOST_LISTED.refusal(drafters):
-        raise UsageError(f"--drafter: {len(drafters)} of them; {reason}")
-    wanted = policies_of(policies)
-    tops = any(policy.name == "confidence" for policy in wanted)
-    found: dict[str, Candidate] = {}
-    beside: SharedPasses | None = None
+        raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")
+    parsed = policies_of(policies)
+    tops = any(policy.name == "confidence" for policy in parsed)
+    candidates: dict[str, Candidate] = {}
+    shared: SideBySide | None = None
     for text in drafters:
         strategy = Strategy.parse(text, "--drafter")
-        title = strategy.title if strategy.title not in found else text
-        if title in found:
+        title = strategy.title if strategy.title not in candidates else text
+        if title in candidates:
             raise UsageError(f"--drafter {text} is given twice")
         cls, config = configured("drafters", {"name": strategy.name, **strategy.config})
-        chosen = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
-        if max(chosen) > MOST_REPLAYED or min(chosen) < 1:
+        lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
+        if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
-        config = with_gamma(cls, config, max(chosen))
-        law = sampling or Sampling()
-        verifiers_of = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), law)
-        depth = cls.traits(config, law).depth
-        if not (chosen := tuple(gamma for gamma in chosen if gamma <= depth)):
-            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; ask for a --gamma up to that")
+        config = deepened(cls, config, max(lengths))
+        params = sampling or Sampling()
+        rules = rules_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
+        depth = cls.traits(config, params).depth
+        if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth)):
+            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
         drafter: Configured = (cls, config)
-        drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
-        forced: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
-        if free := model_free.is_model_free(cls, config, law):
-            forced = partial(_without_model, drafter, max(chosen), law)
+        drawn: Callable[[Iterable[Response]], Iterator[Walked]] | None = None
+        forced: Callable[[], Callable[[Iterable[Response]], Iterator[Forced]]]
+        if free := model_free.needs_no_model(cls, config, params):
+            forced = partial(_without_model, drafter, max(lengths), params)
         else:
-            made_of = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            beside = beside or SharedPasses(_target(title, target, sampling, made_of))
-            several = max((k for each in verifiers_of.values() for k in each), default=1)
-            one = beside.add(ScoringRequest(drafter, max(chosen), several if several > 1 else 0, tops))
-            forced = partial(beside.scores, one)
-            drawn = beside.samples(one)
-        made = partial(Candidate, drafter=drafter, verifiers=verifiers_of)
-        for policy in wanted:
+            options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            shared = shared or SideBySide(_target(title, target, sampling, options))
+            sequences = max((k for values in rules.values() for k in values), default=1)
+            index = shared.add(Asked(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
+            forced = partial(shared.forced, index)
+            drawn = shared.drafted(index)
+        build = partial(Candidate, drafter=drafter, rules=rules)
+        for policy in parsed:
             name = title if policy.name == "static" else f"{title}, {policy.title}"
             if policy.name in ("confidence", "heuristic"):
-                _check_policy(policy, title, drafter, law, free, verifiers_of)
+                _check_policy(policy, title, drafter, params, free, rules)
             if policy.name == "static":
-                by_draw = drawn if drawn is not None and _length_is_drawn(drafter, law) else None
-                lengths = None if by_draw is None else partial(_lengths, by_draw)
-                found[name] = made(name, gammas=chosen, scores=forced(), lengths=lengths)
+                random = drawn if drawn is not None and _has_random_length(drafter, params) else None
+                drafted = None if random is None else partial(_lengths, random)
+                candidates[name] = build(name, gammas=lengths, forced=forced(), drafted=drafted)
             else:
-                found[name] = _under(policy, made, name, max(chosen), forced(), drawn, drafter, law)
-    return list(found.values())
+                candidates[name] = _with_policy(policy, build, name, max(lengths), forced(), drawn, drafter, params)
+    return list(candidates.values())
 
 
-def _under(
+def _with_policy(
     policy: Policy,
-    made: Callable[..., Candidate],
+    build: Callable[..., Candidate],
     name: str,
     gamma: int,
     forced: Callable[[Iterable[Response]], Iterator[DraftScores]],
     drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None,
     drafter: Configured,
-    law: Sampling,
+    sampling: Sampling,
 ) -> Candidate:
-    """The candidate of a policy, at its longest draft alone."""
+    """The candidate with a length policy, at the greatest draft length only."""
     from ...replay.length_policies import confident, heuristic, oracle
 
     if policy.name == "oracle":
-        return made(name, gammas=(gamma,), scores=forced, steps=oracle)
+        return build(name, gammas=(gamma,), forced=forced, steps=oracle)
     if policy.name == "heuristic":
         start = min(int(policy.number), gamma)
-        return made(
-            name, gammas=(gamma,), scores=forced, steps=lambda given, gammas: heuristic(given, gammas[0], start)
+        return build(
+            name, gammas=(gamma,), forced=forced, steps=lambda forced, gammas: heuristic(forced, gammas[0], start)
         )
-    point_mass = drafter[0].traits(drafter[1], law).point_mass
+    point_mass = drafter[0].traits(drafter[1], sampling).point_mass
 
-    def lengths(one: DraftScores | DraftTrace) -> np.ndarray:
-        assert one.log_top is not None
-        return confident(one.log_top if point_mass else one.log_q, one.log_top, policy.number)
+    def lengths(draft: Forced | Walked) -> np.ndarray:
+        assert draft.log_top is not None
+        return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
 
-    def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
-        for one in forced(texts):
-            yield replace(one, lengths=_least(one.lengths, lengths(one)))
+    def cut(texts: Iterable[Response]) -> Iterator[Forced]:
+        for draft in forced(texts):
+            yield replace(draft, lengths=_minimum(draft.lengths, lengths(draft)))
 
     def free(texts: Iterable[Response]) -> Iterator[Any]:
         assert drawn is not None
-        for one in drawn(texts):
-            yield _least(one.lengths, lengths(one))
+        for draft in drawn(texts):
+            yield _minimum(draft.lengths, lengths(draft))
 
-    # A point mass drafts the same whatever is drawn.
-    return made(name, gammas=(gamma,), scores=cut, lengths=free)
+    return build(name, gammas=(gamma,), forced=cut, drafted=free)
 
 
-def _least(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     import numpy as np
 
-    return np.minimum(one, other)
+    return np.minimum(a, b)
 
 
 def _lengths(
@@ -194,18 +193,24 @@ def _lengths(
 
 
 def _check_policy(
-    policy: Policy, title: str, drafter: Configured, law: Sampling, free: bool, verifiers_of: dict[str, tuple[int, ...]]
+    policy: Policy, title: str, drafter: Configured, sampling: Sampling, free: bool, rules: dict[str, tuple[int, ...]]
 ) -> None:
-    """Refuse a policy that says nothing of this drafter."""
+    """Raise UsageError for a policy that does not apply to the drafter."""
     cls, config = drafter
     own = getattr(getattr(config, "policy", None), "name", "static")
     if own != "static":
-        raise UsageError(f"--policy {policy.name}: drafter '{title}' has a policy of its own, {own}; name it without")
-    if any(k > 1 for ks in verifiers_of.values() for k in ks):
-        raise UsageError(f"--policy {policy.name}: drafter '{title}' drafts several sequences, which have one length")
-    heads = bool(cls.traits(config, law).hidden_layers)
-    if policy.name == "confidence" and (free or (heads and cls.traits(config, law).point_mass)):
-        raise UsageError(f"--policy confidence: how sure drafter '{title}' is of what it drafts is not known here")
+        raise UsageError(
+            f"--policy {policy.name}: drafter '{title}' has its own length policy {own}; remove one of them"
+        )
+    if any(k > 1 for ks in rules.values() for k in ks):
+        raise UsageError(
+            f"--policy {policy.name}: drafter '{title}' drafts several sequences of equal length; remove the policy"
+        )
+    heads = bool(cls.traits(config, sampling).hidden_layers)
+    if policy.name == "confidence" and (free or (heads and cls.traits(config, sampling).point_mass)):
+        raise UsageError(
+            f"--policy confidence: drafter '{title}' has no token probabilities in a replay; remove the policy"
+        )
 
 
 def _without_model(
@@ -221,17 +226,15 @@ def _target(title: str, name: str, sampling: Sampling | None, options: dict[str,
 
     if sampling is None:
         raise UsageError(
-            "it is not known what the responses were sampled with, on which the laws of target and drafter depend; say "
-            "it with --temperature (and --top-k, --top-p, --min-p)"
+            "the sampling parameters of the responses are unknown; set --temperature (and --top-k, --top-p, --min-p)"
         )
     if not name:
-        raise UsageError(f"drafter '{title}' needs a target: --target MODEL, the one that was recorded")
+        raise UsageError(f"drafter '{title}' requires --target MODEL, the target of the responses")
     return Target(name, sampling, **options)
 
 
-def _length_is_drawn(drafter: Configured, sampling: Sampling) -> bool:
-    """Whether how long a draft is may hang on the tokens that were drawn; it does not where the traits or the length
-    policy say that it is fixed."""
+def _has_random_length(drafter: Configured, sampling: Sampling) -> bool:
+    """True if the draft length may depend on the drawn tokens, according to traits and length policy."""
     cls, config = drafter
     traits = cls.traits(config, sampling)
     policy = getattr(config, "policy", None)

@@ -86,10 +86,12 @@ def _efficiency(result: ReplayResult) -> str:
         cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
         titles = [candidate.title, _verifier_title(verifier, k), str(gamma)]
         rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
-    kept = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
+    columns_used = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
     headers = list(columns)
     return tabulated(
-        {headers[i]: columns[headers[i]] for i in kept}, [[row[i] for i in kept] for row in rows], "simple"
+        {headers[i]: columns[headers[i]] for i in columns_used},
+        [[row[i] for i in columns_used] for row in rows],
+        "simple",
     )
 
 

@@ -31,7 +31,7 @@ def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | 
         return None
     shown = drawn[:MOST_PANELS]
     styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
-    every = [e for _, pairs, _ in shown for pair in pairs for e in _speed_ups(pair).values()]
+    estimates = [e for _, pairs, _ in shown for pair in pairs for e in _speed_ups(pair).values()]
     figure, axes = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
     for panel, (_, pairs, baselines) in zip(axes, shown, strict=True):
         panel.axhline(1.0, color="0.55", linewidth=0.8, linestyle="--", zorder=1)
@@ -40,7 +40,7 @@ def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | 
             points = {b * offset: e for b, e in _speed_ups(pair).items()}
             _line(panel, points, styles[pair.verifier])
         batch_axis(panel, sorted(baselines))
-        panel.set_ylim(*visible(every, 1.0))
+        panel.set_ylim(*visible(estimates, 1.0))
     label(figure, axes, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
     return figure, len(drawn) - len(shown)

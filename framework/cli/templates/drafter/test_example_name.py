@@ -1,4 +1,4 @@
-"""The contract of a drafter: what fails names the mistake."""
+"""The contract tests of a drafter."""
 
 from example_name.drafter import ExampleName
 

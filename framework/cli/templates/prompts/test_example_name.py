@@ -1,4 +1,4 @@
-"""The contract of a source of prompts: what fails names the row."""
+"""The contract tests of a prompt set."""
 
 from example_name import questions
 

@@ -1,4 +1,4 @@
-"""The contract of a verifier: what fails names the mistake."""
+"""The contract tests of a verifier."""
 
 from example_name.verifier import ExampleName
 

@@ -1,4 +1,4 @@
-"""The prompts ``example-name``."""
+"""The prompt set ``example-name``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from crossdraft import Register, hookimpl
 
 
 def questions() -> Iterator[dict[str, Any]]:
-    """One row a conversation. ``turns`` is what the user says; results are grouped by ``category``."""
+    """One row per conversation: ``turns`` are the user's messages; results are grouped by ``category``."""
     for number, city in enumerate(["Lisbon", "Nairobi", "Quito"], 1):
         yield {
             "question_id": number,
@@ -22,5 +22,5 @@ def questions() -> Iterator[dict[str, Any]]:
 
 @hookimpl
 def crossdraft_register_prompts(register: Register) -> None:
-    # The path of a JSONL file with such rows will do, too: pathlib.Path(__file__).with_name("rows.jsonl").
+    # Or the path of a JSONL file with such rows: pathlib.Path(__file__).with_name("rows.jsonl").
     register("example-name", questions, summary="six conversations about cities and numbers")

@@ -1,4 +1,4 @@
-"""The drafter ``example-name``: proposes what followed the last token, where that token stood before."""
+"""The drafter ``example-name``: copies the tokens after the last occurrence of the current token."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from crossdraft import (
 
 
 class ExampleName(Drafter):
-    """Copies from a sequence's own past. It keeps nothing, so it has nothing to forget."""
+    """Copies from the sequence; stateless."""
 
     name = "example-name"
 
     class Config(StrategyConfig):
-        gamma: int = Field(default=4, ge=0, le=MOST_LEVELS, description="most tokens a draft may have")
+        gamma: int = Field(default=4, ge=0, le=MOST_LEVELS, description="maximum draft length")
 
     config: Config
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        # A chain of at most gamma tokens that no law drew: they are point masses, and the draft has no q.
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        # A chain of up to gamma tokens that are not sampled: point masses, without q.
+        return DraftTraits(drawn="chain", point_mass=True, nodes=config.gamma)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         rows = [
@@ -42,9 +42,9 @@ class ExampleName(Drafter):
         ]
         return Draft.copied(rows, sequences.device)
 
-    def guess(self, history: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that may follow ``history``, token ids whose last is the root. Yours begins here."""
-        for end in range(len(history) - 1, 0, -1) if most else ():
+    def guess(self, history: Sequence[int], limit: int) -> Sequence[int]:
+        """Up to ``limit`` tokens to follow the token ids ``history``. Replace this with your method."""
+        for end in range(len(history) - 1, 0, -1) if limit else ():
             if history[end - 1] == history[-1]:
-                return history[end : end + most]
+                return history[end : end + limit]
         return []

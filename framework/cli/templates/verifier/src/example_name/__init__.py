@@ -1,9 +1,13 @@
-"""The verifier ``example-name``, for crossdraft, which imports this module to see which names there are."""
+"""Registers the verifier ``example-name`` with crossdraft."""
 
 from crossdraft import Register, hookimpl
 
 
 @hookimpl
 def crossdraft_register_verifiers(register: Register) -> None:
-    # By its place: PyTorch is loaded when somebody asks for it, not with every `crossdraft list`.
-    register("example-name", "example_name.verifier:ExampleName", summary="draws from the target and compares")
+    # Registered by import path, so that `crossdraft list` does not import PyTorch.
+    register(
+        "example-name",
+        "example_name.verifier:ExampleName",
+        summary="samples from the target and accepts matching tokens",
+    )

@@ -1,4 +1,4 @@
-"""The verifier ``example-name``: draws from the target at every position, and keeps drafted tokens that were drawn."""
+"""The verifier ``example-name``: samples from the target at every position and accepts matching drafted tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crossdraft import SINGLE_CHILD, Draft, StepRng, Verdict, Verifier, Verifier
 
 
 class ExampleName(Verifier):
-    """Lossless on any chain: what it emits was drawn from the target's law, whatever the draft was."""
+    """Lossless on any chain: all emitted tokens are sampled from the target."""
 
     name = "example-name"
 
@@ -20,8 +20,8 @@ class ExampleName(Verifier):
         return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        """``p [B, N + 1, V]`` is the target's law after the root and after each of the N drafted tokens."""
+        """``p [B, N + 1, V]``: the target's distributions after the root and after each of the N drafted tokens."""
         n = draft.width
-        drawn = torch.stack([rng.draw(p[:, i], index=i) for i in range(n + 1)], 1)  # [B, N + 1]
-        tau = ((drawn[:, :n] == draft.tokens) & draft.valid).long().cumprod(1).sum(1)  # equal from the first one on
-        return Verdict(tau, drawn.gather(1, tau[:, None]).squeeze(1))
+        samples = torch.stack([rng.draw(p[:, i], index=i) for i in range(n + 1)], 1)  # [B, N + 1]
+        tau = ((samples[:, :n] == draft.tokens) & draft.valid).long().cumprod(1).sum(1)  # length of the matching prefix
+        return Verdict(tau, samples.gather(1, tau[:, None]).squeeze(1))
