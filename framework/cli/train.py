@@ -147,7 +147,7 @@ def _main(args: argparse.Namespace) -> int:
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
     from ..recipe.prompts import load_prompts
-    from ..training.files import check_directory, claimed
+    from ..training.files import check_directory, claim_directory
 
     reads = [args.target, *([recipe.start_from] if recipe.start_from else [])]
     check_directory(out, reads, files if texts.tokens else (), force=args.force)
@@ -156,7 +156,7 @@ def _main(args: argparse.Namespace) -> int:
     asked = None if card.measure == "none" else load_prompts(card.measure, limit=card.measure_limit)
     if recipe.start_from:
         resolve(recipe.start_from, heads=True)
-    with claimed(out):
+    with claim_directory(out):
         return _train(args, recipe, texts, run, card, out, files, questions, asked)
 
 

@@ -109,7 +109,7 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
         ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),
-        ("--model ./nowhere --drafter d --prompt x", UsageError, "no model directory ./nowhere"),
+        ("--model ./nowhere --drafter d --prompt x", UsageError, "model directory ./nowhere does not exist"),
     ],
 )
 def test_mistakes_are_sentences(capsys: Any, options: str, error: type[CrossdraftError], sentence: str) -> None:

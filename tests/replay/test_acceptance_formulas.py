@@ -165,7 +165,7 @@ def test_what_has_no_identity_is_refused() -> None:
         survival("traversal", given)
     with pytest.raises(UsageError, match="verifies one sequence, not 2"):
         survival("block", given, [2])
-    with pytest.raises(UsageError, match="needs `DraftScores.sums`"):
+    with pytest.raises(UsageError, match=r"needs `DraftScores.sums`"):
         survival("spectr", given, [2])
 
 

@@ -120,7 +120,7 @@ def test_killed_at_any_moment(kind: str, every: int, target: Any, texts: Any, tm
                 Trainer(target, RECIPES[kind](), out).run(*texts)
         if (out / "checkpoint.pt").exists():  # half of another one beside it
             (out / "checkpoint.pt.part").write_bytes((out / "checkpoint.pt").read_bytes()[:999])
-        with files.claimed(out):
+        with files.claim_directory(out):
             resumed = Trainer(target, RECIPES[kind](), out)
             resumed.run(*texts)
         assert_same(ended(resumed), ended(whole), (die_at, passed[-1]))
@@ -228,7 +228,7 @@ def _weight(state: dict[str, Any]) -> str:
             r"drafter \(layers\.99999999\.x\)",
         ),
         (lambda state: state["student"].update({_weight(state): torch.zeros(1)}), "holds another drafter"),
-        (lambda state: state["student"].update({_weight(state): 1}), "student holds no tensors"),
+        (lambda state: state["student"].update({_weight(state): 1}), "student does not contain tensors"),
         (lambda state: state.update(optimizer={}), "no state of this optimiser"),
         (lambda state: state["optimizer"]["state"][0].pop("exp_avg"), "no state of this optimiser"),
         (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)), "no state of this optimiser"),
@@ -344,7 +344,7 @@ def test_a_killed_export_leaves_the_one_before(saved: Any, target: Any, texts: A
     with pytest.raises(Killed):
         made.export(texts[1])
     assert (out / ".export-leftover").is_dir()
-    with files.claimed(out):
+    with files.claim_directory(out):
         pass
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != ".lock"} == before
 

@@ -232,8 +232,8 @@ def test_a_question_follows_from_its_index(count: int, share: float, seed: int, 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "holds no texts"),
-        (b"\n \n", "holds no texts"),
+        (b"", "does not contain texts"),
+        (b"\n \n", "does not contain texts"),
         (b'{"prompt": "w4", "response": "w5"}\n\xff\xfe\n', r"line 2: is not UTF-8 text \(byte 1"),
         (b"[1, 2]\n", "line 1: not a JSON object"),
         (b"[" * 100_000 + b"\n", "line 1: not a JSON object"),

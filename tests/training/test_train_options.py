@@ -103,11 +103,11 @@ def nothing_is_loaded(*_: Any, **__: Any) -> Any:
         (["--write-batch", "100000"], "--write-batch 100000: must be"),
         (["--cache-gib", "nan"], "--cache-gib nan: must be"),
         (["--dtype", "int8"], "--dtype int8: must be one of auto, float32, bfloat16, float16"),
-        (["--device", "nothing"], "there is no device 'nothing'"),
+        (["--device", "nothing"], "unknown device 'nothing'"),
         (["--precision", "fp8"], "--precision fp8: must be one of no, bf16"),
         (["--measure-limit", "0"], "--measure-limit 0: must be"),
         (["--measure-tokens", "-1"], "--measure-tokens -1: must be"),
-        (["--start-from", "./nowhere"], "there is no model directory ./nowhere"),
+        (["--start-from", "./nowhere"], "model directory ./nowhere does not exist"),
         (["--out", ""], "--out '': must be a path"),
         (["--out", "~nosuchuser/x"], "--out '~nosuchuser/x': must be a path"),
         (["--out", "x" * 300], "must be a directory that can be written to (File name too long)"),
@@ -143,9 +143,9 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, monkey
 
 def test_two_trainings_do_not_write_into_one_directory(tmp_path: Path) -> None:
     refused = pytest.raises(UsageError, match="another crossdraft train is writing there")
-    with files.claimed(tmp_path), refused, files.claimed(tmp_path):
+    with files.claim_directory(tmp_path), refused, files.claim_directory(tmp_path):
         pass
-    with files.claimed(tmp_path):
+    with files.claim_directory(tmp_path):
         pass
 
 

@@ -223,7 +223,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
         (["--layers", "0,9", "--tokens", "5"], "--layers must name layers 0 to 2"),
         (["--tokens", "0"], "no texts to train on"),
         (["--measure", "nowhere.jsonl"], "there is no prompt file nowhere.jsonl"),
-        (["--start-from", "./nowhere"], "there is no model directory ./nowhere"),
+        (["--start-from", "./nowhere"], "model directory ./nowhere does not exist"),
         (["--start-from", "TARGET"], "has an embedding of its own"),
         (["--questions", "nothing"], "there is no prompt source named 'nothing'"),
     ],
