@@ -1,4 +1,4 @@
-"""Drawn tokens, counted against the law that is reported for them."""
+"""Frequencies of drawn tokens compared with the reported q."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..contracts.steps import StepEvent
 
 
 class Counted:
-    """How often tokens were drawn and how often q says they would be, over steps: an ``on_step``.
+    """Observed minus expected counts of drawn tokens over steps; an ``on_step`` callback.
 
     Attributes:
-        drafts: rows of drafts that had a q.
+        drafts: number of drafts with a q.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class Counted:
         self.drafts += int(busy.sum())
 
     def far(self, name: Literal["kept", "all"]) -> float:
-        """How many standard deviations a token is off: of those that count, or of all that were drawn."""
-        # Of a sum of independent terms; few terms say little.
+        """Largest deviation of a token in standard deviations, among valid or all drawn tokens."""
+        # The variance is clamped, because few terms are not significant.
         return float((self._sums[name].abs() / self._sums[f"{name}2"].sqrt().clamp(min=5.0)).max())
 
 
 def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """What was drawn: tokens ``[B, E]``, their laws ``[B, E, V]``, and which of them count ``[B, E]``.
+    """Drawn tokens ``[B, E]``, their probabilities ``[B, E, V]``, and validity ``[B, E]``.
 
-    That is the nodes; of independent sequences, which share nodes where they agree, the tokens of every sequence.
+    E enumerates nodes; for i.i.d. sequences, which share nodes, the tokens of every sequence.
     """
     assert draft.q is not None
     law = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
@@ -56,7 +56,7 @@ def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add(total: Tensor, here: Tensor) -> Tensor:
-    """The sum of tables of ``[N, V]`` whose N may differ."""
+    """Sum of tables ``[N, V]`` with different N."""
     long, short = (total, here) if len(total) >= len(here) else (here, total)
     out = long.clone()
     out[: len(short)] += short

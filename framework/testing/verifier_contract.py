@@ -1,4 +1,4 @@
-"""What every verifier has to keep, as tests: `VerifierContract`."""
+"""Contract tests of verifiers: `VerifierContract`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from ..plugins import get
 from .one_thread import OneThread
 from .settings import Toys
 
-#: Length of the drafts that a rule is tried with.
+#: Draft length.
 GAMMA = 3
-#: Exact models that rules are enumerated on.
+#: Exact models for enumeration.
 TOYS, DEEP = ("G1", "G2"), "D6"
 ROWS = 4
-#: What of a draft is a tensor.
+#: Tensor fields of a draft.
 FIELDS = ("tokens", "parents", "valid", "q", "q_index", "sequences")
 
 
 class VerifierContract(OneThread):
-    """Subclass it, name the verifier, and let pytest run what it inherits.
+    """Base class of a verifier's contract tests; subclass it, set the verifier, and run pytest.
 
     Attributes:
-        verifier: the class; for registered ones a name will do.
+        verifier: the class, or the name of a registered one.
         options: of its ``Config``.
     """
 
     verifier: ClassVar[type[Verifier] | str]
     options: ClassVar[Mapping[str, Any]] = {}
 
-    # -- what it is made of -----------------------------------------------------------------------------------
+    # -- setup ------------------------------------------------------------------------------------------------
 
     @property
     def rule(self) -> type[Verifier]:
@@ -63,7 +63,7 @@ class VerifierContract(OneThread):
         return Sampling(temperature=0.0 if self.traits.temperature_zero_only else 1.0)
 
     def labels(self) -> list[str]:
-        """The drafts of ``crossdraft certify`` that it says it can judge."""
+        """Draft labels of ``crossdraft certify`` that are compatible with the verifier."""
         found = []
         for label, kind in DRAFTS.items():
             drafter, config = kind.config(GAMMA)
@@ -73,7 +73,7 @@ class VerifierContract(OneThread):
         return found
 
     def recorded(self, steps: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
-        """Drafts and laws of real steps: label, draft, p, and how to make the step's random numbers again."""
+        """Yield drafts of real steps: label, draft, p, and the random source, streams and position of the step."""
         for label in self.labels():
             events: list[StepEvent] = []
             context = Toys().context(ROWS, self.sampling)
@@ -84,7 +84,7 @@ class VerifierContract(OneThread):
             for row in range(ROWS):
                 decoder.start(row, Toys.prompts[row], row, row)
             for position in range(steps):
-                if position % 3 == 2:  # ragged: some rows have less room, one has none
+                if position % 3 == 2:  # ragged limits
                     decoder.sequences.limit[:] = [2, 0, 1, 3]
                 decoder.step()
                 event = events.pop()
@@ -100,15 +100,14 @@ class VerifierContract(OneThread):
 
     def test_traits(self) -> None:
         traits = self.rule.traits(self.rule.Config(**self.options))
-        assert traits == self.traits, "traits() must say the same for the same config"
+        assert traits == self.traits, "traits() must return equal values for equal configs"
         assert isinstance(self.rule.name, str) and self.rule.name, "the class needs a name"
-        assert self.labels(), f"'{self.rule.name}' accepts none of the drafts there are: traits.drawn is {traits.drawn}"
+        assert self.labels(), f"'{self.rule.name}' does not accept any known draft: traits.drawn is {traits.drawn}"
 
     def test_lossless_by_enumeration(self) -> None:
-        """The joint law of the output is the target's, exactly, for every draft that the rule says it can judge.
+        """The joint distribution of the output is exactly the target's, for all compatible drafts.
 
-        Of one step, which is enough for a rule without state; of two for one that carries state from step to step.
-        One kind of draft is six tokens deep.
+        One step suffices for a stateless verifier; a stateful one is enumerated over two. One draft is six tokens deep.
         """
         options: Any = {"steps": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
         toys = {toy.name: toy for toy in built_in_toys()}
@@ -119,11 +118,12 @@ class VerifierContract(OneThread):
                 if self.traits.lossless:
                     assert found.tv <= TOLERANCE, (
                         f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {found.tv:.3g} away "
-                        f"from the target's law (total variation, toy {toy.name}). Declare lossless=False, or mend it"
+                        f"from the target's distribution (total variation, toy {toy.name}). Fix it, or declare "
+                        "lossless=False"
                     )
 
     def test_verdicts_keep_the_contract(self) -> None:
-        """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
+        """Every verdict passes `validate_verdict`: tau, path and tokens."""
         for label, draft, p, numbers, streams, position in self.recorded():
             verdict = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             prob_of = DenseScores(p, p).prob_of if self.traits.lossless else None
@@ -131,7 +131,7 @@ class VerifierContract(OneThread):
             validate_verdict(draft, verdict, p.shape[2], verifier=name, prob_of=prob_of)
 
     def test_rows_do_not_share_state(self) -> None:
-        """A row is judged alone as in a batch: with the same numbers to the same verdict."""
+        """With equal random numbers, a row has the same verdict by itself and in a batch."""
         for label, draft, p, numbers, streams, position in self.recorded():
             whole = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
@@ -141,14 +141,14 @@ class VerifierContract(OneThread):
                 )
                 same = int(alone.length[0]) == int(whole.length[row]) and int(alone.token[0]) == int(whole.token[row])
                 assert same, (
-                    f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts is judged "
+                    f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts has verdict "
                     f"({int(whole.length[row])}, {int(whole.token[row])}) in a batch and "
-                    f"({int(alone.length[0])}, {int(alone.token[0])}) alone. The index of a random number must not "
+                    f"({int(alone.length[0])}, {int(alone.token[0])}) by itself. The index of a random number must not "
                     "depend on the width of the batch"
                 )
 
     def test_nothing_is_written_into(self) -> None:
-        """The draft and p are the loop's: a verifier reads them."""
+        """verify() does not modify the draft or p."""
         for label, draft, p, numbers, streams, position in self.recorded(3):
             before = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
             law = p.clone()
@@ -159,7 +159,7 @@ class VerifierContract(OneThread):
             )
 
     def test_an_empty_draft(self) -> None:
-        """Where nothing was drafted, a token of the target's law follows."""
+        """An empty draft yields a token with p > 0."""
         target = Toys().context(ROWS, self.sampling).target
         assert target is not None
         p = self.sampling.probs(target.forward(torch.tensor([[0], [1], [2], [3]]))[0])
@@ -169,7 +169,7 @@ class VerifierContract(OneThread):
         assert bool((p[:, 0].gather(1, verdict.token[:, None]) > 0).all()), "an impossible token was emitted"
 
     def test_nothing_waits_for_the_device(self) -> None:
-        """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
+        """verify() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         for label, draft, p, _, streams, position in self.recorded(2):
             away = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
@@ -180,15 +180,15 @@ class VerifierContract(OneThread):
                 if "meta" not in str(error).lower():
                     raise
                 raise AssertionError(
-                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it looks at a value of a tensor "
+                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it reads a value of a tensor "
                     f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
                 ) from error
 
     def test_state_can_be_put_back(self) -> None:
-        """A rule with state has snapshots that compare equal when it will go on alike."""
+        """snapshot() and restore() of a stateful verifier round-trip; equal states have equal snapshots."""
         if not self.traits.stateful:
             for row in range(ROWS):
-                assert self.make().snapshot(row) is None, "it has state: say stateful=True in its traits"
+                assert self.make().snapshot(row) is None, "it has state: set stateful=True in its traits"
             return
         for _, draft, p, numbers, streams, position in self.recorded(3):
             verifier, again = self.make(), self.make()
@@ -199,11 +199,11 @@ class VerifierContract(OneThread):
                 hash(snapshot)
                 again.start(row)
                 again.restore(row, snapshot)
-                assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
+                assert again.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
 
 
 class NoMask(TorchDispatchMode):
-    """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
+    """Mode that rejects assignment by a mask, which synchronises on a device."""
 
     PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 

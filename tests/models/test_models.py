@@ -87,7 +87,7 @@ def test_dtype_and_device_are_named(target: Path) -> None:
     assert load_model(str(target), dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
     with pytest.raises(UsageError, match="unknown dtype 'int8'"):
         load_model(str(target), dtype="int8")
-    with pytest.raises(UsageError, match="unknown device|not available"):
+    with pytest.raises(UsageError, match="unknown device"):
         load_model(str(target), device="toaster")
 
 
@@ -99,7 +99,7 @@ def test_auto_dtype_follows_the_cpu(monkeypatch: Any, features: set[str], dtype:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/directory", "a/b/c", "~/nowhere-at-all"])
 def test_a_path_that_does_not_exist(name: str) -> None:
-    with pytest.raises(UsageError, match="model directory .* does not exist"):
+    with pytest.raises(UsageError, match=r"model directory .* does not exist"):
         resolve(name)
 
 

@@ -61,9 +61,9 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
-    score_drafters = list(drafts_along(texts, 4, range(3, 0, -1), False))
+    batched = list(drafts_along(texts, 4, range(3, 0, -1), False))
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for one, other in zip(score_drafters, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
+    for one, other in zip(batched, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(one, other)
 
 

@@ -133,7 +133,7 @@ def test_a_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_pat
     sentence = {"medusa": "3 heads of 1 blocks, not 2 of 1; say --heads 3", "eagle3": "--layers"}[kind]
     with pytest.raises(CrossdraftError, match=sentence):
         Trainer(target, RECIPES[kind](start_from=str(whole.out), **wrong), tmp_path)
-    with pytest.raises(CrossdraftError, match="model directory .* does not exist"):
+    with pytest.raises(CrossdraftError, match=r"model directory .* does not exist"):
         Trainer(target, RECIPES[kind](start_from="./nowhere"), tmp_path)
 
 
