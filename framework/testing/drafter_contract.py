@@ -169,11 +169,12 @@ class DrafterContract(OneThread):
                     learns = self.drafting.remembers(self.config)
                     lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
                     options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
-                    found = certify(toy, lambda context, _: self.make(context), verifier, **options)
-                    assert found.tv <= TOLERANCE, (
-                        f"with '{verifier.name}' at temperature {temperature:g} the output is {found.tv:.3g} away from "
-                        f"the target's distribution (total variation, toy {toy.name}): q is not the distribution of "
-                        "the draw, a token was dropped depending on its value, or siblings do not match traits.drawn"
+                    result = certify(toy, lambda context, _: self.make(context), verifier, **options)
+                    assert result.tv <= TOLERANCE, (
+                        f"with '{verifier.name}' at temperature {temperature:g} the output is {result.tv:.3g} away "
+                        f"from the target's distribution (total variation, toy {toy.name}): q is not the distribution "
+                        "of the draw, a token was dropped depending on its value, or siblings do not match "
+                        "traits.drawn"
                     )
 
     def test_rows_do_not_share_state(self) -> None:
@@ -181,13 +182,13 @@ class DrafterContract(OneThread):
         for temperature in self.where_text_is_settled():
             batched = self.decode(3, temperature)
             for i, response in batched.items():
-                alone = self.decode(1, temperature, [i])[i]
-                assert alone.tokens == response.tokens, (
+                single = self.decode(1, temperature, [i])[i]
+                assert single.tokens == response.tokens, (
                     f"rows share state: at temperature {temperature:g} prompt {i} yields {response.tokens} in a batch "
-                    f"and {alone.tokens} by itself"
+                    f"and {single.tokens} by itself"
                 )
                 if not self.remembers:
-                    assert [r.tau for r in alone.steps] == [r.tau for r in response.steps], (
+                    assert [r.tau for r in single.steps] == [r.tau for r in response.steps], (
                         f"rows share state: at temperature {temperature:g} prompt {i} has other drafts in a batch than "
                         "by itself"
                     )
@@ -232,18 +233,19 @@ class DrafterContract(OneThread):
         """At temperature 0 the output equals decoding without drafts."""
         if 0.0 not in self.each_temperature():
             return
-        alone = self._without_drafter()
+        single = self._without_drafter()
         for i, response in self.decode(3, 0.0).items():
-            assert response.tokens == alone[i].tokens, (
-                f"at temperature 0 prompt {i} yields {response.tokens}, and without drafts {alone[i].tokens}"
+            assert response.tokens == single[i].tokens, (
+                f"at temperature 0 prompt {i} yields {response.tokens}, and without drafts {single[i].tokens}"
             )
 
     def test_whether_it_remembers(self) -> None:
         """`Drafter.remembers` returns the value of the test class; replay and the bench rely on it."""
-        assert (said := self.drafting.remembers(self.config)) == self.remembers, (
-            f"remembers(config) is {said} for {self.config!r}, but the test class has remembers = {self.remembers}. "
-            "By default it is True for a class that defines reset(): if options turn the memory off, define the "
-            "classmethod remembers(config), or replay rejects the drafter; if it remembers, set remembers = True"
+        assert (remembered := self.drafting.remembers(self.config)) == self.remembers, (
+            f"remembers(config) is {remembered} for {self.config!r}, but the test class has remembers = "
+            f"{self.remembers}. By default it is True for a class that defines reset(): if options turn the memory "
+            "off, define the classmethod remembers(config), or replay rejects the drafter; if it remembers, set "
+            "remembers = True"
         )
 
     def test_reset_forgets_what_was_learnt(self) -> None:
@@ -396,12 +398,12 @@ class DrafterContract(OneThread):
         for _ in decoder.run(prompts):
             if counted.drafts >= self.setting.drafts or not counted.drafts:
                 break
-        return (counted.far("kept"), counted.far("all")) if counted.drafts else (0.0, None)
+        return (counted.deviation("kept"), counted.deviation("all")) if counted.drafts else (0.0, None)
 
 
 def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, Response]:
-    found = {response.index: response for response in responses}
-    return {(i if names is None else names[i]): found[i] for i in sorted(found)}
+    result = {response.index: response for response in responses}
+    return {(i if names is None else names[i]): result[i] for i in sorted(result)}
 
 
 def _taus(response: Response) -> list[int]:

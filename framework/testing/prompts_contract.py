@@ -44,11 +44,11 @@ class PromptsContract:
 
     def test_the_first_ones_are_the_first(self) -> None:
         """``limit`` and ``categories`` select the first rows and those of a category."""
-        every = self.load()
-        few = min(3, len(every))
-        assert self.load(few) == list(islice(every, few))
-        for category in {prompt.category for prompt in every}:
-            assert self.load(categories=[category]) == [prompt for prompt in every if prompt.category == category]
+        rows = self.load()
+        limit = min(3, len(rows))
+        assert self.load(limit) == list(islice(rows, limit))
+        for category in {prompt.category for prompt in rows}:
+            assert self.load(categories=[category]) == [prompt for prompt in rows if prompt.category == category]
 
     # -- pieces -----------------------------------------------------------------------------------------------
 

@@ -64,13 +64,13 @@ class VerifierContract(OneThread):
 
     def labels(self) -> list[str]:
         """Draft labels of ``crossdraft certify`` that are compatible with the verifier."""
-        found = []
+        labels = []
         for label, kind in DRAFTS.items():
             drafter, config = kind.config(GAMMA)
             draft = drafter.traits(config, self.sampling)
             if incompatible(kind.drafter, draft, self.rule.name, self.traits, self.sampling) is None:
-                found.append(label)
-        return found
+                labels.append(label)
+        return labels
 
     def recorded(self, steps: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
         """Yield drafts of real steps: label, draft, p, and the random source, streams and position of the step."""
@@ -114,10 +114,10 @@ class VerifierContract(OneThread):
         for number, label in enumerate(self.labels()):
             for toy in (toys[name] for name in (TOYS if number else (*TOYS, DEEP))):
                 lengths = [toy.gamma, min(toy.gamma, GAMMA)][: options["steps"]]
-                found = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
+                labels = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
                 if self.traits.lossless:
-                    assert found.tv <= TOLERANCE, (
-                        f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {found.tv:.3g} away "
+                    assert labels.tv <= TOLERANCE, (
+                        f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {labels.tv:.3g} away "
                         f"from the target's distribution (total variation, toy {toy.name}). Fix it, or declare "
                         "lossless=False"
                     )
@@ -133,28 +133,30 @@ class VerifierContract(OneThread):
     def test_rows_do_not_share_state(self) -> None:
         """With equal random numbers, a row has the same verdict by itself and in a batch."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            whole = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            batched = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
                 rng = numbers.for_step([streams[row]], [position], p.device)
-                alone = self.judge(
+                single = self.judge(
                     self.make(), draft.map_rows(lambda t, row=row: t[row : row + 1]), p[row : row + 1], rng
                 )
-                same = int(alone.length[0]) == int(whole.length[row]) and int(alone.token[0]) == int(whole.token[row])
+                same = int(single.length[0]) == int(batched.length[row]) and int(single.token[0]) == int(
+                    batched.token[row]
+                )
                 assert same, (
                     f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts has verdict "
-                    f"({int(whole.length[row])}, {int(whole.token[row])}) in a batch and "
-                    f"({int(alone.length[0])}, {int(alone.token[0])}) by itself. The index of a random number must not "
-                    "depend on the width of the batch"
+                    f"({int(batched.length[row])}, {int(batched.token[row])}) in a batch and ({int(single.length[0])}, "
+                    f"{int(single.token[0])}) by itself. The index of a random number must not depend on the width of "
+                    "the batch"
                 )
 
     def test_nothing_is_written_into(self) -> None:
         """verify() does not modify the draft or p."""
         for label, draft, p, numbers, streams, position in self.recorded(3):
-            before = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
-            law = p.clone()
+            tensors = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
+            p_before = p.clone()
             self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
-            changed = [name for name, t in before.items() if not torch.equal(t, getattr(draft, name))]
-            assert not changed and torch.equal(law, p), (
+            changed = [name for name, t in tensors.items() if not torch.equal(t, getattr(draft, name))]
+            assert not changed and torch.equal(p_before, p), (
                 f"'{self.rule.name}' writes into {', '.join(changed) or 'p'} of '{label}' drafts"
             )
 
@@ -171,11 +173,11 @@ class VerifierContract(OneThread):
     def test_nothing_waits_for_the_device(self) -> None:
         """verify() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         for label, draft, p, _, streams, position in self.recorded(2):
-            away = draft.map_rows(lambda t: t.to("meta"))
+            on_meta = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
-                    self.judge(self.make(), away, p.to("meta"), rng)
+                    self.judge(self.make(), on_meta, p.to("meta"), rng)
             except (NotImplementedError, RuntimeError) as error:
                 if "meta" not in str(error).lower():
                     raise

@@ -93,7 +93,7 @@ def write_card(
     positions = len(log[-1]["positions"])
     by_position = "" if positions == 1 else ", by its place in the draft"
     others = f" {len(train) - written} finished texts come from {_names(finished)}." if finished else ""
-    given = f", the others come from {_names(questions)}" if questions else ""
+    other_sources = f", the others come from {_names(questions)}" if questions else ""
     start = []
     if start_from := trainer.recipe.start_from:
         digest = weights_sha256(resolve(start_from, heads=True).path)
@@ -105,7 +105,7 @@ def write_card(
         *start,
         f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were sampled from "
         f"the target at temperature {', '.join(f'{x:g}' for x in temperatures)}; {invented} of their questions were "
-        f"also sampled from it (Magpie){given}.{others}",
+        f"also sampled from it (Magpie){other_sources}.{others}",
         f"Objective: {objective}",
         f"Training: {trainer.step} steps, {trainer.seconds / 60:.1f} minutes, {trainer.tokens} response tokens seen, "
         f"device {trainer.device}, precision {trainer.precision}",

@@ -197,12 +197,12 @@ class SampledHead:
     Args:
         head: ``[V, H]``, of the target.
         occurring: tokens included in every step.
-        wanted: random rows per step; 0, or at least the number of other tokens, selects the full head.
+        n_sampled: random rows per step; 0, or at least the number of other tokens, selects the full head.
         seed: of the sample, together with the step.
     """
 
-    def __init__(self, head: Tensor, occurring: Iterable[int], wanted: int, seed: int):
-        self.head, self.wanted, self.seed = head, wanted, seed
+    def __init__(self, head: Tensor, occurring: Iterable[int], n_sampled: int, seed: int):
+        self.head, self.n_sampled, self.seed = head, n_sampled, seed
         self._common = torch.tensor(sorted(set(occurring)), dtype=torch.long, device=head.device)
         rest = torch.ones(len(head), dtype=torch.bool, device=head.device)
         rest[self._common] = False
@@ -210,18 +210,18 @@ class SampledHead:
 
     def row_indices(self, tokens: Tensor) -> Tensor:
         """Row indices ``[n]`` of occurring ``tokens [n]`` in every step."""
-        whole = not 0 < self.wanted < len(self._others)
+        whole = not 0 < self.n_sampled < len(self._others)
         return tokens if whole else torch.searchsorted(self._common, tokens)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Rows ``[R, H]`` of a step, and the log ``[R]`` float32 of the number of tokens that each represents."""
         others, device = self._others, self.head.device
-        if not 0 < self.wanted < len(others):
+        if not 0 < self.n_sampled < len(others):
             return self.head, torch.zeros(len(self.head), device=device)
         random_order = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        chosen = others[torch.randperm(len(others), generator=random_order)[: self.wanted].to(device)]
-        share = math.log(len(others) / self.wanted)
-        bias = torch.cat([torch.zeros(len(self._common)), torch.full((self.wanted,), share)]).to(device)
+        chosen = others[torch.randperm(len(others), generator=random_order)[: self.n_sampled].to(device)]
+        share = math.log(len(others) / self.n_sampled)
+        bias = torch.cat([torch.zeros(len(self._common)), torch.full((self.n_sampled,), share)]).to(device)
         return self.head[torch.cat([self._common, chosen])], bias
 
 

@@ -42,14 +42,14 @@ class Questions:
     """Assignment of indices to given or generated questions.
 
     Args:
-        given: questions, in order of use.
+        questions: given ones, in order of use.
         invented: share of texts with generated questions; if it is not 0, all are generated once the given ones are
             used up.
         seed: of the assignment, together with the index.
     """
 
-    def __init__(self, given: Sequence[str], invented: float, seed: int):
-        self.given, self.invented, self._seed = list(given), invented, seed
+    def __init__(self, questions: Sequence[str], invented: float, seed: int):
+        self.questions, self.invented, self._seed = list(questions), invented, seed
         # Share of requested questions, because some are never finished.
         self._generated_share = invented / (FINISHED + (1 - FINISHED) * invented)
         self._given_index: list[int | None] = []
@@ -59,10 +59,10 @@ class Questions:
         """Given question of an index, or None if it is generated. Raises IndexError after the last."""
         while len(self._given_index) <= index:
             draw = random.Random(f"{self._seed} {len(self._given_index)}").random()
-            used_up = self._used >= len(self.given)
-            if used_up and self.given and self.invented and not self._logged:
+            used_up = self._used >= len(self.questions)
+            if used_up and self.questions and self.invented and not self._logged:
                 self._logged = True
-                _log(f"all {len(self.given)} questions are used; the target generates the others")
+                _log(f"all {len(self.questions)} questions are used; the target generates the others")
             if draw < self._generated_share or (used_up and self.invented):
                 self._given_index.append(None)
             elif used_up:
@@ -71,7 +71,7 @@ class Questions:
                 self._given_index.append(self._used)
                 self._used += 1
         given_index = self._given_index[index]
-        return None if given_index is None else self.given[given_index]
+        return None if given_index is None else self.questions[given_index]
 
 
 def write(
@@ -183,14 +183,14 @@ def _write_batch(
 ) -> Generator[tuple[int, Text]]:
     """Yield the texts of ``indices`` in order, skipping unfinished or too long questions."""
     prompts: dict[int, Text] = {}
-    given: dict[int, str | None] = {}
+    questions: dict[int, str | None] = {}
     for index in indices:
         try:
-            given[index] = plan.at(index)
+            questions[index] = plan.at(index)
         except IndexError:
             break
-    invented = writer.invent([index for index, question in given.items() if question is None])
-    for index, question in given.items():
+    invented = writer.invent([index for index, question in questions.items() if question is None])
+    for index, question in questions.items():
         source = "invented" if question is None else "given"
         if (question := question or invented.get(index)) is not None:
             prompt = writer.chat.conversation(question)

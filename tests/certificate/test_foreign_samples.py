@@ -161,7 +161,7 @@ def test_a_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int)
     paths: dict[int, list[int]] = {}
     for part in subtrees(tree, most):
         assert len(part.nodes) <= most
-        for i, (node, parent, wanted) in enumerate(zip(part.nodes, part.parents, part.wanted, strict=True)):
+        for i, (node, parent, wanted) in enumerate(zip(part.nodes, part.parents, part.is_output, strict=True)):
             assert parent < i and (parent >= 0) == (node > 0)
             assert parent < 0 or part.nodes[parent] == tree.parents[node]
             if wanted:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from replay_fixtures import Said, configured, making
+from replay_fixtures import RecordedResponse, configured, making
 
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
@@ -15,7 +15,7 @@ from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, s
 
 V = 11
 WARM = Sampling(temperature=1.0)
-TEXTS = [Said([1, 2, 3], [4, 5, 6, 7]), Said([3], [9, 9])]
+TEXTS = [RecordedResponse([1, 2, 3], [4, 5, 6, 7]), RecordedResponse([3], [9, 9])]
 
 
 class Uniform(Drafter):
@@ -71,7 +71,9 @@ def target(tiny_model: Callable) -> Any:
     return tiny_model("llama", vocab_size=V, context=24, copy="refused")
 
 
-def replay(drafter: tuple[Any, Any], target: Any, texts: Sequence[Said] = TEXTS, sampling: Sampling = WARM) -> list:
+def replay(
+    drafter: tuple[Any, Any], target: Any, texts: Sequence[RecordedResponse] = TEXTS, sampling: Sampling = WARM
+) -> list:
     return list(score_drafter(drafter, texts, making(target, sampling, target), depth=4))
 
 
@@ -128,14 +130,14 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
 @pytest.mark.parametrize(
     "text, says",
     [
-        (Said([], [1]), "the prompt is empty"),
-        (Said([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
-        (Said([-1], [2]), "token -1 is outside"),
-        (Said([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
-        (Said([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
+        (RecordedResponse([], [1]), "the prompt is empty"),
+        (RecordedResponse([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
+        (RecordedResponse([-1], [2]), "token -1 is outside"),
+        (RecordedResponse([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
+        (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
-def test_a_text_that_the_target_cannot_have_said(text: Said, says: str, target: Any) -> None:
+def test_a_text_that_the_target_cannot_have_said(text: RecordedResponse, says: str, target: Any) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")
@@ -172,7 +174,7 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
 
 
 def test_a_draft_ends_with_the_context(target: Any) -> None:
-    text = Said([1] * 18, [2, 3, 4, 5, 6, 7])
+    text = RecordedResponse([1] * 18, [2, 3, 4, 5, 6, 7])
     for drafter in (plain(Uniform), configured("draft-model", model="x")):
         (found,) = replay(drafter, target, [text])
         most = 2 if drafter[0] is Uniform else 4
@@ -181,7 +183,7 @@ def test_a_draft_ends_with_the_context(target: Any) -> None:
 
 def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> None:
     """The second text is known from the first, whatever room there would be for both at once."""
-    text = Said([1], [2, 3, 4])
+    text = RecordedResponse([1], [2, 3, 4])
     first, second = replay(plain(strategies.Frequent), target, [text, text])
     assert first.lengths.tolist() == [0, 0, 0]
     assert second.lengths.tolist() == [1, 1, 1] and (second.log_q[:, 0] == 0).all()
