@@ -204,7 +204,7 @@ def test_json(capsys: Any, found: Found, only: Callable) -> None:
             lp=mine.lp,
         )
     )
-    # Its first step is not bound by what holds for rules that keep the law of every step.
+    # Its first step is not bound by the bounds of drop-in verifiers.
     assert rows["G1", "chain", "greedy-block"]["single_draft"] is None
     assert rows["G1", "chain", "greedy-block"]["lp"] is None
     assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(mine.full_information)

@@ -1,4 +1,4 @@
-"""The law of the first token on a real model: right rules pass, wrong ones and the control are seen."""
+"""Distribution of the first token on a real model: valid verifiers pass, wrong ones and the control are rejected."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ContractError
 
-#: Two laws of ten tokens; each calls one token impossible that the other knows, and neither knows the last.
+#: Two distributions over ten tokens; each has a token of probability 0 that the other has not, and both the last.
 P = torch.tensor([0.30, 0.20, 0.15, 0.12, 0.08, 0.08, 0.05, 0.02, 0.0, 0.0], dtype=torch.float64)
 Q = torch.tensor([0.10, 0.25, 0.30, 0.02, 0.08, 0.12, 0.00, 0.08, 0.05, 0.0], dtype=torch.float64)
 
@@ -40,7 +40,7 @@ def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.T
     ]
 
 
-# -- the law -------------------------------------------------------------------------------------------------
+# -- distribution -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_hundred_thousand_samples() -> None:
 
 @pytest.mark.parametrize("verifier, draft", [("block", "chain"), ("traversal", "iid-2"), ("spectr", "iid-3")])
 def test_longer_drafts(verifier: str, draft: str) -> None:
-    """Block rules look past the first token before they settle it: its law must be P_0 all the same."""
+    """Block verifiers use later tokens to decide the first: its distribution must be P_0 nevertheless."""
     (result,) = counted(case(verifier, draft, gamma=3))
     assert result.target.p_value > 1e-3
 

@@ -1,4 +1,4 @@
-"""``crossdraft certify --samples``: draws of somebody else's sampler, right ones and wrong ones."""
+"""``crossdraft certify --samples``: draws of an external sampler, correct and wrong."""
 
 import json
 from collections import Counter

@@ -66,7 +66,7 @@ class Counts(Drafter):
 
 
 class LiesOnceItLearnt(Counts):
-    """Reports the law it began with, whatever it has seen since."""
+    """Drafter that reports its initial distribution although it has changed."""
 
     name = "lies-once-it-learnt"
 
@@ -85,7 +85,7 @@ class LiesTheSecondTime(Counts):
 
 
 class LiesAboutHistory(Counts):
-    """After two equal tokens of its own step it reports a law that it did not draw from."""
+    """Drafter that reports a wrong distribution after two equal tokens of its own step."""
 
     name = "lies-about-history"
 
@@ -150,7 +150,7 @@ def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str
 
 
 def test_what_was_learnt_is_what_was_said(toys: dict[str, Toy]) -> None:
-    """By hand, on T0 with drafts of one token: E[tau] of step two is the mean over what step one said."""
+    """T0 with drafts of one token, by hand: E[tau] of step two is the mean over the outputs of step one."""
     p = (1 / 3, 2 / 3)
 
     def accepted(counts: tuple[float, float]) -> float:

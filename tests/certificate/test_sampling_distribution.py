@@ -1,4 +1,4 @@
-"""The sampled law: what generator, loop and rules say on a real model follows the target's exact law.
+"""Sampling distribution: outputs of generator, loop and verifiers on a real model follow the target's distribution.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
 that serves the wrong context. A chi-square of the joint law of four tokens, two to four steps long, can. It

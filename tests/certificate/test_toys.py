@@ -68,7 +68,7 @@ def test_the_first_token_has_a_law_of_its_own() -> None:
 
 @pytest.mark.parametrize("label", ["chain", "iid-2", "tree-wor-2-1"])
 def test_every_id_is_a_token_of_the_vocabulary(toys: dict[str, Toy], label: str) -> None:
-    """Of prompts, too: tables and indices of size V are what strategies are made of."""
+    """Large V, also of prompts: strategies allocate tables and indices of size V."""
     kind, ids = DRAFTS[label], set()
 
     class Spy(plugins.get("drafters", kind.drafter)):

@@ -65,7 +65,7 @@ class Chain(Drafter):
         return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1)))
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What is drawn from, and what is reported."""
+        """Sampled and reported distributions."""
         law = logits.softmax(-1)
         return law, law
 
@@ -92,7 +92,7 @@ class DropsWhatItLookedAt(Chain):
 
 
 class SharesState(Chain):
-    """What it drafts follows the first slot."""
+    """Drafts depend on the first slot."""
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         law = logits[:1].softmax(-1).expand_as(logits)

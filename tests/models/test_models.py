@@ -266,7 +266,7 @@ def wheel(tmp_path: Path, target: Path, monkeypatch: Any) -> Any:
 
 
 def left(cache: Path) -> list[str]:
-    """What a fetch left in the cache, but for the lock file (which some platforms remove)."""
+    """Files in the cache after a fetch, without the lock file (which some platforms remove)."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 

@@ -48,7 +48,7 @@ def test_linear_layers_are_rounded(directory: Path, kind: str, share: float, bit
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_is_decoded_as_it_decodes_itself(directory: Path, temperature: float) -> None:
-    """As a target, and with itself as its drafter, which then says what the target says."""
+    """Quantised model as target, and as its own drafter, which then agrees with the target."""
     target = load_model(f"{directory}@int8", dtype="float32")
     prompts, options = [[7, 8, 9], [5]], {"temperature": temperature, "max_new_tokens": 12, "seed": 3}
     alone = generate(target, prompts, drafter="none", **options)

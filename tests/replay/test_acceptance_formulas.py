@@ -20,7 +20,7 @@ CLOSE = 1e-12
 
 
 def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> DraftScores:
-    """What replay knows of an output whose first steps draft all but its last token."""
+    """Scores of an output whose first steps draft all but its last token."""
     t, logs = len(output), np.full((len(output), len(output)), -np.inf)
     laws = [[law(output[:i]) for i in range(t)] for law in (p, q)]
     for at in range(t):

@@ -56,7 +56,7 @@ def target(tmp_path_factory: Any) -> Target:
 
 @pytest.fixture(scope="module")
 def text(target: Target) -> list[int]:
-    """What the target says after START at temperature 0."""
+    """Greedy output of the target after START."""
     return argmax_text(target.loaded.model, START, 24)
 
 
@@ -147,7 +147,7 @@ def swapped(key: str) -> Damage:
 
 
 def reads_a_norm(path: Path) -> None:
-    """One that it was not trained with: its weights, and that it is to be read, which is said where nothing is."""
+    """An additional norm: its weights, and the config entry that enables it."""
 
     @tensors
     def weights(found: dict[str, torch.Tensor]) -> None:

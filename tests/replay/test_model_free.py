@@ -26,7 +26,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
 
 
 def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) -> np.ndarray:
-    """What the real drafter proposes when every step commits one token."""
+    """Proposals of the real drafter if every step commits one token."""
     context = DraftContext(SAMPLING, 1, 100, 4, torch.device("cpu"))
     drafter = PromptLookup(config.model_copy(update={"gamma": depth}), context)
     sequences = Sequences([list(prompt)], torch.zeros(1, 100, dtype=torch.long), [depth], [0])

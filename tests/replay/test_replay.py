@@ -86,7 +86,7 @@ def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
 
 
 def test_differences_are_paired_by_prompt() -> None:
-    """As a run pairs them: where every step is certain, with the same records."""
+    """Pairing as in a run; with certain acceptance, equal records."""
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
     def certain(every: int) -> Any:

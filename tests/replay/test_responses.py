@@ -1,4 +1,4 @@
-"""What recorded responses are read from, and what is refused with file, line and key."""
+"""Sources of recorded responses, and errors with file, line and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be forced is refused with a sentence, and so is a text that the target cannot have said."""
+"""Errors of teacher forcing: unsupported drafters, and texts that are not valid for the target."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ TEXTS = [RecordedResponse([1, 2, 3], [4, 5, 6, 7]), RecordedResponse([3], [9, 9]
 
 
 class Uniform(Drafter):
-    """Two tokens from a uniform law; subclasses break a rule each."""
+    """Two tokens from a uniform distribution; each subclass violates one rule of the contract."""
 
     name = "uniform"
     point_mass = False
@@ -190,7 +190,7 @@ def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> No
 
 
 def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
-    """Lengths under a policy, drawn freely: the law of the length, not that of the text."""
+    """Draft lengths under a policy, sampled: their distribution does not depend on the text."""
     never = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 0})
     always = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)

@@ -1,4 +1,4 @@
-"""What tests of replay share: recorded responses, contexts over tiny models, and runs that say what they drew."""
+"""Fixtures of the replay tests: recorded responses, contexts over tiny models, runs with their drafts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RECIPES: dict[str, Callable[..., Any]] = {
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles SIGKILL."""
+    """An unhandled error, like SIGKILL."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def texts() -> tuple[list[Text], list[Text]]:
 
 
 def ended(made: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What two runs have to agree in: evaluations but for their time, and all tensors."""
+    """Values that must be equal in two runs: evaluations without times, and all tensors."""
     log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in made.log]
     tensors = dict(made.trainee.student.state_dict())
     for number, state in made.optimizer.state_dict()["state"].items():

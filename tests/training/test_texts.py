@@ -1,4 +1,4 @@
-"""Texts: the same after any kill and in any batch, loops that cannot be, and files that somebody else wrote."""
+"""Texts: equal after any kill and in any batch, endless loops, and third-party files."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def written(fast_target: LoadedModel) -> Callable[..., list[Text]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(written: Any, tmp_path_factory: Any) -> Path:
-    """The directory of a run that nobody killed."""
+    """Directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("undisturbed")
     written(directory)
     return directory
@@ -228,7 +228,7 @@ def test_a_question_follows_from_its_index(count: int, share: float, seed: int, 
         assert set(in_order) == {None}
 
 
-# Files that somebody else wrote.
+# Third-party files.
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_what_was_written_drafts_and_keeps_the_greedy_output(
 
 
 def test_the_training_time_test_is_what_drafting_does(target: Any, texts: Any, tmp_path: Any) -> None:
-    """The same laws after a root, step by step along the text."""
+    """The same distributions after a root, step by step along the text."""
     trainer = Trainer(target, RECIPES["eagle3"](epochs=1, unroll=4), tmp_path)
     trainer.run(*texts)
     text = max(texts[1], key=lambda t: len(t.prompt))

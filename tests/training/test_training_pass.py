@@ -188,7 +188,7 @@ def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, tex
 
 
 def test_texts_may_be_shorter_than_a_draft(target: Any, tmp_path: Any) -> None:
-    """Nothing runs over their end, and one that holds no place to learn from changes nothing."""
+    """Short texts are not overrun, and texts without positions to learn from have no effect."""
     short, one, long = Text([3], [4, 5], "given"), Text([6, 7], [8], "given"), Text([9] * 5, [2] * 9, "given")
     trainer = Trainer(target, recipe(look_ahead=5), tmp_path)
     trainer.trainee.prepare([short, one, long])

@@ -61,7 +61,7 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Subtree:
-    """Nodes scored in one batch; ``parents`` are indices into ``nodes``, and nodes without ``is_output`` are context."""
+    """Nodes scored in one batch; ``parents`` are indices into ``nodes``, and the others are context."""
 
     nodes: list[int]
     parents: list[int]
