@@ -97,7 +97,7 @@ class DrafterContract(OneThread):
         decoder = self.decoder(batch_size, temperature, **{"max_new_tokens": NEW_TOKENS, **loop})
         return _by_index(decoder.run([self.setting.prompts[i] for i in chosen], chosen), chosen)
 
-    def where_text_is_settled(self) -> list[float]:
+    def deterministic_temperatures(self) -> list[float]:
         """Temperatures at which the text of a sequence depends on its prompt and random numbers only.
 
         With a drafter that remembers other sequences, samples depend on these too.
@@ -133,7 +133,7 @@ class DrafterContract(OneThread):
             if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
                 assert any(widths), "nothing was drafted: choose options or prompts with which it drafts"
 
-    def test_q_is_the_law_of_the_draw(self) -> None:
+    def test_q_is_the_draft_distribution(self) -> None:
         """Over thousands of drafts, token frequencies match the reported q.
 
         Given the earlier draws, the indicator of a token minus its q has mean 0 for any shape of the draft. The mean
@@ -155,7 +155,7 @@ class DrafterContract(OneThread):
             "Report the probabilities after temperature, top-k and top-p"
         )
 
-    def test_the_output_keeps_the_targets_law(self) -> None:
+    def test_output_follows_the_target(self) -> None:
         """With lossless verifiers the joint distribution of two steps is the target's, by enumeration on exact models.
 
         One drafter instance makes both steps, so that what it learns in the first is included.
@@ -179,7 +179,7 @@ class DrafterContract(OneThread):
 
     def test_rows_do_not_share_state(self) -> None:
         """A sequence has the same tokens and acceptance by itself and in a ragged batch, in any slot."""
-        for temperature in self.where_text_is_settled():
+        for temperature in self.deterministic_temperatures():
             batched = self.decode(3, temperature)
             for i, response in batched.items():
                 single = self.decode(1, temperature, [i])[i]
@@ -193,7 +193,7 @@ class DrafterContract(OneThread):
                         "by itself"
                     )
 
-    def test_a_slot_is_handed_over_clean(self) -> None:
+    def test_reused_slots(self) -> None:
         """A sequence in a reused slot is decoded as in a new one."""
         for temperature in self.each_temperature():
             decoder = self.decoder(1, temperature, max_new_tokens=NEW_TOKENS)
@@ -221,7 +221,7 @@ class DrafterContract(OneThread):
 
     def test_an_end_of_sequence_inside_a_draft(self) -> None:
         """Tokens after an end-of-sequence token are removed, without effect on the next sequence."""
-        for temperature in self.where_text_is_settled():
+        for temperature in self.deterministic_temperatures():
             ended = self.decode(2, temperature, eos=[self.setting.eos])
             whole = self.decode(2, temperature)
             for i, response in ended.items():
@@ -239,7 +239,7 @@ class DrafterContract(OneThread):
                 f"at temperature 0 prompt {i} yields {response.tokens}, and without drafts {single[i].tokens}"
             )
 
-    def test_whether_it_remembers(self) -> None:
+    def test_remembers(self) -> None:
         """`Drafter.remembers` returns the value of the test class; replay and the bench rely on it."""
         assert (remembered := self.drafting.remembers(self.config)) == self.remembers, (
             f"remembers(config) is {remembered} for {self.config!r}, but the test class has remembers = "
@@ -279,7 +279,7 @@ class DrafterContract(OneThread):
                     "start()"
                 )
 
-    def test_retire_is_told_how_a_sequence_ended(self) -> None:
+    def test_free_receives_the_finish_reason(self) -> None:
         """free(row, finish_reason) is called once for every sequence, and may be called for an aborted one."""
         decoder = self.decoder(2, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
         reasons: list[Any] = []
@@ -329,7 +329,7 @@ class DrafterContract(OneThread):
                         f".tolist(), a mask as an index). Set asks_device = True if it must ({error})"
                     ) from error
 
-    def test_the_law_of_a_text(self) -> None:
+    def test_text_distribution(self) -> None:
         """`text_distribution` yields the same probabilities as drafts at each token of a text."""
         drafts = type("TeacherForced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
         for temperature in self.each_temperature():
