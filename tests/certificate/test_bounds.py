@@ -278,7 +278,7 @@ def test_largest_built_in_case(found: Found) -> None:
     assert 2.294853776 < mine.lp < mine.full_information < 3  # better than two sequences
 
 
-def test_draft_law_of_nothing() -> None:
+def test_draft_distribution_without_drafts() -> None:
     drafts = DraftDistribution(gamma=2, trees={frozenset(): 1.0})
     joint = {(0,): 0.5, (1,): 0.5}
     assert drafts.is_chain

@@ -33,7 +33,7 @@ class Counts(Drafter):
 
     def __init__(self, config: StrategyConfig, context: Any):
         super().__init__(config, context)
-        self.law: dict[int, torch.Tensor] = {}
+        self.probs: dict[int, torch.Tensor] = {}
         self.proposed = 0
 
     @classmethod
@@ -41,14 +41,14 @@ class Counts(Drafter):
         return DraftTraits(drawn="chain", point_mass=False, nodes=config.gamma)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
-        self.law[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
+        self.probs[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         self.proposed += 1
         steps = min(self.config.gamma, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
-        q = torch.stack([law / law.sum() for _, law in sorted(self.law.items())])
+        q = torch.stack([probs / probs.sum() for _, probs in sorted(self.probs.items())])
         tokens = torch.stack([rng.draw(self.drawn_from(q), "draft", i) for i in range(steps)], 1)
         length = torch.tensor(sequences.limit).clamp(max=steps)
         return Draft.chain(tokens, length, self.reported(q, sequences)[:, None].expand(-1, steps, -1).contiguous())
@@ -56,7 +56,9 @@ class Counts(Drafter):
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         for row, history in enumerate(sequences.history):
             for token in history[-accepted[row] - 1 :]:
-                self.law[row] = self.law[row].index_add(0, torch.tensor([token]), torch.ones(1, dtype=torch.float64))
+                self.probs[row] = self.probs[row].index_add(
+                    0, torch.tensor([token]), torch.ones(1, dtype=torch.float64)
+                )
 
     def drawn_from(self, q: torch.Tensor) -> torch.Tensor:
         return q
@@ -109,12 +111,12 @@ class SharedCounts(Counts):
         self.shared = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
-        self.law[row] = self.shared
+        self.probs[row] = self.shared
 
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         super().observe(sequences, draft, verdict, accepted, scores)
-        self.shared = self.law[0]
-        self.law = dict.fromkeys(self.law, self.shared)
+        self.shared = self.probs[0]
+        self.probs = dict.fromkeys(self.probs, self.shared)
 
 
 class SharedLie(SharedCounts):
@@ -149,7 +151,7 @@ def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str
     assert two.expected_tau[1] > two.expected_tau[0] + 0.01
 
 
-def test_what_was_learnt_is_what_was_said(toys: dict[str, Toy]) -> None:
+def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
     """T0 with drafts of one token, by hand: E[tau] of step two is the mean over the outputs of step one."""
     p = (1 / 3, 2 / 3)
 

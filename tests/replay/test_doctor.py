@@ -242,9 +242,7 @@ def test_the_mistake_is_named(
         assert as_it_is.block_efficiency.value < likely[0].row.block_efficiency.value - 0.5
 
 
-def test_nothing_is_said_of_a_sound_head(
-    target: Target, responses: list[Response], trained: Callable[..., Path]
-) -> None:
+def test_sound_heads_have_no_findings(target: Target, responses: list[Response], trained: Callable[..., Path]) -> None:
     drafter = configured("eagle3", model=str(trained("eagle3")), layers=LAYERS)
     misconfigurations = list(
         drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)

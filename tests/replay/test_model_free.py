@@ -155,7 +155,7 @@ def test_the_same_by_propose_and_by_the_fast_path() -> None:
         assert np.array_equal(fast.log_q, slow.log_q) and np.array_equal(fast.lengths, slow.lengths)
 
 
-def test_who_needs_no_model() -> None:
+def test_model_free_drafters() -> None:
     assert is_model_free(PromptLookup, PromptLookup.Config(), SAMPLING)
     assert is_model_free(Echo, Echo.Config(), SAMPLING)
     small = plugins.get("drafters", "draft-model")
@@ -169,7 +169,7 @@ def test_who_needs_no_model() -> None:
         assert not is_model_free(own, config, Sampling(temperature=0)), name
 
 
-def test_who_cannot_be_replayed_is_told_so() -> None:
+def test_drafters_that_cannot_be_replayed() -> None:
     with pytest.raises(UsageError, match="'learner' remembers earlier sequences"):
         next(score_model_free(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
 

@@ -179,7 +179,7 @@ def test_no_such_source() -> None:
         list(Reader().read(["nowhere/said.jsonl"]))
 
 
-def test_an_empty_response_is_left_out_and_said(read: Any) -> None:
+def test_empty_responses_are_skipped(read: Any) -> None:
     found, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
     assert len(found) == 1 and reader.assumed["skipped: without tokens"] == 1
 

@@ -131,8 +131,8 @@ def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said
         at = torch.arange(n)
         for model, check in ((small, one.log_q[:, 0]), (target, one.log_p)):
             with torch.no_grad():
-                law = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
-            assert np.allclose(law[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
+                probs = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            assert np.allclose(probs[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
         assert (one.lengths == 5).all()
         assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
 
@@ -159,13 +159,13 @@ def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     checked = 0
     for index, start, tokens, q in made.steps:
         log_q, x = found[index].log_q, made.responses[index].tokens
-        for j, (token, law) in enumerate(zip(tokens, q, strict=True)):
+        for j, (token, probs) in enumerate(zip(tokens, q, strict=True)):
             if start + j >= len(x):
                 break
             if token != x[start + j]:
                 assert np.exp(log_q[start, j]) < 1 - 1e-6
                 break
-            assert abs(np.exp(log_q[start, j]) - law) < tolerance
+            assert abs(np.exp(log_q[start, j]) - probs) < tolerance
             checked += 1
     return checked
 
@@ -192,9 +192,7 @@ def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling
 
 
 @pytest.mark.parametrize("name, temperature", [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_forced_laws_are_those_that_a_run_drew_from(
-    heads: Callable, target: Any, small: Any, name: str, temperature: float
-) -> None:
+def test_scores_equal_the_q_of_a_run(heads: Callable, target: Any, small: Any, name: str, temperature: float) -> None:
     drafter, make = case(name, heads, small, target, Sampling(temperature=temperature))
     made = run(make, drafter, "token", PROMPTS, new=16, rows=5)
     found = list(score_drafter(drafter, made.responses, make, depth=3, rows=3))
@@ -205,7 +203,7 @@ def test_forced_laws_are_those_that_a_run_drew_from(
     "name",
     [*("eagle3", "medusa"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp", "early-exit", "pass"))],
 )
-def test_forced_laws_are_those_of_a_drafter_that_begins_there(
+def test_scores_equal_a_new_drafter(
     heads: Callable, target: Any, small: Any, said: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)

@@ -81,7 +81,7 @@ def plain(cls: Any) -> tuple[Any, Any]:
     return cls, cls.Config()
 
 
-def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
+def test_a_valid_drafter_is_scored(target: Any) -> None:
     for one, text in zip(replay(plain(Uniform), target), TEXTS, strict=True):
         n = len(text.tokens)
         assert (one.lengths == 2).all()
@@ -112,14 +112,14 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (configured("lookahead"), "it adapts to the outcome of earlier steps"),
     ],
 )
-def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:
+def test_unsupported_drafters(drafter: Any, reason: str, target: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(UsageError, match=r"cannot be replayed: .*; measure it with crossdraft run") as caught:
         replay(drafter, target)
     assert reason in str(caught.value)
 
 
-def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None:
+def test_k_sequences_need_a_text_distribution(target: Any) -> None:
     with pytest.raises(UsageError, match="the distribution of its sequences depends on where a step starts"):
         list(score_drafter(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
@@ -137,7 +137,7 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
         (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
-def test_a_text_that_the_target_cannot_have_said(text: RecordedResponse, says: str, target: Any) -> None:
+def test_invalid_texts(text: RecordedResponse, says: str, target: Any) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")

@@ -38,8 +38,10 @@ def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> 
     for _ in range(max(most)):
         if all(eos in answer for answer in said):
             break
-        laws = [student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)]
-        for answer, token in zip(said, torch.multinomial(torch.stack(laws), 1)[:, 0].tolist(), strict=True):
+        distributions = [
+            student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)
+        ]
+        for answer, token in zip(said, torch.multinomial(torch.stack(distributions), 1)[:, 0].tolist(), strict=True):
             answer.append(0 if eos in answer else token)  # what pads a row that ended
     cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in said]
     return [answer[:longest] for answer, longest in zip(cut, most, strict=True)]
