@@ -155,7 +155,7 @@ class DraftModelTrainee(Trainee):
         states, target = self._states(batch)
         tokens = None
         if self.recipe.divergence == "nll":
-            tokens = self._rows.places(batch.ids[:, 1:][self._learnt(batch)[:, :-1]])
+            tokens = self._rows.row_indices(batch.ids[:, 1:][self._learnt(batch)[:, :-1]])
         rows, bias = self._rows.at(step)
         return distil(states, target, rows, bias, self.recipe.divergence, beta=self.recipe.beta, tokens=tokens)
 

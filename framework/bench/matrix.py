@@ -294,7 +294,7 @@ class _Expansion:
         except UsageError as error:
             raise self.places.error(path, str(error)) from None
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-            raise self.places.error(path, f"there is no model directory {printable(name)}")
+            raise self.places.error(path, f"model directory {printable(name)} does not exist")
         if "/" not in name:
             raise self._unknown(path, "model", name, names, "Or give a directory, or a Hub id (org/name).")
 

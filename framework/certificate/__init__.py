@@ -1,1 +1,1 @@
-"""Is a pair lossless? By enumeration on exact models, and by samples of a real model's first token."""
+"""Certificates of losslessness, by enumeration on exact models and by samples of real ones."""

@@ -147,7 +147,7 @@ def _main(args: argparse.Namespace) -> int:
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
     from ..recipe.prompts import load_prompts
-    from ..training.files import check_directory, claimed
+    from ..training.files import check_directory, claim_directory
 
     inputs = [args.target, *([recipe.start_from] if recipe.start_from else [])]
     check_directory(out, inputs, files if texts.tokens else (), force=args.force)

@@ -1,1 +1,1 @@
-"""Models by name: found, fetched, loaded, and told apart by digest."""
+"""Resolution, loading and digests of models."""

@@ -80,8 +80,8 @@ class ParseContext:
 
 def describe(sampling: Sampling) -> str:
     """Sampling parameters as text."""
-    given = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
-    return ", ".join(f"{key} {value:g}" for key, value in sorted(given.items(), reverse=True))
+    params = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
+    return ", ".join(f"{key} {value:g}" for key, value in sorted(params.items(), reverse=True))
 
 
 # -- values of a row -------------------------------------------------------------------------------------------
@@ -116,17 +116,17 @@ def log_probabilities(values: Any, key: str, count: int, where: str) -> np.ndarr
     return np.minimum(result, 0.0)
 
 
-def sampling_of(row: dict[str, Any], given: Sampling | None, where: str) -> Sampling | None:
+def sampling_of(row: dict[str, Any], default: Sampling | None, where: str) -> Sampling | None:
     """Sampling parameters of a row, by default ``given``. Raises UsageError if the two differ."""
     fields = {key: row[key] for key in Sampling.model_fields if row.get(key) is not None}
     if fields.get("top_k") == -1:  # off, in some engines
         fields["top_k"] = 0
     if not fields:
-        return given
+        return default
     try:
         result = Sampling.model_validate(fields)
     except ValidationError:
         raise UsageError(f"{where}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
-    if given is not None and result != given:
-        raise UsageError(f"{where}: sampled at {describe(result)}, but the options request {describe(given)}")
+    if default is not None and result != default:
+        raise UsageError(f"{where}: sampled at {describe(result)}, but the options request {describe(default)}")
     return result

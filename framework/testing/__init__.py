@@ -1,4 +1,4 @@
-"""The contract kit: what crossdraft's own drafters, verifiers and prompts are tested with, for third parties'.
+"""Contract tests of drafters, verifiers and prompts, for crossdraft's own and third-party ones.
 
     from crossdraft.testing import DrafterContract
 
@@ -7,7 +7,7 @@
         options = {"gamma": 3}
 
 Run it with pytest. Nothing is downloaded: models are small tables of probabilities, or a tiny model with random weights
-(`TinyModel`) for drafters that read a target's hidden states. What fails names the mistake.
+(`TinyModel`) for drafters that read a target's hidden states. Failures describe the mistake.
 """
 
 from .drafter_contract import DrafterContract

@@ -1,4 +1,4 @@
-"""What every drafter has to keep, as tests: `DrafterContract`."""
+"""Contract tests of drafters: `DrafterContract`."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from .interruptions import Interrupted, Place, interrupted
 from .one_thread import OneThread
 from .settings import Setting, Toys
 
-#: Rules that look at q in different ways; those that accept a drafter's drafts are used.
+#: Verifiers that use q in different ways; those compatible with the drafter are used.
 RULES = ("token", "block", "specinfer", "traversal", "sample-match")
-#: Decision paths of two steps that are enumerated, at most.
+#: Maximum decision paths of two enumerated steps.
 PATHS = 2.0**14
-#: A mean over steps this many standard deviations away from 0 is no accident: once in a million tests of 100 tokens.
+#: Standard deviations of a mean from 0 that fail a test: once in a million tests of 100 tokens.
 FAR = 6.0
 NEW_TOKENS = 12
-#: Rows of a batch in which drafts are counted.
+#: Batch size of the count of drawn tokens.
 ROWS = 128
 
 
 class DrafterContract(OneThread):
-    """Subclass it, name the drafter, and let pytest run what it inherits.
+    """Base class of a drafter's contract tests; subclass it, set the drafter, and run pytest.
 
     Attributes:
-        drafter: the class; for registered ones a name will do.
+        drafter: the class, or the name of a registered one.
         options: of its ``Config``.
         setting: `Toys`, or `TinyModel` for drafters that read hidden states or run the target's layers.
-        temperatures: of the target that the drafter is tried at.
-        asks_device: it reads values while it drafts (a confidence stop), so that it waits for the device.
-        remembers: what it learns from one sequence changes its drafts for the next, until `Drafter.reset`.
+        temperatures: of the target.
+        asks_device: the drafter synchronises with the device while drafting (such as a confidence stop).
+        remembers: drafts depend on earlier sequences, until `Drafter.reset`.
     """
 
     drafter: ClassVar[type[Drafter] | str]
@@ -59,7 +59,7 @@ class DrafterContract(OneThread):
     asks_device: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
-    # -- what it is made of -----------------------------------------------------------------------------------
+    # -- setup ------------------------------------------------------------------------------------------------
 
     @property
     def drafting(self) -> type[Drafter]:
@@ -74,21 +74,22 @@ class DrafterContract(OneThread):
         return self.drafting(self.config, context)
 
     def rules(self, sampling: Sampling) -> list[type[Any]]:
-        """Lossless rules that can judge its drafts at these parameters."""
+        """Lossless verifiers that are compatible with the drafter."""
         draft = self.drafting.traits(self.config, sampling)
         rules = [get("verifiers", name) for name in RULES]
         return [
-            rule
-            for rule in rules
-            if incompatible(self.drafting.name, draft, rule.name, rule.traits(rule.Config()), sampling) is None
+            verifier
+            for verifier in rules
+            if incompatible(self.drafting.name, draft, verifier.name, verifier.traits(verifier.Config()), sampling)
+            is None
         ]
 
     def decoder(self, batch_size: int, temperature: float, **loop: Any) -> Decoder:
         sampling = Sampling(temperature=temperature)
         context = self.setting.context(batch_size, sampling)
-        rule = self.rules(sampling)[0]
+        verifier = self.rules(sampling)[0]
         options = {"rng": CounterRng(7), "validate": "always", **loop}
-        return build_decoder(context, self.make, rule(rule.Config()), **options)
+        return build_decoder(context, self.make, verifier(verifier.Config()), **options)
 
     def decode(self, batch_size: int, temperature: float, prompts: Sequence[int] | None = None, **loop: Any) -> Any:
         """Responses by prompt; ``prompts`` are indices into the setting's."""
@@ -96,10 +97,10 @@ class DrafterContract(OneThread):
         decoder = self.decoder(batch_size, temperature, **{"max_new_tokens": NEW_TOKENS, **loop})
         return _by_index(decoder.run([self.setting.prompts[i] for i in chosen], chosen), chosen)
 
-    def where_text_is_settled(self) -> list[float]:
-        """Temperatures at which the text of a sequence follows from its prompt and random numbers alone.
+    def deterministic_temperatures(self) -> list[float]:
+        """Temperatures at which the text of a sequence depends on its prompt and random numbers only.
 
-        Where a drafter remembers other sequences, its drafts, and with them samples, follow from these too.
+        With a drafter that remembers other sequences, samples depend on these too.
         """
         return [t for t in self.each_temperature() if t == 0 or not self.remembers]
 
@@ -110,89 +111,90 @@ class DrafterContract(OneThread):
     # -- the tests --------------------------------------------------------------------------------------------
 
     def test_traits(self) -> None:
-        """Traits are decided from the config alone, and are what the loop makes room for."""
+        """Traits are valid and depend on the config only."""
         assert isinstance(self.drafting.name, str) and self.drafting.name, "the class needs a name"
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
             traits = self.drafting.traits(self.config, sampling)
             again = self.drafting.traits(self.config, sampling)
-            assert traits == again, "traits() must say the same for the same config"
-            assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, no count"
-            assert traits.kind is None or self.rules(sampling), (
-                f"no lossless rule judges '{traits.kind}' drafts at temperature {temperature:g}"
+            assert traits == again, "traits() must return equal values for equal configs"
+            assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, not a count"
+            assert traits.drawn is None or self.rules(sampling), (
+                f"no lossless verifier accepts '{traits.drawn}' drafts at temperature {temperature:g}"
             )
 
     def test_every_draft_keeps_the_contract(self) -> None:
-        """Tokens, parents, laws and limits of every draft of some dozens of steps, see `validate_draft`."""
+        """Every draft of some dozens of steps passes `validate_draft`."""
         for temperature in self.each_temperature():
             widths: list[int] = []
             watched = {"on_step": lambda event, widths=widths: widths.append(event.draft.width)}
             decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos], **watched)
             list(decoder.run(self.setting.prompts))
-            if self.drafting.traits(self.config, Sampling(temperature=temperature)).kind is not None:
-                assert any(widths), "nothing was ever drafted: choose options or prompts that make it draft"
+            if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
+                assert any(widths), "nothing was drafted: choose options or prompts with which it drafts"
 
-    def test_q_is_the_law_of_the_draw(self) -> None:
-        """Over thousands of drafts, tokens come as often as the q that is reported for them says.
+    def test_q_is_the_draft_distribution(self) -> None:
+        """Over thousands of drafts, token frequencies match the reported q.
 
-        Whatever the draft looks like, given what was drawn before, a token that is one with probability q is on average
-        (1 where it was drawn, else 0) - q = 0 away from it. So the mean over steps is tested for every node and token.
+        Given the earlier draws, the indicator of a token minus its q has mean 0 for any shape of the draft. The mean
+        over steps is tested for every node and token.
         """
         sampling = Sampling(temperature=1.0)
         if 1.0 not in self.each_temperature() or self.drafting.traits(self.config, sampling).point_mass:
-            return  # point masses claim nothing
+            return  # point masses have no q
         kept, looked_at = self._bias(sampling)
         if not kept:
             return
         if looked_at is not None and looked_at < FAR <= kept:
             raise AssertionError(
-                "a token that was looked at is dropped: tokens that stay in the draft do not follow their q "
-                f"({kept:.1f} standard deviations), though all that were drawn do. Keep it, or decide before drawing"
+                "a token was dropped depending on its value: tokens kept in the draft do not follow their q "
+                f"({kept:.1f} standard deviations), but all drawn ones do. Keep it, or decide before drawing"
             )
         assert kept < FAR, (
-            f"q is not the law that tokens are drawn from: they are off by {kept:.1f} standard deviations. Report the "
-            "law after every temperature, top-k and top-p that you applied"
+            f"q is not the distribution that tokens are drawn from: they deviate by {kept:.1f} standard deviations. "
+            "Report the probabilities after temperature, top-k and top-p"
         )
 
-    def test_the_output_keeps_the_targets_law(self) -> None:
-        """By enumeration on exact models: with lossless rules the joint law of two steps is the target's.
+    def test_output_follows_the_target(self) -> None:
+        """With lossless verifiers the joint distribution of two steps is the target's, by enumeration on exact models.
 
-        One drafter lives through both, so that what it learns in the first counts.
+        One drafter instance makes both steps, so that what it learns in the first is included.
         """
         if not isinstance(self.setting, Toys):
             pytest.skip("exact enumeration needs a target that is a table; the histogram and the greedy test remain")
         for temperature in self.each_temperature():
-            for rule in self.rules(Sampling(temperature=temperature))[:2]:
+            for verifier in self.rules(Sampling(temperature=temperature))[:2]:
                 for toy in self.setting.toys:
                     traits = self.drafting.traits(self.config, Sampling(temperature=temperature))
                     learns = self.drafting.remembers(self.config)
                     lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
                     options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
-                    found = certify(toy, lambda context, _: self.make(context), rule, **options)
-                    assert found.tv <= TOLERANCE, (
-                        f"with '{rule.name}' at temperature {temperature:g} the output is {found.tv:.3g} away from the "
-                        f"target's law (total variation, toy {toy.name}): q is not the law of the draw, a token that "
-                        "was looked at is dropped, or siblings are not drawn as traits.kind says"
+                    result = certify(toy, lambda context, _: self.make(context), verifier, **options)
+                    assert result.tv <= TOLERANCE, (
+                        f"with '{verifier.name}' at temperature {temperature:g} the output is {result.tv:.3g} away "
+                        f"from the target's distribution (total variation, toy {toy.name}): q is not the distribution "
+                        "of the draw, a token was dropped depending on its value, or siblings do not match "
+                        "traits.drawn"
                     )
 
     def test_rows_do_not_share_state(self) -> None:
-        """A sequence says and accepts the same alone and in a batch of ragged rows, whatever its slot."""
-        for temperature in self.where_text_is_settled():
-            score_drafters = self.decode(3, temperature)
-            for i, response in score_drafters.items():
-                alone = self.decode(1, temperature, [i])[i]
-                assert alone.tokens == response.tokens, (
-                    f"rows share state: at temperature {temperature:g} prompt {i} is answered {response.tokens} in a "
-                    f"batch and {alone.tokens} alone"
+        """A sequence has the same tokens and acceptance by itself and in a ragged batch, in any slot."""
+        for temperature in self.deterministic_temperatures():
+            batched = self.decode(3, temperature)
+            for i, response in batched.items():
+                single = self.decode(1, temperature, [i])[i]
+                assert single.tokens == response.tokens, (
+                    f"rows share state: at temperature {temperature:g} prompt {i} yields {response.tokens} in a batch "
+                    f"and {single.tokens} by itself"
                 )
                 if not self.remembers:
-                    assert [r.tau for r in alone.steps] == [r.tau for r in response.steps], (
+                    assert [r.tau for r in single.steps] == [r.tau for r in response.steps], (
                         f"rows share state: at temperature {temperature:g} prompt {i} has other drafts in a batch than "
-                        "alone"
+                        "by itself"
                     )
 
-    def test_a_slot_is_handed_over_clean(self) -> None:
-        """A sequence in a slot that another one has left is decoded as in a fresh one."""
+    def test_reused_slots(self) -> None:
+        """A sequence in a reused slot is decoded as in a new one."""
         for temperature in self.each_temperature():
             decoder = self.decoder(1, temperature, max_new_tokens=NEW_TOKENS)
             for i in range(len(self.setting.prompts)):
@@ -201,13 +203,13 @@ class DrafterContract(OneThread):
                 (used,) = decoder.run([self.setting.prompts[i]], [i])
                 fresh = self.decode(1, temperature, [i])[i]
                 assert used.tokens == fresh.tokens and _taus(used) == _taus(fresh), (
-                    f"a slot keeps what its last sequence left there: prompt {i} has drafts of {_taus(used)} accepted "
-                    f"tokens in a used slot and {_taus(fresh)} in a fresh one; forget it in start() or free()"
-                    + ("; memory across sequences goes in reset()" if self.remembers else "")
+                    f"a slot keeps state of its last sequence: prompt {i} has {_taus(used)} accepted tokens in a used "
+                    f"slot and {_taus(fresh)} in a new one; clear the state in start() or free()"
+                    + ("; clear memory across sequences in reset()" if self.remembers else "")
                 )
 
     def test_limits(self) -> None:
-        """A draft is no deeper than a row's limit, and nothing is drafted for a row that has no room."""
+        """Drafts respect the limit of each row, including 0."""
         decoder = self.decoder(3, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
         for row in range(3):
             decoder.start(row, self.setting.prompts[row], row, row)
@@ -215,11 +217,11 @@ class DrafterContract(OneThread):
             decoder.sequences.limit[:] = limits
             draft = self._propose(decoder)
             self._validate(draft, decoder)
-            decoder.drafter.observe(decoder.sequences, draft, *self._rejected(decoder, draft))
+            decoder.drafter.observe(decoder.sequences, draft, *self._reject_all(decoder, draft))
 
     def test_an_end_of_sequence_inside_a_draft(self) -> None:
-        """What follows an end-of-sequence token is cut, and the next sequence does not notice."""
-        for temperature in self.where_text_is_settled():
+        """Tokens after an end-of-sequence token are removed, without effect on the next sequence."""
+        for temperature in self.deterministic_temperatures():
             ended = self.decode(2, temperature, eos=[self.setting.eos])
             whole = self.decode(2, temperature)
             for i, response in ended.items():
@@ -228,25 +230,26 @@ class DrafterContract(OneThread):
                 assert response.tokens == cut, f"prompt {i} ends as {response.tokens}, not as {cut}"
 
     def test_greedy_decoding_is_the_targets_own(self) -> None:
-        """At temperature 0 the text is what the target says alone, whatever was drafted."""
+        """At temperature 0 the output equals decoding without drafts."""
         if 0.0 not in self.each_temperature():
             return
-        alone = self._without_drafter()
+        single = self._without_drafter()
         for i, response in self.decode(3, 0.0).items():
-            assert response.tokens == alone[i].tokens, (
-                f"at temperature 0 prompt {i} is answered {response.tokens}; the target alone says {alone[i].tokens}"
+            assert response.tokens == single[i].tokens, (
+                f"at temperature 0 prompt {i} yields {response.tokens}, and without drafts {single[i].tokens}"
             )
 
-    def test_whether_it_remembers(self) -> None:
-        """`Drafter.remembers` says of these options what the test class does; replay and the bench rely on it."""
-        assert (said := self.drafting.remembers(self.config)) == self.remembers, (
-            f"remembers(config) is {said} for {self.config!r}, and the test class has remembers = {self.remembers}. "
-            "By default it is True for a class that defines reset(): if options turn the memory off, define the "
-            "classmethod remembers(config), or replay refuses the drafter; if it remembers, set remembers = True"
+    def test_remembers(self) -> None:
+        """`Drafter.remembers` returns the value of the test class; replay and the bench rely on it."""
+        assert (remembered := self.drafting.remembers(self.config)) == self.remembers, (
+            f"remembers(config) is {remembered} for {self.config!r}, but the test class has remembers = "
+            f"{self.remembers}. By default it is True for a class that defines reset(): if options turn the memory "
+            "off, define the classmethod remembers(config), or replay rejects the drafter; if it remembers, set "
+            "remembers = True"
         )
 
     def test_reset_forgets_what_was_learnt(self) -> None:
-        """After reset() a drafter drafts as a new one: results do not depend on what it was warmed up with."""
+        """After reset() a drafter equals a new one: results do not depend on the warm-up."""
         temperature = self.each_temperature()[0]
         decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
         list(decoder.run(self.setting.prompts))
@@ -255,12 +258,12 @@ class DrafterContract(OneThread):
         fresh = self.decode(2, temperature)
         for i, response in again.items():
             assert _taus(response) == _taus(fresh[i]), (
-                f"reset() leaves something behind: prompt {i} has drafts of {_taus(response)} accepted tokens after a "
-                f"warm-up and {_taus(fresh[i])} without one"
+                f"reset() is incomplete: prompt {i} has {_taus(response)} accepted tokens after a warm-up and "
+                f"{_taus(fresh[i])} without one; clear all memory in reset()"
             )
 
     def test_an_interrupted_step_leaves_nothing(self) -> None:
-        """After an error in the drafter, the target or the verifier a decoder drafts as a new one."""
+        """After an error in the drafter, the target or the verifier a decoder equals a new one."""
         temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
         fresh = self.decode(2, temperature, [0, 1], **short)
         decoder = self.decoder(2, temperature, **short)
@@ -271,32 +274,32 @@ class DrafterContract(OneThread):
             for i, response in _by_index(decoder.run(prompts)).items():
                 same = response.tokens == fresh[i].tokens and _taus(response) == _taus(fresh[i])
                 assert same, (
-                    f"an error in the {place}, in the middle of a step, leaves something behind: prompt {i} has "
-                    f"drafts of {_taus(response)} accepted tokens afterwards and {_taus(fresh[i])} in a new decoder; "
-                    "forget it in start()"
+                    f"an error in the {place}, in the middle of a step, leaves state behind: prompt {i} has "
+                    f"{_taus(response)} accepted tokens afterwards and {_taus(fresh[i])} in a new decoder; clear it in "
+                    "start()"
                 )
 
-    def test_retire_is_told_how_a_sequence_ended(self) -> None:
-        """retire(row, finish) is called once for every sequence, and may be called for one that is given up."""
+    def test_free_receives_the_finish_reason(self) -> None:
+        """free(row, finish_reason) is called once for every sequence, and may be called for an aborted one."""
         decoder = self.decoder(2, self.each_temperature()[0], max_new_tokens=NEW_TOKENS)
-        told: list[Any] = []
+        reasons: list[Any] = []
         free = decoder.drafter.free
 
-        def listening(row: int, finish_reason: str | None = None) -> None:
-            told.append(finish_reason)
+        def record(row: int, finish_reason: str | None = None) -> None:
+            reasons.append(finish_reason)
             free(row, finish_reason)
 
-        decoder.drafter.free = listening  # type: ignore[method-assign]
+        decoder.drafter.free = record  # type: ignore[method-assign]
         list(decoder.run(self.setting.prompts))
-        assert told == ["length"] * len(self.setting.prompts)
+        assert reasons == ["length"] * len(self.setting.prompts)
         decoder.start(0, self.setting.prompts[0])
         decoder.step()
         decoder.abandon()
-        assert told[-1] is None
-        list(decoder.run(self.setting.prompts))  # and the slots are clean
+        assert reasons[-1] is None
+        list(decoder.run(self.setting.prompts))  # the slots are reusable
 
     def test_nothing_waits_for_the_device(self) -> None:
-        """propose() reads no value: on the meta device, where looking at one raises, it drafts all the same."""
+        """propose() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         if self.asks_device:
             return
         for temperature in self.each_temperature():
@@ -305,7 +308,7 @@ class DrafterContract(OneThread):
             try:
                 drafter = self.make(context)
             except Exception as error:
-                pytest.skip(f"it cannot be built without values: {error}")
+                pytest.skip(f"it cannot be built on the meta device: {error}")
             sequences = Sequences([[], []], torch.zeros(2, 64, dtype=torch.long, device="meta"), [4, 2], [0, 1])
             assert context.target is not None
             context.target.hidden_layers = drafter.traits(drafter.config, sampling).hidden_layers
@@ -322,12 +325,12 @@ class DrafterContract(OneThread):
                     if "meta" not in str(error).lower():
                         raise
                     raise AssertionError(
-                        "propose() waits for the device: it looks at a value of a tensor (bool(), int(), .item(), "
-                        f".tolist(), a mask as an index). Say asks_device = True if it must ({error})"
+                        "propose() waits for the device: it reads a value of a tensor (bool(), int(), .item(), "
+                        f".tolist(), a mask as an index). Set asks_device = True if it must ({error})"
                     ) from error
 
-    def test_the_law_of_a_text(self) -> None:
-        """The distributions of `text_distribution` are those of the drafts from each token of a text."""
+    def test_text_distribution(self) -> None:
+        """`text_distribution` yields the same probabilities as drafts at each token of a text."""
         drafts = type("TeacherForced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
@@ -342,11 +345,11 @@ class DrafterContract(OneThread):
             texts = [Recorded("", "", prompt, [*prompt[::-1], *prompt]) for prompt in self.setting.prompts]
             make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)
             both = [list(score_drafter((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
-            for told, sample_drafts in zip(*both, strict=True):
-                off = abs(np.exp(told.log_q) - np.exp(sample_drafts.log_q)).max()
-                assert off < 1e-3, (
-                    f"text_distribution() differs from the drafts by {off:.3g} in a token's probability. Leave it out "
-                    "if the distribution depends on more than the tokens before"
+            for text_scores, draft_scores in zip(*both, strict=True):
+                difference = abs(np.exp(text_scores.log_q) - np.exp(draft_scores.log_q)).max()
+                assert difference < 1e-3, (
+                    f"text_distribution() differs from the drafts by {difference:.3g} in a token's probability. Remove "
+                    "it if the distribution depends on more than the preceding tokens"
                 )
 
     # -- pieces -----------------------------------------------------------------------------------------------
@@ -361,44 +364,46 @@ class DrafterContract(OneThread):
         with torch.inference_mode():
             return decoder.drafter.propose(seqs, rng)
 
-    def _rejected(self, decoder: Decoder, draft: Draft) -> tuple[Any, list[int], Any]:
-        """The verdict, taus and scores of a step in which nothing is accepted."""
+    def _reject_all(self, decoder: Decoder, draft: Draft) -> tuple[Any, list[int], Any]:
+        """Verdict, taus and scores of a step in which nothing is accepted."""
         seqs = decoder.sequences
         with torch.inference_mode():
             step = Step(decoder.rng.for_step([], [], decoder.target.device), validated=True)
             step.draft = draft
             decoder._score(step)
             decoder.target.commit([1] * seqs.batch_size)
-        nothing = torch.zeros(seqs.batch_size, dtype=torch.long)
+        zeros = torch.zeros(seqs.batch_size, dtype=torch.long)
         path = None if draft.is_chain else torch.full((seqs.batch_size, max(draft.width, 1)), -1)
-        verdict = Verdict(nothing, nothing.clone(), path)
+        verdict = Verdict(zeros, zeros.clone(), path)
         for row in range(seqs.batch_size):
             seqs.append(row, [0])
         return verdict, [0] * seqs.batch_size, step.scores
 
     def _without_drafter(self) -> dict[int, Response]:
-        sampling, rule = Sampling(temperature=0), get("verifiers", "greedy")
+        sampling, verifier = Sampling(temperature=0), get("verifiers", "greedy")
         context = self.setting.context(1, sampling)
         none = get("drafters", "none")
-        decoder = build_decoder(context, (none, none.Config()), (rule, rule.Config()), max_new_tokens=NEW_TOKENS)
+        decoder = build_decoder(
+            context, (none, none.Config()), (verifier, verifier.Config()), max_new_tokens=NEW_TOKENS
+        )
         return _by_index(decoder.run(self.setting.prompts))
 
     def _bias(self, sampling: Sampling) -> tuple[float, float | None]:
-        """How far, in standard deviations, drawn tokens are from their q: those that count, and all that have a q."""
+        """Deviation of drawn tokens from their q in standard deviations: of valid ones, and of all with a q."""
         counted = Counted()
-        rule = self.rules(sampling)[0]
+        verifier = self.rules(sampling)[0]
         context = self.setting.context(ROWS, sampling)
-        decoder = build_decoder(context, self.make, rule(rule.Config()), on_step=counted, max_new_tokens=96)
+        decoder = build_decoder(context, self.make, verifier(verifier.Config()), on_step=counted, max_new_tokens=96)
         prompts = [self.setting.prompts[i % len(self.setting.prompts)] for i in range(self.setting.drafts)]
         for _ in decoder.run(prompts):
             if counted.drafts >= self.setting.drafts or not counted.drafts:
                 break
-        return (counted.far("kept"), counted.far("all")) if counted.drafts else (0.0, None)
+        return (counted.deviation("kept"), counted.deviation("all")) if counted.drafts else (0.0, None)
 
 
 def _by_index(responses: Any, names: Sequence[int] | None = None) -> dict[int, Response]:
-    found = {response.index: response for response in responses}
-    return {(i if names is None else names[i]): found[i] for i in sorted(found)}
+    result = {response.index: response for response in responses}
+    return {(i if names is None else names[i]): result[i] for i in sorted(result)}
 
 
 def _taus(response: Response) -> list[int]:

@@ -1,4 +1,4 @@
-"""Drawn tokens, counted against the law that is reported for them."""
+"""Frequencies of drawn tokens compared with the reported q."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..contracts.steps import StepEvent
 
 
 class Counted:
-    """How often tokens were drawn and how often q says they would be, over steps: an ``on_step``.
+    """Observed minus expected counts of drawn tokens over steps; an ``on_step`` callback.
 
     Attributes:
-        drafts: rows of drafts that had a q.
+        drafts: number of drafts with a q.
     """
 
     def __init__(self) -> None:
@@ -26,38 +26,38 @@ class Counted:
         if event.draft.q is None:
             return
         busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
-        tokens, law, valid = draws(event.draft.candidates)
-        off = (torch.zeros_like(law).scatter_(2, tokens[..., None], 1.0) - law).double()
+        tokens, probs, valid = draws(event.draft.candidates)
+        difference = (torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0) - probs).double()
         for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
-            here = off * counts[..., None]
-            for key, terms in ((name, here.sum(0)), (f"{name}2", here.square().sum(0))):
+            selected = difference * counts[..., None]
+            for key, terms in ((name, selected.sum(0)), (f"{name}2", selected.square().sum(0))):
                 self._sums[key] = _add(self._sums[key], terms) if key in self._sums else terms
         self.drafts += int(busy.sum())
 
-    def far(self, name: Literal["kept", "all"]) -> float:
-        """How many standard deviations a token is off: of those that count, or of all that were drawn."""
-        # Of a sum of independent terms; few terms say little.
+    def deviation(self, name: Literal["kept", "all"]) -> float:
+        """Largest deviation of a token in standard deviations, among valid or all drawn tokens."""
+        # The variance is clamped, because few terms are not significant.
         return float((self._sums[name].abs() / self._sums[f"{name}2"].sqrt().clamp(min=5.0)).max())
 
 
 def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """What was drawn: tokens ``[B, E]``, their laws ``[B, E, V]``, and which of them count ``[B, E]``.
+    """Drawn tokens ``[B, E]``, their probabilities ``[B, E, V]``, and validity ``[B, E]``.
 
-    That is the nodes; of independent sequences, which share nodes where they agree, the tokens of every sequence.
+    E enumerates nodes; for i.i.d. sequences, which share nodes, the tokens of every sequence.
     """
     assert draft.q is not None
-    law = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
+    q_index = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
     tokens, valid = draft.tokens, draft.valid
     if draft.sequences is not None:
         entry = draft.sequences.transpose(1, 2).flatten(1)
         valid, entry = entry >= 0, entry.clamp(min=0)
-        tokens, law = tokens.gather(1, entry), law.gather(1, entry)
-    return tokens, take_rows(draft.q, law), valid
+        tokens, q_index = tokens.gather(1, entry), q_index.gather(1, entry)
+    return tokens, take_rows(draft.q, q_index), valid
 
 
-def _add(total: Tensor, here: Tensor) -> Tensor:
-    """The sum of tables of ``[N, V]`` whose N may differ."""
-    long, short = (total, here) if len(total) >= len(here) else (here, total)
-    out = long.clone()
-    out[: len(short)] += short
+def _add(total: Tensor, other: Tensor) -> Tensor:
+    """Sum of tables ``[N, V]`` with different N."""
+    larger, smaller = (total, other) if len(total) >= len(other) else (other, total)
+    out = larger.clone()
+    out[: len(smaller)] += smaller
     return out

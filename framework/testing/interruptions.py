@@ -1,4 +1,4 @@
-"""Errors in the middle of a step, on purpose."""
+"""Injection of errors in the middle of a step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Place = Literal["drafter", "target", "verifier"]
 
 
 class Interrupted(Exception):
-    """What is raised."""
+    """The injected error."""
 
 
 @contextmanager
 def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
-    """Within it, the second step raises `Interrupted`: halfway through ``propose``, after the target's pass, or after
-    ``verify``."""
+    """Context in which the second step raises `Interrupted`: halfway through ``propose``, after the target's pass, or
+    after ``verify``."""
     strategy: Any = {"drafter": decoder.drafter, "target": decoder.target, "verifier": decoder.verifier}[place]
     name = {"drafter": "propose", "target": "forward", "verifier": "verify"}[place]
     own: Callable[..., Any] = getattr(strategy, name)
@@ -43,7 +43,7 @@ def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts operations on tensors; raises before one more than ``most``."""
+    """Counter of tensor operations; raises `Interrupted` after ``most``."""
 
     def __init__(self, most: int | None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counting what a step asks of a device, where there is none: operations that would launch a kernel or a copy."""
+"""Counting of kernel launches and copies of a step, without a device."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from torch.utils._pytree import tree_leaves
 
 from ..lm.forward_pass import ForwardPass
 
-#: They make room or another view, and launch nothing.
+#: Allocations and views, which do not launch kernels.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")
-#: How the host reads values.
+#: Host reads of values.
 _READS = ("tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "item", "__index__")
 
 
 class Launches(TorchDispatchMode):
-    """Counts while it is entered, but not inside the forward passes of ``models``.
+    """Counter of operations outside of the forward passes of ``models``.
 
-    Views and allocations do not count, nor does work on tensors without entries; a list that is copied to the device
-    does. Shortcuts that strategies take where the host may look for nothing, on a CPU, are not taken meanwhile.
+    Views, allocations and operations on empty tensors are not counted; lists copied to the device are. The CPU
+    shortcuts of strategies (``eager_on_cpu``) are disabled meanwhile.
 
     Attributes:
         work: kernels and copies to the device, by name.
-        recorded: how many are a pass's own bookkeeping (positions, masks, moves in the cache), which on CUDA are
-            replayed with it (`graphs`).
-        reads: how often the host read values, and so waited, by kind.
+        recorded: how many of them are bookkeeping of a pass (positions, masks, cache moves), which CUDA graphs replay.
+        reads: host reads of values, which synchronise, by kind.
         passes: forward passes of the models.
     """
 
@@ -102,7 +101,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """What a counted call does is part of it."""
+        """Do not count operations inside of a counted call."""
         self._inside += 1
         try:
             yield

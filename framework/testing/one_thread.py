@@ -1,4 +1,4 @@
-"""`OneThread`: what the contract tests inherit so that they take as little processor time as they can."""
+"""`OneThread`: base class of tests on tiny tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..models.threads import one_thread
 
 
 class OneThread:
-    """Tests whose tensors are tiny: PyTorch's threads take longer to hand them over than to compute them."""
+    """Tests that run with one PyTorch thread, which is faster for tiny tensors."""
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Counting the memory that tensors hold at most, where there is no device that would tell."""
+"""Peak memory of tensors, without a device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is entered, until nobody holds them.
+    """Counter of bytes of tensors that are allocated in its context and still referenced.
 
-    Shortcuts that strategies take on a CPU are not taken meanwhile: what is done piece by piece there is done at once.
+    The CPU shortcuts of strategies (``eager_on_cpu``) are disabled meanwhile.
 
     Attributes:
-        held, peak: bytes, now and at most.
-        at: the operation that made the peak.
+        held, peak: current and maximum bytes.
+        at: the operation at the peak.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a source of prompts has to keep, as tests: `PromptsContract`."""
+"""Contract tests of prompt sources: `PromptsContract`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..contracts.hookspecs import hookimpl
 from ..plugins import manager
 from ..recipe.prompts import Prompt, load_prompts
 
-#: What the source is called while it is tried.
+#: Registered name of the source under test.
 UNDER_TEST = "prompts-under-test"
 
 
 class PromptsContract:
-    """Subclass it, name the prompts, and let pytest run what it inherits.
+    """Base class of a prompt source's contract tests; subclass it, set the prompts, and run pytest.
 
     Attributes:
-        prompts: what is registered: the `Path` of a JSONL file, or a function (wrapped in `staticmethod`) that gives
-            one, or rows. For registered ones the name will do.
-        at_least: how many prompts there are at the least.
+        prompts: the registered object: the `Path` of a JSONL file, or a function (wrapped in `staticmethod`) that
+            returns one, or rows; or the name of a registered source.
+        at_least: minimum number of prompts.
     """
 
     prompts: ClassVar[Any]
@@ -35,26 +35,26 @@ class PromptsContract:
     # -- the tests --------------------------------------------------------------------------------------------
 
     def test_every_row_is_a_prompt(self) -> None:
-        """Texts that a tokenizer reads, ids that differ; what is wrong names the row."""
+        """Rows are valid prompts with distinct ids."""
         assert len(self.load()) >= self.at_least
 
     def test_they_are_the_same_every_time(self) -> None:
-        """Runs are compared prompt by prompt, and go on where they stopped: rows and their order do not change."""
-        assert self.load() == self.load(), "the rows differ from one reading to the next"
+        """Rows and their order are stable, because runs are compared by prompt and resumed."""
+        assert self.load() == self.load(), "the rows differ between two loads; return them in a fixed order"
 
     def test_the_first_ones_are_the_first(self) -> None:
-        """``limit`` takes the first so many, and a category its own."""
-        every = self.load()
-        few = min(3, len(every))
-        assert self.load(few) == list(islice(every, few))
-        for category in {prompt.category for prompt in every}:
-            assert self.load(categories=[category]) == [prompt for prompt in every if prompt.category == category]
+        """``limit`` and ``categories`` select the first rows and those of a category."""
+        rows = self.load()
+        limit = min(3, len(rows))
+        assert self.load(limit) == list(islice(rows, limit))
+        for category in {prompt.category for prompt in rows}:
+            assert self.load(categories=[category]) == [prompt for prompt in rows if prompt.category == category]
 
     # -- pieces -----------------------------------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
     def _registered(self) -> Iterator[None]:
-        """Under a name, as a run would find it, whether the package is installed or not."""
+        """Register the source under a name, whether its package is installed or not."""
         prompts = self.prompts
         plugin = SimpleNamespace(crossdraft_register_prompts=hookimpl(lambda register: register(UNDER_TEST, prompts)))
         manager().register(plugin)

@@ -1,4 +1,4 @@
-"""Where a strategy is tried: exact tables, or a tiny model with random weights."""
+"""Test settings of strategies: exact tables, or a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..models.checkpoint import load_checkpoint
 
 
 class Setting(ABC):
-    """A target and what a drafter may ask for.
+    """A target and its drafter context.
 
     Attributes:
-        prompts: of different lengths, so that rows of a batch are ragged.
-        eos: a token that the target says now and then.
-        drafts: so many are counted to compare tokens with their q. Of 20,000 a mistake of two per cent in the law of a
-            common token is six standard deviations away.
+        prompts: of different lengths, for ragged batches.
+        eos: a token that the target emits occasionally.
+        drafts: number of drafts for the test of q. With 20,000, an error of two per cent in the probability of a common
+            token is six standard deviations.
     """
 
     prompts: Sequence[list[int]]
@@ -38,13 +38,13 @@ class Setting(ABC):
 
     @abstractmethod
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
-        """New slots of the target, and of whatever a drafter loads."""
+        """Return a context over new slots of the target."""
 
 
 class Toys(Setting):
-    """A table of exact probabilities; whatever a drafter loads is another one, close to it (see `TableLM`)."""
+    """A target table of exact probabilities; every model that a drafter loads is a similar table (see `TableLM`)."""
 
-    #: V = 5, so that no two laws are alike by accident; id V is no token of the text.
+    #: V = 5, so that distributions do not coincide by chance; id V is not a token of the text.
     prompts = ([0, 1, 2, 1, 3], [4], [2, 1, 2, 1, 2, 1, 2], [3, 3, 0, 4])
     eos = 4
 
@@ -54,7 +54,7 @@ class Toys(Setting):
 
     @property
     def toys(self) -> list[Toy]:
-        """For enumeration: small, and rows apart enough to expose every known mistake."""
+        """Toys for enumeration: small, with rows that expose every known mistake."""
         return [toy for toy in built_in_toys() if toy.name in ("T0", "G2")]
 
 
@@ -67,15 +67,15 @@ def _tables() -> tuple[Tensor, Tensor]:
 
 
 class TinyModel(Setting):
-    """A Llama of four small layers with random weights, in float32; what a drafter loads is a noisy copy of it.
+    """A Llama of four small layers with random weights, in float32; models that a drafter loads are noisy copies of it.
 
-    For drafters that read hidden states or run layers of the target. Heads come from the directory that their options
-    name.
+    For drafters that read hidden states or run layers of the target. Heads are loaded from the directory in their
+    options.
     """
 
     prompts = ([5, 9, 3, 7, 11], [6, 2], [8, 4, 8, 4, 8, 4, 8], [3, 3, 10, 12])
     eos = 4
-    drafts = 4_000  # a pass costs more here
+    drafts = 4_000  # passes are slower
 
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
         return TinyContext(self.model(device), sampling, batch_size)
@@ -83,7 +83,7 @@ class TinyModel(Setting):
     @staticmethod
     @cache
     def model(device: str = "cpu") -> Any:
-        """The target: a causal LM of transformers with a vocabulary of 13 and features of size 16."""
+        """Target: a causal LM of transformers with a vocabulary of 13 and hidden size 16."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -106,7 +106,7 @@ class TinyModel(Setting):
 
 
 class TinyContext(ModuleContext):
-    """What a drafter may ask for where the target is `TinyModel`'s."""
+    """Drafter context of `TinyModel`."""
 
     def __init__(self, model: Any, sampling: Sampling, batch_size: int, max_length: int = 128):
         lm = TransformersLM(model, batch_size, max_length)

@@ -1,4 +1,4 @@
-"""What every verifier has to keep, as tests: `VerifierContract`."""
+"""Contract tests of verifiers: `VerifierContract`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from ..plugins import get
 from .one_thread import OneThread
 from .settings import Toys
 
-#: Length of the drafts that a rule is tried with.
+#: Draft length.
 GAMMA = 3
-#: Exact models that rules are enumerated on.
+#: Exact models for enumeration.
 TOYS, DEEP = ("G1", "G2"), "D6"
 ROWS = 4
-#: What of a draft is a tensor.
+#: Tensor fields of a draft.
 FIELDS = ("tokens", "parents", "valid", "q", "q_index", "sequences")
 
 
 class VerifierContract(OneThread):
-    """Subclass it, name the verifier, and let pytest run what it inherits.
+    """Base class of a verifier's contract tests; subclass it, set the verifier, and run pytest.
 
     Attributes:
-        verifier: the class; for registered ones a name will do.
+        verifier: the class, or the name of a registered one.
         options: of its ``Config``.
     """
 
     verifier: ClassVar[type[Verifier] | str]
     options: ClassVar[Mapping[str, Any]] = {}
 
-    # -- what it is made of -----------------------------------------------------------------------------------
+    # -- setup ------------------------------------------------------------------------------------------------
 
     @property
     def rule(self) -> type[Verifier]:
@@ -63,17 +63,17 @@ class VerifierContract(OneThread):
         return Sampling(temperature=0.0 if self.traits.temperature_zero_only else 1.0)
 
     def labels(self) -> list[str]:
-        """The drafts of ``crossdraft certify`` that it says it can judge."""
-        found = []
+        """Draft labels of ``crossdraft certify`` that are compatible with the verifier."""
+        labels = []
         for label, kind in DRAFTS.items():
             drafter, config = kind.config(GAMMA)
             draft = drafter.traits(config, self.sampling)
             if incompatible(kind.drafter, draft, self.rule.name, self.traits, self.sampling) is None:
-                found.append(label)
-        return found
+                labels.append(label)
+        return labels
 
     def recorded(self, steps: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
-        """Drafts and laws of real steps: label, draft, p, and how to make the step's random numbers again."""
+        """Yield drafts of real steps: label, draft, p, and the random source, streams and position of the step."""
         for label in self.labels():
             events: list[StepEvent] = []
             context = Toys().context(ROWS, self.sampling)
@@ -84,7 +84,7 @@ class VerifierContract(OneThread):
             for row in range(ROWS):
                 decoder.start(row, Toys.prompts[row], row, row)
             for position in range(steps):
-                if position % 3 == 2:  # ragged: some rows have less room, one has none
+                if position % 3 == 2:  # ragged limits
                     decoder.sequences.limit[:] = [2, 0, 1, 3]
                 decoder.step()
                 event = events.pop()
@@ -100,30 +100,30 @@ class VerifierContract(OneThread):
 
     def test_traits(self) -> None:
         traits = self.rule.traits(self.rule.Config(**self.options))
-        assert traits == self.traits, "traits() must say the same for the same config"
+        assert traits == self.traits, "traits() must return equal values for equal configs"
         assert isinstance(self.rule.name, str) and self.rule.name, "the class needs a name"
-        assert self.labels(), f"'{self.rule.name}' accepts none of the built-in kinds: {set(traits.accepts)}"
+        assert self.labels(), f"'{self.rule.name}' does not accept any known draft: traits.drawn is {traits.drawn}"
 
     def test_lossless_by_enumeration(self) -> None:
-        """The joint law of the output is the target's, exactly, for every draft that the rule says it can judge.
+        """The joint distribution of the output is exactly the target's, for all compatible drafts.
 
-        Of one step, which is enough for a rule without state; of two for one that carries state from step to step.
-        One kind of draft is six tokens deep.
+        One step suffices for a stateless verifier; a stateful one is enumerated over two. One draft is six tokens deep.
         """
         options: Any = {"steps": 1 + self.traits.stateful, "temperature": self.sampling.temperature, "markov": True}
         toys = {toy.name: toy for toy in built_in_toys()}
         for number, label in enumerate(self.labels()):
             for toy in (toys[name] for name in (TOYS if number else (*TOYS, DEEP))):
                 lengths = [toy.gamma, min(toy.gamma, GAMMA)][: options["steps"]]
-                found = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
+                labels = certify(toy, DRAFTS[label].build, self.make, gamma=lengths, **options)
                 if self.traits.lossless:
-                    assert found.tv <= TOLERANCE, (
-                        f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {found.tv:.3g} away "
-                        f"from the target's law (total variation, toy {toy.name}). Declare lossless=False, or mend it"
+                    assert labels.tv <= TOLERANCE, (
+                        f"'{self.rule.name}' is not lossless: for '{label}' drafts the output is {labels.tv:.3g} away "
+                        f"from the target's distribution (total variation, toy {toy.name}). Fix it, or declare "
+                        "lossless=False"
                     )
 
     def test_verdicts_keep_the_contract(self) -> None:
-        """tau within the draft, a path down from the root, tokens of the vocabulary: see `validate_verdict`."""
+        """Every verdict passes `validate_verdict`: tau, path and tokens."""
         for label, draft, p, numbers, streams, position in self.recorded():
             verdict = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             prob_of = DenseScores(p, p).prob_of if self.traits.lossless else None
@@ -131,35 +131,37 @@ class VerifierContract(OneThread):
             validate_verdict(draft, verdict, p.shape[2], verifier=name, prob_of=prob_of)
 
     def test_rows_do_not_share_state(self) -> None:
-        """A row is judged alone as in a batch: with the same numbers to the same verdict."""
+        """With equal random numbers, a row has the same verdict by itself and in a batch."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            whole = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            batched = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
                 rng = numbers.for_step([streams[row]], [position], p.device)
-                alone = self.judge(
+                single = self.judge(
                     self.make(), draft.map_rows(lambda t, row=row: t[row : row + 1]), p[row : row + 1], rng
                 )
-                same = int(alone.length[0]) == int(whole.length[row]) and int(alone.token[0]) == int(whole.token[row])
+                same = int(single.length[0]) == int(batched.length[row]) and int(single.token[0]) == int(
+                    batched.token[row]
+                )
                 assert same, (
-                    f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts is judged "
-                    f"({int(whole.length[row])}, {int(whole.token[row])}) in a batch and "
-                    f"({int(alone.length[0])}, {int(alone.token[0])}) alone. The index of a random number must not "
-                    "depend on the width of the batch"
+                    f"'{self.rule.name}': rows share state: row {row} of '{label}' drafts has verdict "
+                    f"({int(batched.length[row])}, {int(batched.token[row])}) in a batch and ({int(single.length[0])}, "
+                    f"{int(single.token[0])}) by itself. The index of a random number must not depend on the width of "
+                    "the batch"
                 )
 
     def test_nothing_is_written_into(self) -> None:
-        """The draft and p are the loop's: a verifier reads them."""
+        """verify() does not modify the draft or p."""
         for label, draft, p, numbers, streams, position in self.recorded(3):
-            before = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
-            law = p.clone()
+            tensors = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
+            p_before = p.clone()
             self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
-            changed = [name for name, t in before.items() if not torch.equal(t, getattr(draft, name))]
-            assert not changed and torch.equal(law, p), (
+            changed = [name for name, t in tensors.items() if not torch.equal(t, getattr(draft, name))]
+            assert not changed and torch.equal(p_before, p), (
                 f"'{self.rule.name}' writes into {', '.join(changed) or 'p'} of '{label}' drafts"
             )
 
     def test_an_empty_draft(self) -> None:
-        """Where nothing was drafted, a token of the target's law follows."""
+        """An empty draft yields a token with p > 0."""
         target = Toys().context(ROWS, self.sampling).target
         assert target is not None
         p = self.sampling.probs(target.forward(torch.tensor([[0], [1], [2], [3]]))[0])
@@ -169,26 +171,26 @@ class VerifierContract(OneThread):
         assert bool((p[:, 0].gather(1, verdict.token[:, None]) > 0).all()), "an impossible token was emitted"
 
     def test_nothing_waits_for_the_device(self) -> None:
-        """verify() reads no value: on the meta device, where looking at one raises, it judges all the same."""
+        """verify() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         for label, draft, p, _, streams, position in self.recorded(2):
-            away = draft.map_rows(lambda t: t.to("meta"))
+            on_meta = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
-                    self.judge(self.make(), away, p.to("meta"), rng)
+                    self.judge(self.make(), on_meta, p.to("meta"), rng)
             except (NotImplementedError, RuntimeError) as error:
                 if "meta" not in str(error).lower():
                     raise
                 raise AssertionError(
-                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it looks at a value of a tensor "
+                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it reads a value of a tensor "
                     f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
                 ) from error
 
     def test_state_can_be_put_back(self) -> None:
-        """A rule with state has snapshots that compare equal when it will go on alike."""
+        """snapshot() and restore() of a stateful verifier round-trip; equal states have equal snapshots."""
         if not self.traits.stateful:
             for row in range(ROWS):
-                assert self.make().snapshot(row) is None, "it has state: say stateful=True in its traits"
+                assert self.make().snapshot(row) is None, "it has state: set stateful=True in its traits"
             return
         for _, draft, p, numbers, streams, position in self.recorded(3):
             verifier, again = self.make(), self.make()
@@ -199,11 +201,11 @@ class VerifierContract(OneThread):
                 hash(snapshot)
                 again.start(row)
                 again.restore(row, snapshot)
-                assert again.snapshot(row) == snapshot, "restore() does not put back what snapshot() returned"
+                assert again.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
 
 
 class NoMask(TorchDispatchMode):
-    """Raises where entries are assigned by a mask, which a device turns into a list of unknown length."""
+    """Mode that rejects assignment by a mask, which synchronises on a device."""
 
     PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 

@@ -1,4 +1,4 @@
-"""The model card of a trained drafter, and the block efficiency that it states."""
+"""Model card of a trained drafter, with its measured block efficiency."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Measured:
 
     Attributes:
         by_category: category -> (tokens emitted per target call after prefill, prompts).
-        how: what was decoded and with what, for people.
+        how: description of the measurement.
     """
 
     by_category: dict[str, tuple[float, int]]
@@ -44,23 +44,23 @@ def measure(
     tokens: int,
     seed: int,
 ) -> Measured:
-    """Decode the first turn of ``prompts`` with a drafter, ``tokens`` each, 8 at a time."""
+    """Measure block efficiency on the first turn of ``prompts``, ``tokens`` new tokens each, 8 at a time."""
     inputs = [encode(target.tokenizer, prompt.turns[:1]) for prompt in prompts]
     responses = generate(target, inputs, drafter=drafter, max_new_tokens=tokens, temperature=temperature, seed=seed)
-    found: dict[str, tuple[float, int]] = {}
+    by_category: dict[str, tuple[float, int]] = {}
     for category in sorted({prompt.category for prompt in prompts}):
-        mine = [r for r, prompt in zip(responses, prompts, strict=True) if prompt.category == category]
-        emitted = sum(r.emitted for response in mine for r in response.steps)
-        found[category] = (emitted / max(sum(len(response.steps) for response in mine), 1), len(mine))
-    rule = "greedy" if temperature == 0 else "block"
-    named = {key: value["name"] if isinstance(value, Mapping) else value for key, value in drafter.items()}
-    options = "".join(f", {key} {value}" for key, value in named.items() if key not in ("name", "model", "checkpoint"))
+        selected = [r for r, prompt in zip(responses, prompts, strict=True) if prompt.category == category]
+        emitted = sum(r.emitted for response in selected for r in response.steps)
+        by_category[category] = (emitted / max(sum(len(response.steps) for response in selected), 1), len(selected))
+    verifier = "greedy" if temperature == 0 else "block"
+    values = {key: value["name"] if isinstance(value, Mapping) else value for key, value in drafter.items()}
+    options = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "model", "checkpoint"))
     how = (
-        f"drafter {drafter['name']}{options} with its defaults, {rule} verification, temperature {temperature:g}, "
+        f"drafter {drafter['name']}{options} with its defaults, {verifier} verification, temperature {temperature:g}, "
         f"{tokens} new tokens for the first turn of each of the first {len(prompts)} prompts of `{Path(source).name}`, "
         f"seed {seed}"
     )
-    return Measured(found, how)
+    return Measured(by_category, how)
 
 
 def write_card(
@@ -78,8 +78,8 @@ def write_card(
     """Write the model card.
 
     Args:
-        temperatures: that the target answered at.
-        questions, finished: where questions and finished texts come from.
+        temperatures: of the target's answers.
+        questions, finished: source files of questions and finished texts.
         argv: the command line after ``crossdraft``.
     """
     written = sum(text.source != "finished" for text in train)
@@ -90,32 +90,34 @@ def write_card(
     if source.startswith("directory "):
         source = f"directory {trainee.target_name}"
     title, about, objective = trainee.describe()
-    places = len(log[-1]["positions"])
-    by_place = "" if places == 1 else ", by its place in the draft"
+    positions = len(log[-1]["positions"])
+    by_position = "" if positions == 1 else ", by its place in the draft"
     others = f" {len(train) - written} finished texts come from {_names(finished)}." if finished else ""
-    given = f", the others come from {_names(questions)}" if questions else ""
+    other_sources = f", the others come from {_names(questions)}" if questions else ""
     start = []
-    if begun := trainer.recipe.start_from:
-        digest = weights_sha256(resolve(begun, heads=True).path)
-        start = [f"Starts from the weights of `{trainee.start_name}`, sha256 `{digest}`; what follows came after them"]
+    if start_from := trainer.recipe.start_from:
+        digest = weights_sha256(resolve(start_from, heads=True).path)
+        start = [
+            f"Initial weights: `{trainee.start_name}`, sha256 `{digest}`; the numbers below are from this training"
+        ]
     facts = [
         f"Target weights: sha256 `{trainer.target.sha256}` ({source})",
         *start,
-        f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were written by the "
-        f"target at temperature {', '.join(f'{x:g}' for x in temperatures)}; it invented {invented} of their questions "
-        f"itself (Magpie){given}.{others}",
+        f"Data: {len(train)} conversations, {distinct} distinct response tokens. {written} answers were sampled from "
+        f"the target at temperature {', '.join(f'{x:g}' for x in temperatures)}; {invented} of their questions were "
+        f"also sampled from it (Magpie){other_sources}.{others}",
         f"Objective: {objective}",
         f"Training: {trainer.step} steps, {trainer.seconds / 60:.1f} minutes, {trainer.tokens} response tokens seen, "
         f"device {trainer.device}, precision {trainer.precision}",
         f"{trainee.measured.capitalize()} of a drafted token on {len(held_out)} held-out conversations "
-        f"({trainee.measured_by}{by_place}): {', '.join(f'**{a:.3f}**' for a in log[-1]['positions'])}",
+        f"({trainee.measured_by}{by_position}): {', '.join(f'**{a:.3f}**' for a in log[-1]['positions'])}",
     ]
     parts = [f"# {title}", _wrapped(about), "\n".join(_wrapped(fact, "- ") for fact in facts)]
     if measured is not None:
         rows = [[name, f"{be:.2f}", count] for name, (be, count) in measured.by_category.items()]
         parts.append(_wrapped(f"Block efficiency (tokens emitted per target call after prefill): {measured.how}."))
         parts.append(_table(["category", "BE", "prompts"], rows))
-    header = [f"held-out {trainee.measured}"] if places == 1 else [f"token {i + 1}" for i in range(places)]
+    header = [f"held-out {trainee.measured}"] if positions == 1 else [f"token {i + 1}" for i in range(positions)]
     rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
     parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
     parts.append(f"Made with: `crossdraft {shlex.join(map(public, argv))}`")

@@ -1,4 +1,4 @@
-"""The target's hidden states of texts: one pass of the target a text, kept in memory while there is room."""
+"""Hidden states of the target along texts, computed once per text and cached in memory up to a limit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from .texts import pad
 
 
 class Features:
-    """Hidden states of the layers that a trainee asks for.
+    """Hidden states of the layers requested by a trainee.
 
     Args:
         target: the frozen target.
         layers: as in `Trainee.hidden_layers`.
-        gib: most memory, in GiB, for what is kept, in bfloat16 on the host; texts that come later are computed anew
-            each time.
+        gib: size of the cache in GiB (bfloat16, on the host); texts that do not fit are recomputed each time.
     """
 
     def __init__(self, target: LoadedModel, layers: Sequence[int], gib: float):
@@ -30,13 +29,13 @@ class Features:
         self._kept: dict[int | None, Tensor] = {}  # [L, layers, H] by number, never None
 
     def batch(self, texts: Sequence[Text], numbers: Sequence[int | None]) -> Batch:
-        """The texts, and the features of text ``numbers[i]``, which is always the same text (None: not kept)."""
+        """Batch of texts and features; ``numbers[i]`` is the cache key of text i (None: not cached)."""
         device = self.target.model.device
         ids, mask, predicts = pad(texts, device)
         lacking = [i for i, number in enumerate(numbers) if number not in self._kept]
-        # On a CPU one at a time: so a text's features do not depend on its neighbours in the batch, and a run that
-        # was interrupted repeats them bit for bit. The processor is busy with the rows of a single text anyway.
-        new: dict[int, Tensor] = {}  # by place in the batch
+        # One at a time on a CPU, so that features do not depend on the batch and a resumed run is bit-identical. The
+        # tokens of a single text keep the CPU busy anyway.
+        new: dict[int, Tensor] = {}  # by index in the batch
         for part in [[i] for i in lacking] if device.type == "cpu" else [lacking] * bool(lacking):
             width = max(len(texts[i].ids) for i in part)
             states = self._states(ids[part, :width], mask[part, :width])
@@ -51,14 +50,14 @@ class Features:
         return Batch(ids, mask, predicts, padded.to(device).float())
 
     def batches(self, texts: Sequence[Text], first: int, size: int = 8) -> Iterator[Batch]:
-        """All ``texts``, ``size`` at a time; their numbers count down from ``first``."""
+        """Yield batches of ``size`` texts; cache keys count down from ``first``."""
         for start in range(0, len(texts), size):
             part = texts[start : start + size]
             yield self.batch(part, [first - start - i for i in range(len(part))])
 
     @torch.no_grad()
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """``[n, L, layers, H]`` bfloat16."""
+        """Hidden states ``[n, L, layers, H]`` bfloat16."""
         inner = any(layer != -1 for layer in self.layers)
         out = self.target.model.get_decoder()(
             input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=inner
@@ -69,7 +68,7 @@ class Features:
 
 @torch.no_grad()
 def check_head(target: LoadedModel) -> None:
-    """Raise UsageError if the target's law is more than the softmax of its head times its last hidden state."""
+    """Raise UsageError if the target's logits are not its head times the last hidden state."""
     model: Any = target.model
     module = model.get_output_embeddings()
     ids = torch.arange(2, device=model.device)[None]
@@ -78,6 +77,6 @@ def check_head(target: LoadedModel) -> None:
     difference = model(ids).logits.float().softmax(-1) - plain.float().softmax(-1)
     if not float(difference.abs().sum(-1).max()) < 0.05:
         raise UsageError(
-            f"the head of {target.name} is more than a matrix (a bias, a scale or a soft cap follows it), which "
-            "crossdraft train does not know; train for another target"
+            f"the head of {target.name} is more than a matrix (it has a bias, a scale or a soft cap), which crossdraft "
+            "train does not support; use another target"
         )

@@ -1,4 +1,4 @@
-"""The directory of a training: one process at a time, files that are whole or not there, errors of the disk."""
+"""Output directory of a training: locking, atomic writes, disk errors."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from ..errors import CrossdraftError, UsageError
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.output_files import PART, replacing
 
-#: Begins the name of a directory that is not whole yet.
+#: Name prefix of a staging directory.
 _ASIDE = ".export-"
 
 
-#: One of these lies in every directory that a training has written to.
+#: Files of which every training directory contains at least one.
 _OWN = ("texts.jsonl", "texts.json", "checkpoint.pt", "training.json", "trials.json")
 
 
 def check_directory(directory: Path, models: Iterable[str], texts: Iterable[Path], *, force: bool = False) -> None:
-    """Refuse a directory in which training would overwrite what it reads, or what crossdraft train did not write.
+    """Check that training does not overwrite its inputs or foreign files.
 
     Args:
-        models: names of what is read: the target, and what training starts from.
-        texts: finished texts that are read, if others are written.
+        models: names of the target and the initial checkpoint.
+        texts: input files of finished texts, if texts are written, too.
         force: accept a directory with other files.
 
     Raises:
-        UsageError.
+        UsageError: the directory contains an input, or files not written by crossdraft train.
     """
     try:
         if not directory.is_dir():
-            return  # `claimed` makes it, or refuses a file
+            return  # `claim_directory` creates it, or rejects a file
     except (OSError, ValueError):
         return  # likewise
     refuse_special_files(directory)
     for name in models:
         if kind_of(name) == "directory" and path_of(name).samefile(directory):
-            raise UsageError(f"--out {directory}: has the files of {name}, which would be replaced; name another")
-    own = directory / "texts.jsonl"
-    if own.exists() and any(file.samefile(own) for file in texts):
-        raise UsageError(f"--out {directory}: its texts.jsonl, given as --texts, would be written to; name another")
+            raise UsageError(f"--out {directory}: would overwrite the files of {name}; use another directory")
+    texts_file = directory / "texts.jsonl"
+    if texts_file.exists() and any(file.samefile(texts_file) for file in texts):
+        raise UsageError(f"--out {directory}: would write to its texts.jsonl, given as --texts; use another directory")
     names = [entry.name for entry in directory.iterdir() if not entry.name.startswith(".")]
     if names and not force and not any(name in _OWN for name in names):
         raise UsageError(
-            f"--out {directory}: holds files that crossdraft train did not write, {min(names)} for one; name an empty "
-            "or new directory, or add --force to write beside them and replace those of the same name"
+            f"--out {directory}: contains files not written by crossdraft train, such as {min(names)}; use an empty or "
+            "new directory, or add --force to replace files of the same name"
         )
 
 
 @contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """A directory that this process alone trains in, made if it is not there, without what a killed run left half.
+def claim_directory(directory: Path) -> Iterator[None]:
+    """Lock a training directory, creating it if needed, and remove incomplete files of a killed run.
 
     Raises:
-        UsageError: it cannot be made or written to, or another process trains in it.
+        UsageError: the directory cannot be created or written to, or is locked by another process.
     """
     from filelock import FileLock, Timeout
 
     try:
         if directory.exists() and not directory.is_dir():
-            raise UsageError(f"--out {directory}: is a file; it must be a directory, which is made if it is not there")
+            raise UsageError(f"--out {directory}: is a file; give a directory, which is created if it does not exist")
         directory.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory / ".lock", timeout=0)
         lock.acquire()
@@ -79,14 +79,14 @@ def claimed(directory: Path) -> Iterator[None]:
         ) from None
     except (OSError, ValueError, NotImplementedError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UsageError(f"--out {directory}: must be a directory that can be written to ({reason})") from None
+        raise UsageError(f"--out {directory}: is not writable ({reason}); use another directory") from None
     try:
         with writing(directory):
-            for left in list(directory.iterdir()):
-                if left.name.startswith(_ASIDE):
-                    shutil.rmtree(left, ignore_errors=True)
-                elif left.suffix == PART and left.is_file():
-                    left.unlink(missing_ok=True)
+            for entry in list(directory.iterdir()):
+                if entry.name.startswith(_ASIDE):
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif entry.suffix == PART and entry.is_file():
+                    entry.unlink(missing_ok=True)
         yield
     finally:
         lock.release()
@@ -94,7 +94,7 @@ def claimed(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise what a disk that is full or gone raises as one sentence.
+    """Convert disk errors to CrossdraftError.
 
     Raises:
         CrossdraftError: ``path`` could not be written.
@@ -111,16 +111,16 @@ def writing(path: Path) -> Iterator[None]:
             raise
         reason = cause.strerror if isinstance(cause, OSError) else None
         raise CrossdraftError(
-            f"cannot write {path}: {reason or str(cause).splitlines()[0]}; what was whole is kept: make room, and the "
-            "same command goes on from there"
+            f"cannot write {path}: {reason or str(cause).splitlines()[0]}; completed files are kept: free disk space "
+            "and rerun the command to resume"
         ) from error
 
 
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that is the old one or the whole new one at every moment, also if the machine goes down.
+    """Replace a file atomically and durably.
 
     Raises:
-        CrossdraftError: it could not be written; the old one is kept.
+        CrossdraftError: it could not be written; the old file is kept.
     """
     with writing(path):
         with replacing(path) as file:
@@ -129,37 +129,37 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replace` with a text in UTF-8."""
+    """Replace a file atomically by a text in UTF-8."""
     replace(path, lambda file: file.write(text.encode("utf-8")))
 
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """A directory whose files take their place in ``directory`` when all of them are whole.
+    """Staging directory whose files are moved to ``directory`` when all are complete.
 
     Raises:
-        CrossdraftError: they could not be written; those of before are kept.
+        CrossdraftError: they could not be written; earlier files are kept.
     """
     with writing(directory):
-        aside = Path(tempfile.mkdtemp(dir=directory, prefix=_ASIDE))
+        staging = Path(tempfile.mkdtemp(dir=directory, prefix=_ASIDE))
         try:
-            yield aside
-            for made in sorted(aside.iterdir()):
-                place = directory / made.name
-                if place.is_dir() and not place.is_symlink():
-                    shutil.rmtree(place)
-                made.replace(place)
+            yield staging
+            for file in sorted(staging.iterdir()):
+                destination = directory / file.name
+                if destination.is_dir() and not destination.is_symlink():
+                    shutil.rmtree(destination)
+                file.replace(destination)
             _sync_names(directory)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _sync_names(directory: Path) -> None:
-    """Let a directory's new names reach the disk, where the system can be asked for that."""
+    """Flush the directory entry to disk (POSIX only)."""
     if os.name != "posix":
         return
-    opened = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Texts on disk: JSON objects, one a line. What is read is checked, whoever wrote it."""
+"""Reading and writing of texts as JSONL, with validation."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from ..contracts.training import Text
 from ..errors import UsageError
 from .writer import Chat
 
-#: Longest line of a file of texts, in bytes.
+#: Maximum bytes of a line.
 MOST_LINE = 2**23
 
 
 def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file and the numbers of their lines, counted from 1; the first ``most``, 0: all.
+    """Yield line numbers (from 1) and JSON objects of a file; the first ``most``, 0: all.
 
     Raises:
-        UsageError: the file cannot be read, or a line is too long, not UTF-8, or no JSON object; says which.
+        UsageError: the file cannot be read, or a line is too long, not UTF-8, or not a JSON object.
     """
-    found = 0
+    count = 0
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(MOST_LINE + 1):
                 number += 1
                 if len(line) > MOST_LINE:
-                    raise UsageError(f"{path}, line {number}: is longer than {MOST_LINE:,} bytes; a text is one line")
+                    raise UsageError(f"{path}, line {number}: exceeds {MOST_LINE:,} bytes; give one text per line")
                 if not line.strip():
                     continue
                 yield number, _row(path, number, line)
-                found += 1
-                if found == most:
+                count += 1
+                if count == most:
                     return
     except OSError as error:
         raise UsageError(f"cannot read texts {path}: {error.strerror}") from None
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"cannot read texts {path}: {error}") from None
-    if not found:
-        raise UsageError(f"{path} holds no texts; it needs one JSON object a line")
+    if not count:
+        raise UsageError(f"{path} does not contain texts; it needs one JSON object per line")
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def line_of(index: int, text: Text) -> bytes:
-    """A line of a file that `read` reads."""
+    """Encode a text as a line for `read`."""
     return json.dumps({**vars(text), "index": index}).encode() + b"\n"
 
 
@@ -66,30 +66,32 @@ def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], 
     """Texts as `line_of` writes them, and their indices; None where lines have none, or not in order.
 
     Args:
-        vocab_size: token ids are below it.
-        context: most tokens of a text; None: any number.
+        vocab_size: upper bound of token ids.
+        context: maximum tokens of a text; None: unlimited.
 
     Raises:
-        UsageError: a line that is no such text; names file, line and key.
+        UsageError: invalid line, with file, line and key.
     """
     texts, indices = [], []
     for number, row in rows(path):
         where = f"{path}, line {number}"
-        parts: list[list[int]] = []
+        ids_of: list[list[int]] = []
         for key in ("prompt", "response"):
             ids = row.get(key)
             if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
                 raise UsageError(
-                    f"{where}: '{key}' must be a list of the target's token ids, 0 to {vocab_size - 1}, with at least "
-                    "one; is it a file that crossdraft train wrote for this target?"
+                    f"{where}: '{key}' must be a non-empty list of the target's token ids, 0 to {vocab_size - 1}; give "
+                    "a file that crossdraft train wrote for this target"
                 )
-            parts.append(ids)
+            ids_of.append(ids)
         source = row.get("source")
         if not isinstance(source, str):
             raise UsageError(f"{where}: 'source' must be text")
-        text = Text(parts[0], parts[1], source)
+        text = Text(ids_of[0], ids_of[1], source)
         if context is not None and len(text.ids) > context:
-            raise UsageError(f"{where}: has {len(text.ids)} tokens, but the target's context is {context} tokens")
+            raise UsageError(
+                f"{where}: has {len(text.ids)} tokens, but the target's context length is {context}; remove the line"
+            )
         texts.append(text)
         indices.append(row.get("index"))
     numbered = all(type(index) is int for index in indices)
@@ -99,7 +101,7 @@ def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], 
 
 
 def drop_half_line(path: Path) -> None:
-    """Cut what a run that was killed, or a full disk, left of a line; end a whole one that only lacks its end.
+    """Remove an incomplete last line of a killed run; terminate a complete one that lacks its newline.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -110,35 +112,35 @@ def drop_half_line(path: Path) -> None:
         while start:  # to the newline before the last line
             step = min(start, 2**16)
             file.seek(start - step)
-            at = file.read(step).rfind(b"\n") + 1
-            start -= step - at
-            if at:
+            newline = file.read(step).rfind(b"\n") + 1
+            start -= step - newline
+            if newline:
                 break
             if end - start > MOST_LINE:
-                return  # reading it says what is wrong
+                return  # reading it raises the error
         if start == end:
             return
         file.seek(start)
         try:
-            whole = isinstance(json.loads(file.read(end - start)), dict)
+            complete = isinstance(json.loads(file.read(end - start)), dict)
         except (ValueError, RecursionError):
-            whole = False
-        if whole:
+            complete = False
+        if complete:
             file.write(b"\n")
         else:
             file.truncate(start)
 
 
 def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int, most: int = 0) -> list[Text]:
-    """Finished texts by others: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
+    """Read finished texts: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
 
-    GSM8K's calculator notes (``<<3*4=12>>``) are taken out. Longer prompts are left out, longer responses cut.
+    GSM8K's calculator annotations (``<<3*4=12>>``) are removed. Longer prompts are skipped, longer responses truncated.
 
     Args:
-        most: how many rows to read; 0: all.
+        most: maximum number of rows; 0: all.
 
     Raises:
-        UsageError: a row that is no text, or none that fits; names file and line.
+        UsageError: invalid row, with file and line, or all prompts are too long.
     """
     chat, texts, shortest = Chat(target, max_prompt), [], 0
     for number, row in rows(path, most):
@@ -148,16 +150,18 @@ def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response
         try:
             (prompt + response).encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{path}, line {number}: holds half a surrogate pair, which is no character") from None
+            raise UsageError(f"{path}, line {number}: contains an unpaired surrogate; remove it") from None
         ids = chat.conversation(prompt)
         shortest = min(shortest or len(ids), len(ids))
         answer = [*chat.encode(re.sub(r"<<.*?>>", "", response)), *target.eos_token_ids[:1]]
-        room = max_response if target.context_length is None else min(max_response, target.context_length - len(ids))
+        max_answer = (
+            max_response if target.context_length is None else min(max_response, target.context_length - len(ids))
+        )
         if len(ids) <= chat.most and answer:
-            texts.append(Text(ids, answer[:room], "finished"))
+            texts.append(Text(ids, answer[:max_answer], "finished"))
     if not texts:
         raise UsageError(
-            f"no text of {path} fits into --max-prompt {chat.most} tokens: the shortest prompt takes {shortest} with "
-            "the chat template"
+            f"all prompts of {path} exceed --max-prompt {chat.most}: the shortest has {shortest} tokens with the chat "
+            "template; increase --max-prompt"
         )
     return texts

@@ -1,9 +1,8 @@
-"""The one loop that trains every kind of drafter: steps, checkpoints, a held-out estimate, a log.
+"""Training loop of all kinds of drafters: steps, checkpoints, held-out evaluation, log.
 
-A run that is interrupted at any moment goes on from its last checkpoint when it is started again, and ends as it would
-have ended: the order of texts, all random numbers, the learning rate and the steps at which it is evaluated follow from
-the number of the step, and the target's features do not depend on how texts are batched, so that on a CPU (with the
-same number of threads) weights and log are the same to the bit. What is limited by minutes depends on the clock.
+An interrupted run resumes from its last checkpoint with the same result: the order of texts, random numbers, learning
+rate and evaluation steps follow from the step, and target features do not depend on batching. On a CPU with the same
+number of threads, weights and log are bit-identical. Runs with a time limit depend on the clock.
 """
 
 from __future__ import annotations
@@ -35,34 +34,36 @@ from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .features import Features, check_head
 from .files import replace_text, staged
 
-#: Evaluations on the way, beside the one before the first step.
+#: Evaluations during training, besides the one before the first step.
 EVALUATIONS = 10
 
 
 class Trainer:
-    """Trains a student on texts; :meth:`run` can be interrupted at any time and called again.
+    """Trainer of a student on texts; :meth:`run` can be interrupted at any time and resumed.
 
     Args:
         target: the loaded target, which is frozen.
-        recipe: what to train, and how.
-        out: directory for checkpoint and result.
-        precision: ``no`` (float32) or ``bf16`` (autocast), as `accelerate` names them.
+        recipe: the kind of drafter and its training options.
+        out: directory of checkpoint and result.
+        precision: ``no`` (float32) or ``bf16`` (autocast), as in `accelerate`.
         cache_gib: see :class:`Features`.
 
     Attributes:
         log: per evaluation: step, minutes and response tokens trained on so far, ``held_out_acceptance`` (mean sum of
-            min(p, q) of the first drafted token) and ``positions`` (the same of each position of a draft).
-        best: the last held-out acceptance.
+            min(p, q) of the first drafted token) and ``positions`` (the same for each position of a draft).
+        best: last held-out acceptance.
 
     Raises:
-        UsageError: options that do not fit the target, `accelerate` missing, or started in several processes.
+        UsageError: options not supported by the target, `accelerate` missing, or several processes.
     """
 
     def __init__(
         self, target: LoadedModel, recipe: TrainingConfig, out: Path, *, precision: str = "no", cache_gib: float = 4.0
     ):
         if target.backend != TRANSFORMERS:
-            raise UsageError(f"{target.name} is run by {target.backend}; crossdraft train needs a transformers model")
+            raise UsageError(
+                f"{target.name} uses backend {target.backend}; crossdraft train needs a transformers model"
+            )
         self.target, self.out = target, out
         self.device = target.model.device
         self.recipe = recipe.fitted(target)
@@ -77,7 +78,7 @@ class Trainer:
         self.features = Features(target, self.trainee.hidden_layers, cache_gib)
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
         self.log: list[dict[str, Any]] = []
-        self._tenth = -1  # of the way, at the last evaluation
+        self._tenth = -1  # progress at the last evaluation
         self._made_with: dict[str, Any] = {}
 
     @property
@@ -89,18 +90,18 @@ class Trainer:
         return self.out / "checkpoint.pt"
 
     def run(self, train: Sequence[Text], held_out: Sequence[Text]) -> None:
-        """Train to the end of the recipe, from the checkpoint if there is one.
+        """Train to the end, resuming from a checkpoint if it exists.
 
-        SIGINT, SIGTERM and SIGHUP end the run after the step in progress, with a checkpoint; a second one at once.
+        SIGINT, SIGTERM and SIGHUP end the run after the current step, with a checkpoint; a second signal at once.
 
         Raises:
-            UsageError: a checkpoint of other options or other texts, or one that is damaged.
+            UsageError: the checkpoint is damaged or of other options or texts.
             NumericalError: the loss is not finite.
-            CrossdraftError: a checkpoint cannot be written; the one before it is kept.
+            CrossdraftError: a checkpoint cannot be written; the earlier one is kept.
             KeyboardInterrupt: after such a signal.
         """
         if not train or not held_out:
-            raise UsageError(f"training needs texts, and some held out, not {len(train)} and {len(held_out)}")
+            raise UsageError(f"training needs training and held-out texts, not {len(train)} and {len(held_out)}")
         self._made_with = self._identity(train, held_out)
         with _seeded(self.recipe.seed, "prepare", self.device):
             self.trainee.prepare(train)
@@ -113,18 +114,18 @@ class Trainer:
         self._resume(len(batches))
         saved = time.perf_counter()
         with (
-            deferred_interrupt() as told,
+            until_told() as stop_requested,
             tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name, disable=None) as bar,
         ):
             while True:
                 progress = self._progress(len(batches))
-                # What is due follows from the step, never from when a checkpoint was written or a run was told to stop.
+                # Evaluations depend on the step only, not on checkpoints or interruptions.
                 if int(EVALUATIONS * progress) > self._tenth:
                     self._evaluate(held_out)
                     self._tenth = int(EVALUATIONS * progress)
                     self._save()
                     saved = time.perf_counter()
-                if told.is_set():
+                if stop_requested.is_set():
                     self._save()
                     raise KeyboardInterrupt
                 if progress >= 1:
@@ -141,10 +142,10 @@ class Trainer:
                     saved = time.perf_counter()
 
     def export(self, held_out: Sequence[Text]) -> None:
-        """Write the student in its layout, and ``training.json``; the card is written by `card.write_card`.
+        """Write the student in its layout, and ``training.json``; `card.write_card` writes the card.
 
         Raises:
-            CrossdraftError: the disk is full; what was there before is kept.
+            CrossdraftError: the disk is full; earlier files are kept.
         """
         self.trainee.student.eval()
         facts = {"kind": self.recipe.name, "recipe": asdict(self.recipe), "seconds": round(self.seconds)}
@@ -158,7 +159,7 @@ class Trainer:
     # -- pieces -------------------------------------------------------------------------------------------
 
     def _batches(self, texts: Sequence[Text], epoch: int) -> list[list[int]]:
-        """Texts of like length together, at most ``batch_tokens`` padded tokens each, in a shuffled order."""
+        """Shuffled batches of texts of similar length, at most ``batch_tokens`` padded tokens each."""
         rng = random.Random(self.recipe.seed * 1009 + epoch)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids) + rng.uniform(-16, 16))
         batches: list[list[int]] = [[]]
@@ -179,10 +180,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = r.learning_rate * min(1.0, (self.step + 1) / max(r.warm_up, 1)) * fall
         self.trainee.student.train()
-        given = [texts[i] for i in numbers]
-        own = self.trainee.rewritten(given, self.step)
-        fresh = (old is not new for old, new in zip(given, own, strict=True))
-        batch = self.features.batch(own, [None if new else i for new, i in zip(fresh, numbers, strict=True)])
+        batch_texts = [texts[i] for i in numbers]
+        rewritten = self.trainee.rewritten(batch_texts, self.step)
+        fresh = (old is not new for old, new in zip(batch_texts, rewritten, strict=True))
+        batch = self.features.batch(rewritten, [None if new else i for new, i in zip(fresh, numbers, strict=True)])
         with self.accelerator.autocast():
             loss, first = self.trainee.loss(batch, self.step)
         if not loss.isfinite():
@@ -199,20 +200,20 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, texts: Sequence[Text]) -> None:
-        """Mean sum_x min(p, q) at temperature 1 over held-out response tokens, by position of the draft."""
+        """Log the mean sum_x min(p, q) at temperature 1 over held-out response tokens, by position of the draft."""
         self.trainee.student.eval()
         sums: list[float] = []
         counts: list[int] = []
         for batch in self.features.batches(texts, -1):
             with self.accelerator.autocast(), _seeded(self.recipe.seed, "evaluate", self.device):
-                found = self.trainee.acceptance(batch)
-            sums = [a + float(f.sum()) for a, f in zip(sums or [0.0] * len(found), found, strict=True)]
-            counts = [a + len(f) for a, f in zip(counts or [0] * len(found), found, strict=True)]
+                acceptance = self.trainee.acceptance(batch)
+            sums = [a + float(f.sum()) for a, f in zip(sums or [0.0] * len(acceptance), acceptance, strict=True)]
+            counts = [a + len(f) for a, f in zip(counts or [0] * len(acceptance), acceptance, strict=True)]
         means = [round(a / max(n, 1), 4) for a, n in zip(sums, counts, strict=True)]
         if not all(map(math.isfinite, means)):
             raise NumericalError(
-                f"the student's laws are not finite after {self.step} steps; lower --learning-rate or use --precision "
-                "no, with another --out"
+                f"the student's probabilities are not finite after {self.step} steps; lower --learning-rate or use "
+                "--precision no, with another --out"
             )
         self.best = means[0]
         spent = {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens}
@@ -223,7 +224,7 @@ class Trainer:
         )
 
     def _state(self) -> dict[str, Tensor]:
-        """What is kept of the student: trained weights, and buffers as far as it stores them."""
+        """Trained weights and persistent buffers of the student."""
         student = self.trainee.student
         weights = dict(student.named_parameters(remove_duplicate=False))
         stored = student.state_dict(keep_vars=True)
@@ -246,25 +247,25 @@ class Trainer:
     def _resume(self, steps: int) -> None:
         if not self.checkpoint.exists():
             return
-        found = load(self.checkpoint, self.device, self._made_with, {"save_minutes"})
-        own = self._state()
-        check_weights(self.checkpoint, found.student, own)
-        if found.step > steps:
-            raise UsageError(f"{self.checkpoint} is {found.step} steps on, of {steps}; use another --out")
+        loaded = load(self.checkpoint, self.device, self._made_with, {"save_minutes"})
+        own_state = self._state()
+        check_weights(self.checkpoint, loaded.student, own_state)
+        if loaded.step > steps:
+            raise UsageError(f"{self.checkpoint} has {loaded.step} steps, more than {steps}; use another --out")
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(found.student[name])
-        load_optimizer(self.checkpoint, self.optimizer, found.optimizer, self.trained)
-        self.step, self.seconds, self.tokens, self.log = found.step, found.seconds, found.tokens, found.log
-        self._tenth, self.best = found.tenth, found.log[-1]["held_out_acceptance"]
+            for name, tensor in own_state.items():
+                tensor.copy_(loaded.student[name])
+        load_optimizer(self.checkpoint, self.optimizer, loaded.optimizer, self.trained)
+        self.step, self.seconds, self.tokens, self.log = loaded.step, loaded.seconds, loaded.tokens, loaded.log
+        self._tenth, self.best = loaded.tenth, loaded.log[-1]["held_out_acceptance"]
 
     def _identity(self, train: Sequence[Text], held_out: Sequence[Text]) -> dict[str, Any]:
-        """What the result depends on."""
-        begun = self.recipe.start_from
+        """Options and digests that determine the result."""
+        start_from = self.recipe.start_from
         identity = {
             "kind": self.recipe.name,
             **asdict(self.recipe),
-            "start_from_sha256": weights_sha256(resolve(begun, heads=True).path) if begun else "",
+            "start_from_sha256": weights_sha256(resolve(start_from, heads=True).path) if start_from else "",
             **self.trainee.made_with(),
             "target": self.target.sha256,
             "dtype": str(self.target.model.dtype),
@@ -280,26 +281,26 @@ def _accelerator(device: torch.device, precision: str) -> Any:
     from accelerate import Accelerator
 
     try:
-        found = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, device_placement=False)
     except ValueError as error:
-        raise UsageError(f"--precision {precision}: accelerate is set up otherwise in this process: {error}") from None
-    if found.num_processes > 1:
-        raise UsageError("crossdraft train runs in one process; start it without accelerate launch or torchrun")
-    return found
+        raise UsageError(f"--precision {precision}: accelerate is already configured differently: {error}") from None
+    if accelerator.num_processes > 1:
+        raise UsageError("crossdraft train supports one process only; start it without accelerate launch or torchrun")
+    return accelerator
 
 
 def _digest(texts: Sequence[Text]) -> str:
-    """Which texts, in which order."""
-    found = hashlib.sha256()
+    """Digest of the texts in order."""
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(json.dumps([text.prompt, text.response]).encode())
-    return found.hexdigest()
+        digest.update(json.dumps([text.prompt, text.response]).encode())
+    return digest.hexdigest()
 
 
 @contextmanager
-def _seeded(seed: int, what: int | str, device: torch.device) -> Iterator[None]:
-    """Random numbers of PyTorch, NumPy and Python follow from the seed and ``what``; afterwards all is as before."""
-    number = int.from_bytes(hashlib.sha256(f"{seed} {what}".encode()).digest()[:4])
+def _seeded(seed: int, key: int | str, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch, NumPy and Python by the seed and ``what``; restores their states on exit."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4])
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(number)

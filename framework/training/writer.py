@@ -1,4 +1,4 @@
-"""The target as a writer: it answers questions put into its chat template, and invents questions of its own."""
+"""Generation of answers and questions by the target, with its chat template."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..errors import UsageError
 
-#: Most tokens of a question that the target invents.
+#: Maximum tokens of a generated question.
 MOST_INVENTED = 48
-#: Stands where the user's words go when the chat template is cut open.
+#: Placeholder of the user's text in the chat template.
 _MARK = "\u2063MARK\u2063"
 
 
 class Chat:
-    """The target's chat template, and prompts as token ids.
+    """Chat template of the target, applied to questions.
 
     Args:
         target: the loaded target.
-        max_prompt: longest prompt taken, in tokens.
+        max_prompt: maximum prompt length in tokens.
 
     Raises:
-        UsageError: no chat template, one that cannot be used, or one that is longer than any prompt may be.
+        UsageError: the chat template is missing, fails, or exceeds the maximum prompt length.
     """
 
     def __init__(self, target: LoadedModel, max_prompt: int):
         if getattr(target.tokenizer, "chat_template", None) is None:
             raise UsageError(
-                f"{target.name} has no chat template, so it cannot be asked, and questions cannot be put as it knows "
-                "them; take a chat model"
+                f"{target.name} does not have a chat template, which is needed to generate answers; use a chat model"
             )
         self.target = target
-        room = target.context_length
-        #: Longest prompt, in tokens, that leaves room for an answer.
-        self.most = max_prompt if room is None else min(max_prompt, room - 1)
+        max_length = target.context_length
+        #: Maximum prompt length in tokens, with at least one token left for an answer.
+        self.most = max_prompt if max_length is None else min(max_prompt, max_length - 1)
         if (shortest := len(self.conversation(""))) >= self.most:
-            what = f"--max-prompt {max_prompt}" if self.most == max_prompt else f"the context of {room} tokens"
+            what = f"--max-prompt {max_prompt}" if self.most == max_prompt else f"the context of {max_length} tokens"
             raise UsageError(
-                f"{what}: the chat template of {target.name} alone takes {shortest} tokens, so no question fits; give "
-                f"at least --max-prompt {shortest + 1}, and some more for the question"
+                f"{what}: the empty chat template of {target.name} has {shortest} tokens, so questions do not fit; set "
+                f"--max-prompt to more than {shortest + 1}"
             )
 
     def conversation(self, question: str) -> list[int]:
-        """The chat template around ``question``, opened for an answer, as token ids."""
+        """Token ids of the chat template with ``question`` and the generation prompt."""
         return self.encode(self._template(question, add_generation_prompt=True))
 
     def opening(self) -> list[int]:
-        """The chat template up to where a user's words would start, as token ids; empty where nothing stands there."""
+        """Token ids of the chat template before the user's text; may be empty."""
         opening, mark, _ = self._template(_MARK, add_generation_prompt=False).partition(_MARK)
         return self.encode(opening) if mark else []
 
@@ -64,18 +63,18 @@ class Chat:
             return self.target.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:  # whatever the template of somebody else's model raises
+        except Exception as error:  # third-party templates may raise anything
             reason = str(error).partition("\n")[0]
-            raise UsageError(f"the chat template of {self.target.name} cannot be used: {reason}") from error
+            raise UsageError(f"the chat template of {self.target.name} fails: {reason}") from error
 
 
 class Writer:
-    """Lets the target answer questions and invent its own.
+    """Generator of answers and questions by the target.
 
     Args:
         target: the loaded target.
         batch_size: rows decoded at once.
-        max_prompt, max_response: longest prompt taken and longest answer written, in tokens.
+        max_prompt, max_response: maximum lengths of prompts and answers in tokens.
         seed: of all sampling.
 
     Raises:
@@ -86,31 +85,31 @@ class Writer:
         self.chat = Chat(target, max_prompt)
         self.target, self.seed, self.max_response = target, seed, max_response
         self.batch_size, self._opening = batch_size, self.chat.opening()
-        room = max(self.chat.most + max_response, len(self._opening) + MOST_INVENTED) + 2
+        max_length = max(self.chat.most + max_response, len(self._opening) + MOST_INVENTED) + 2
         if target.context_length is not None:
-            room = min(room, target.context_length + 2)
-        self._lm = make_slots(target, batch_size, room)
-        self._length = room
+            max_length = min(max_length, target.context_length + 2)
+        self._lm = make_slots(target, batch_size, max_length)
+        self._length = max_length
 
     def invent(self, indices: Sequence[int]) -> dict[int, str]:
-        """Questions written by the target, by index; those it did not finish are missing."""
+        """Generate questions, by index; unfinished ones are omitted."""
         if indices and not self._opening:
             raise UsageError(
-                f"{self.target.name} cannot invent questions, because nothing stands before the user's words in its "
-                "chat template; give --questions with --invented 0"
+                f"{self.target.name} cannot generate questions, because its chat template has nothing before the "
+                "user's text; give --questions with --invented 0"
             )
-        prompts, found = [self._opening] * len(indices), {}
+        prompts, questions = [self._opening] * len(indices), {}
         for index, answer in self._decode(prompts, indices, 1.0, MOST_INVENTED, 2 * self.seed):
             if answer[-1] in self.target.eos_token_ids:
                 text = str(self.target.tokenizer.decode(answer[:-1])).strip()
                 if len(text.split()) > 2:
-                    found[index] = text
-        return found
+                    questions[index] = text
+        return questions
 
     def answer(
         self, prompts: Sequence[list[int]], indices: Sequence[int], temperature: float
     ) -> Generator[tuple[int, list[int]]]:
-        """Indices and answers, as they are finished."""
+        """Yield indices and answers in order of completion."""
         return self._decode(prompts, indices, temperature, self.max_response, 2 * self.seed + 1)
 
     def _decode(

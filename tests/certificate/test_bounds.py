@@ -204,7 +204,7 @@ def test_json(capsys: Any, found: Found, only: Callable) -> None:
             lp=mine.lp,
         )
     )
-    # Its first step is not bound by what holds for rules that keep the law of every step.
+    # Its first step is not bound by the bounds of drop-in verifiers.
     assert rows["G1", "chain", "greedy-block"]["single_draft"] is None
     assert rows["G1", "chain", "greedy-block"]["lp"] is None
     assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(mine.full_information)
@@ -278,7 +278,7 @@ def test_largest_built_in_case(found: Found) -> None:
     assert 2.294853776 < mine.lp < mine.full_information < 3  # better than two sequences
 
 
-def test_draft_law_of_nothing() -> None:
+def test_draft_distribution_without_drafts() -> None:
     drafts = DraftDistribution(gamma=2, trees={frozenset(): 1.0})
     joint = {(0,): 0.5, (1,): 0.5}
     assert drafts.is_chain

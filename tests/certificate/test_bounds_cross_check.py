@@ -36,9 +36,9 @@ def as_prefixes(sets: dict[frozenset, float], p: np.ndarray) -> tuple[dict, dict
 
 def random_law(generator: np.random.Generator, vocab: int) -> np.ndarray:
     """From nearly flat to nearly one-hot, some tokens without mass."""
-    law = generator.dirichlet(np.full(vocab, 10 ** generator.uniform(-1, 1)))
-    law[generator.random(vocab) < 0.2] = 0
-    return law / law.sum() if law.sum() else np.eye(vocab)[0]
+    probs = generator.dirichlet(np.full(vocab, 10 ** generator.uniform(-1, 1)))
+    probs[generator.random(vocab) < 0.2] = 0
+    return probs / probs.sum() if probs.sum() else np.eye(vocab)[0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -100,7 +100,7 @@ def test_every_draft_is_enumerated(toys: dict[str, Toy]) -> None:
 def test_rounding_does_not_make_a_program_infeasible() -> None:
     """Masses from 1e-13 to 1 on both sides, which sum to 1 up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    laws = [(3 * torch.randn(5, 4, generator=generator, dtype=torch.float64)).softmax(-1) for _ in range(2)]
-    mine = bounds(Toy("steep", 2, *laws), DRAFTS["tree-wor-2-1"].build, 2)
+    distributions = [(3 * torch.randn(5, 4, generator=generator, dtype=torch.float64)).softmax(-1) for _ in range(2)]
+    mine = bounds(Toy("steep", 2, *distributions), DRAFTS["tree-wor-2-1"].build, 2)
     assert mine.lp is not None and mine.full_information is not None
     assert 0 < mine.lp <= mine.full_information + 1e-9

@@ -1,4 +1,4 @@
-"""What the default command catches, and what it writes down."""
+"""Results and records of the default command."""
 
 import importlib.util
 import json
@@ -177,7 +177,7 @@ def test_numbers_as_people_read_them() -> None:
 
 
 def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
-    """Where a strategy makes more decisions than its traits let expect."""
+    """Strategies with more decisions than their traits imply."""
     from crossdraft.framework.certificate import certify
 
     monkeypatch.setattr(certify, "MOST_PATHS", 20.0)

@@ -1,4 +1,4 @@
-"""What the certificate finds agrees with closed forms, also of verifiers with state.
+"""Certificates compared with closed forms, also of stateful verifiers.
 
 That every registered verifier has its golden numbers is tests/verifiers/test_golden.py.
 """
@@ -146,7 +146,7 @@ def test_state_travels_between_steps(toys: dict[str, Toy], drafts: dict, golden:
     found = certify(toys[toy], drafts["chain"], ByTurn, steps=2, markov=True)
     assert found.tv <= TOLERANCE
     assert found.expected_tau[0] == pytest.approx(exact(golden["expected_tau"]["token"]["chain"][toy])[0], abs=1e-9)
-    if toy == "T0":  # its laws do not depend on the context, so the second step is block's first
+    if toy == "T0":  # its distributions do not depend on the context, so the second step is block's first
         assert found.expected_tau[1] == pytest.approx(exact(golden["expected_tau"]["block"]["chain"][toy])[0], abs=1e-9)
 
 
@@ -211,7 +211,7 @@ def test_labels_make_drafts_of_their_kind(label: str, kind: str) -> None:
 
 @pytest.mark.parametrize("label, verifier", [("chain", "greedy-block"), ("iid-2", "traversal"), ("chain", "token")])
 def test_a_draft_length_for_each_step(toys: dict[str, Toy], drafts: dict, label: str, verifier: str) -> None:
-    """T0's laws do not depend on the context: a rule without state does in each step what it does in the first."""
+    """T0 does not depend on the context: a stateless verifier has the same distribution in every step."""
     rule, t0 = plugins.get("verifiers", verifier), toys["T0"]
     lengths = [2, 0, 1, 2]
     found = certify(t0, drafts[label], rule, steps=4, gamma=lengths, markov=True)

@@ -1,4 +1,4 @@
-"""The law of the first token on a real model: right rules pass, wrong ones and the control are seen."""
+"""Distribution of the first token on a real model: valid verifiers pass, wrong ones and the control are rejected."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ContractError
 
-#: Two laws of ten tokens; each calls one token impossible that the other knows, and neither knows the last.
+#: Two distributions over ten tokens; each has a token of probability 0 that the other has not, and both the last.
 P = torch.tensor([0.30, 0.20, 0.15, 0.12, 0.08, 0.08, 0.05, 0.02, 0.0, 0.0], dtype=torch.float64)
 Q = torch.tensor([0.10, 0.25, 0.30, 0.02, 0.08, 0.12, 0.00, 0.08, 0.05, 0.0], dtype=torch.float64)
 
@@ -41,7 +41,7 @@ def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.T
     ]
 
 
-# -- the law -------------------------------------------------------------------------------------------------
+# -- distribution -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_hundred_thousand_samples() -> None:
 
 @pytest.mark.parametrize("verifier, draft", [("block", "chain"), ("traversal", "iid-2"), ("spectr", "iid-3")])
 def test_longer_drafts(verifier: str, draft: str) -> None:
-    """Block rules look past the first token before they settle it: its law must be P_0 all the same."""
+    """Block verifiers use later tokens to decide the first: its distribution must be P_0 nevertheless."""
     (result,) = counted(case(verifier, draft, gamma=3))
     assert result.target.p_value > 1e-3
 
@@ -101,7 +101,7 @@ def test_prompts_get_numbers_of_their_own() -> None:
 def test_impossible_tokens_change_nothing() -> None:
     """Left out of the vocabulary or not, wherever they stand: the same samples."""
     where = torch.tensor([3, 5, 6, 7, 20, 21, 30, 33, 47, 49])
-    p, q = (torch.zeros(60, dtype=torch.float64).scatter_(0, where, law) for law in (P, Q))
+    p, q = (torch.zeros(60, dtype=torch.float64).scatter_(0, where, probs) for probs in (P, Q))
     for one in (case("token"), case("multipath-block", "iid-2"), case("specinfer", "tree-wor-2-1")):
         (dense,) = sample(P, Q, [one], 5000, rng=CounterRng(2))
         (sparse,) = sample(p, q, [one], 5000, rng=CounterRng(2))
@@ -139,7 +139,7 @@ def test_a_rule_that_parrots_the_drafter_is_seen_twice() -> None:
     assert result.verdict == "NO" and result.bad
 
 
-def test_equal_laws_decide_nothing() -> None:
+def test_equal_distributions_are_inconclusive() -> None:
     (result,) = counted(case("token"), samples=2000, q=P)
     assert result.verdict == "unknown: the control is not rejected" and result.bad
     assert result.as_json()["target_kept"] is None
@@ -170,30 +170,30 @@ def test_first_token() -> None:
 
 def test_chi_square_is_scipys() -> None:
     counts = torch.tensor([480, 310, 205, 3, 2])
-    law = torch.tensor([0.5, 0.3, 0.194, 0.0035, 0.0025])
-    fit = goodness_of_fit(counts, law)  # 3.5 + 2.5 are expected in the last two cells, which are pooled
+    probs = torch.tensor([0.5, 0.3, 0.194, 0.0035, 0.0025])
+    fit = goodness_of_fit(counts, probs)  # 3.5 + 2.5 are expected in the last two cells, which are pooled
     theirs = chisquare([480, 310, 205, 5], [500, 300, 194, 6])
     assert fit.chi_square == pytest.approx(theirs.statistic, rel=1e-5)
     assert fit.p_value == pytest.approx(theirs.pvalue, rel=1e-5)
     assert fit.degrees_of_freedom == 3
     off = torch.tensor([-0.02, 0.01, 0.011, -0.0005, -0.0005])
     assert fit.sd == pytest.approx(float(off.square().mean().sqrt()), rel=1e-5)
-    assert fit.expected_sd == pytest.approx(float((law * (1 - law) / 1000).mean().sqrt()), rel=1e-5)
+    assert fit.expected_sd == pytest.approx(float((probs * (1 - probs) / 1000).mean().sqrt()), rel=1e-5)
 
 
 def test_many_cells() -> None:
     """The incomplete gamma function is right at the sizes a vocabulary has, far into the tail."""
-    law = torch.full((20_000,), 1 / 20_000, dtype=torch.float64)
+    probs = torch.full((20_000,), 1 / 20_000, dtype=torch.float64)
     counts = torch.full((20_000,), 20).index_add(0, torch.arange(10_000), torch.tensor([1, -1]).repeat(5000) * 6)
-    fit, theirs = goodness_of_fit(counts, law), chisquare(counts.numpy())
+    fit, theirs = goodness_of_fit(counts, probs), chisquare(counts.numpy())
     assert fit.chi_square == pytest.approx(18_000)
     assert fit.p_value == pytest.approx(theirs.pvalue, rel=1e-9)
     lopsided = counts + torch.arange(20_000) % 8
-    assert goodness_of_fit(lopsided, law).p_value == pytest.approx(chisquare(lopsided.numpy()).pvalue, rel=1e-6)
+    assert goodness_of_fit(lopsided, probs).p_value == pytest.approx(chisquare(lopsided.numpy()).pvalue, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    "counts, law, expected",
+    "counts, probs, expected",
     [
         ([90, 10, 0], [0.9, 0.1, 0.0], (0.0, 1, 1.0)),  # an impossible token that never came
         ([90, 9, 1], [0.9, 0.1, 0.0], (float("inf"), 1, 0.0)),  # .. and one that came
@@ -201,8 +201,8 @@ def test_many_cells() -> None:
         ([60, 40], [0.98, 0.02], (0.0, 0, 1.0)),  # two expected: they join the only other cell
     ],
 )
-def test_chi_square_at_the_edges(counts: list[int], law: list[float], expected: tuple) -> None:
-    fit = goodness_of_fit(torch.tensor(counts), torch.tensor(law, dtype=torch.float64))
+def test_chi_square_at_the_edges(counts: list[int], probs: list[float], expected: tuple) -> None:
+    fit = goodness_of_fit(torch.tensor(counts), torch.tensor(probs, dtype=torch.float64))
     assert (fit.chi_square, fit.degrees_of_freedom, fit.p_value) == pytest.approx(expected)
 
 

@@ -43,18 +43,18 @@ def pair(tmp_path: Path, tiny_model: Callable) -> list[str]:
     return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
 
 
-def test_the_law_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
+def test_first_token_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
     code, out = run(capsys, "--draws 5000 --temperature 3 --json", *pair, "--prompt", "w5 w6 w7", "--prompt", "w9")
     found = json.loads(out)
     assert code == 0
     assert [record["prompt"] for record in found["prompts"]] == ["w5 w6 w7", "w9"]
     with torch.no_grad():
-        law = (tiny_model("llama", vocab_size=len(WORDS))(torch.tensor([[5, 6, 7]])).logits[0, -1] / 3).softmax(0)
+        probs = (tiny_model("llama", vocab_size=len(WORDS))(torch.tensor([[5, 6, 7]])).logits[0, -1] / 3).softmax(0)
     record = found["prompts"][0]
     assert (record["prompt_tokens"], record["vocab_size"], record["possible_tokens"]) == (3, 40, 40)
     shown = record["shown"]
-    assert [token["id"] for token in shown] == law.topk(30).indices.tolist()
-    assert [token["target"] for token in shown] == pytest.approx(law.topk(30).values.tolist(), abs=1e-5)
+    assert [token["id"] for token in shown] == probs.topk(30).indices.tolist()
+    assert [token["target"] for token in shown] == pytest.approx(probs.topk(30).values.tolist(), abs=1e-5)
     assert all(token["text"] == f"w{token['id']}" for token in shown if token["id"] > 2)
     for one in record["pairs"]:
         assert one["declared_lossless"] and one["target_kept"]
@@ -108,8 +108,8 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
         ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: should be less than"),
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
-        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test"),
-        ("--model ./nowhere --drafter d --prompt x", UsageError, "no model directory ./nowhere"),
+        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),
+        ("--model ./nowhere --drafter d --prompt x", UsageError, "model directory ./nowhere does not exist"),
     ],
 )
 def test_mistakes_are_sentences(capsys: Any, options: str, error: type[CrossdraftError], sentence: str) -> None:

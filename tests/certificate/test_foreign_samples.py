@@ -1,4 +1,4 @@
-"""``crossdraft certify --samples``: draws of somebody else's sampler, right ones and wrong ones."""
+"""``crossdraft certify --samples``: draws of an external sampler, correct and wrong."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_samplers import ROWS, markov_decision, markov_sequences, power_laws, tempered, verdict_of
+from simulated_samplers import ROWS, markov_decision, markov_sequences, power_law_probs, tempered, verdict_of
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +61,7 @@ def test_too_few_draws_are_answered_with_a_number(tmp_path: Path, capsys: Any) -
 @pytest.mark.parametrize(("temperature", "outcome"), [(0.9, "no"), (1.1, "no"), (1.0, "yes")])
 def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(temperature: float, outcome: str) -> None:
     """256 draws at each: 0.09 apart in total variation. A deviation of 0.1 can be decided with so many."""
-    probs = power_laws(9, 2000, seed=0)
+    probs = power_law_probs(9, 2000, seed=0)
     for seed in range(5):
         assert (
             verdict_of(probs, tempered(probs, temperature), 256, 0.1 if outcome == "yes" else 0.05, seed).outcome
@@ -70,7 +70,7 @@ def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(tempera
 
 
 def test_the_right_sampler_at_nine_prefixes_hears_how_many_more_draws() -> None:
-    probs = power_laws(9, 2000, seed=0)
+    probs = power_law_probs(9, 2000, seed=0)
     few = verdict_of(probs, probs, 256, 0.02, 1)
     assert few.outcome == "undecided" and 9 * 256 < few.more_draws < 200_000
     each = 256 + -(-few.more_draws // 9)
@@ -82,7 +82,7 @@ def test_speculation_at_an_undefined_temperature_is_seen_in_few_sequences() -> N
     """A defect of one engine: drafted positions, here every second one, were sampled far too hot."""
     rng = np.random.default_rng(0)
     for seed in range(5):
-        evidence, probs = Evidence(seed), power_laws(40, 5000, seed)
+        evidence, probs = Evidence(seed), power_law_probs(40, 5000, seed)
         for i, row in enumerate(probs):
             wrong = tempered(row[None], 8.0)[0] if i % 2 else row
             token = int(rng.choice(len(row), p=wrong))
@@ -132,8 +132,8 @@ def test_deviations_in_opposite_directions_are_seen_where_each_prefix_has_many_d
 
 def test_a_million_tokens_and_many_lines(tmp_path: Path, capsys: Any) -> None:
     size = 10**6
-    law = np.full(size, 1 / size)
-    verdict = verdict_of(law[None], law[None], 2000, 0.1, 0)
+    next_probs = np.full(size, 1 / size)
+    verdict = verdict_of(next_probs[None], next_probs[None], 2000, 0.1, 0)
     assert verdict.outcome == "yes" and verdict.draws == 2000
     rng = np.random.default_rng(0)
     rows = []
@@ -146,7 +146,7 @@ def test_a_million_tokens_and_many_lines(tmp_path: Path, capsys: Any) -> None:
 
 def test_cells_hold_at_least_their_mass() -> None:
     for seed, mass in ((0, 1 / 16), (1, 0.2), (2, 0.5)):
-        reached = np.sort(power_laws(1, 300, seed)[0])[::-1].cumsum()
+        reached = np.sort(power_law_probs(1, 300, seed)[0])[::-1].cumsum()
         ends = _cell_ends(reached / reached[-1], mass)
         shares = np.diff(reached[ends - 1] / reached[-1], prepend=0.0)
         assert ends[-1] == 300 and (shares >= mass - 1e-9).all() and len(ends) <= 1 / mass + 1e-9
@@ -161,7 +161,7 @@ def test_a_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int)
     paths: dict[int, list[int]] = {}
     for part in subtrees(tree, most):
         assert len(part.nodes) <= most
-        for i, (node, parent, wanted) in enumerate(zip(part.nodes, part.parents, part.wanted, strict=True)):
+        for i, (node, parent, wanted) in enumerate(zip(part.nodes, part.parents, part.is_output, strict=True)):
             assert parent < i and (parent >= 0) == (node > 0)
             assert parent < 0 or part.nodes[parent] == tree.parents[node]
             if wanted:
@@ -192,7 +192,7 @@ def test_error_rates(capsys: Any) -> None:
         print("", *lines, sep="\n")
 
 
-def test_a_token_that_the_law_cannot_say(capsys: Any, tmp_path: Path) -> None:
+def test_a_token_of_probability_zero(capsys: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 50, "1": 1}})
     assert main(["certify", "--samples", file]) == 1
     assert "1 draws have probability 0" in capsys.readouterr().out
@@ -210,8 +210,8 @@ def test_on_a_model(tmp_path: Path, capsys: Any) -> None:
         tokens = torch.tensor([prefix] * n)
         with torch.no_grad():
             for _ in range(length):
-                law = (power * model(tokens).logits[:, -1]).softmax(-1)
-                tokens = torch.cat([tokens, law.multinomial(1)], 1)
+                next_probs = (power * model(tokens).logits[:, -1]).softmax(-1)
+                tokens = torch.cat([tokens, next_probs.multinomial(1)], 1)
         return tokens[:, len(prefix) :].tolist()
 
     def file(power: float) -> str:

@@ -34,7 +34,7 @@ class Counts(Drafter):
 
     def __init__(self, config: StrategyConfig, context: Any):
         super().__init__(config, context)
-        self.law: dict[int, torch.Tensor] = {}
+        self.probs: dict[int, torch.Tensor] = {}
         self.proposed = 0
 
     @classmethod
@@ -42,14 +42,14 @@ class Counts(Drafter):
         return DraftTraits(kind=CHAIN, point_mass=False, nodes=config.gamma)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
-        self.law[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
+        self.probs[row] = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
     def propose(self, sequences: Any, rng: Any) -> Draft:
         self.proposed += 1
         steps = min(self.config.gamma, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
-        q = torch.stack([law / law.sum() for _, law in sorted(self.law.items())])
+        q = torch.stack([probs / probs.sum() for _, probs in sorted(self.probs.items())])
         tokens = torch.stack([rng.draw(self.drawn_from(q), "draft", i) for i in range(steps)], 1)
         length = torch.tensor(sequences.limit).clamp(max=steps)
         return Draft.chain(tokens, length, self.reported(q, sequences)[:, None].expand(-1, steps, -1).contiguous())
@@ -57,7 +57,9 @@ class Counts(Drafter):
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         for row, history in enumerate(sequences.history):
             for token in history[-accepted[row] - 1 :]:
-                self.law[row] = self.law[row].index_add(0, torch.tensor([token]), torch.ones(1, dtype=torch.float64))
+                self.probs[row] = self.probs[row].index_add(
+                    0, torch.tensor([token]), torch.ones(1, dtype=torch.float64)
+                )
 
     def drawn_from(self, q: torch.Tensor) -> torch.Tensor:
         return q
@@ -67,7 +69,7 @@ class Counts(Drafter):
 
 
 class LiesOnceItLearnt(Counts):
-    """Reports the law it began with, whatever it has seen since."""
+    """Drafter that reports its initial distribution although it has changed."""
 
     name = "lies-once-it-learnt"
 
@@ -86,7 +88,7 @@ class LiesTheSecondTime(Counts):
 
 
 class LiesAboutHistory(Counts):
-    """After two equal tokens of its own step it reports a law that it did not draw from."""
+    """Drafter that reports a wrong distribution after two equal tokens of its own step."""
 
     name = "lies-about-history"
 
@@ -110,12 +112,12 @@ class SharedCounts(Counts):
         self.shared = torch.ones(self.context.vocab_size, dtype=torch.float64)
 
     def start(self, row: int, prompt: Any, hidden: Any = None) -> None:
-        self.law[row] = self.shared
+        self.probs[row] = self.shared
 
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         super().observe(sequences, draft, verdict, accepted, scores)
-        self.shared = self.law[0]
-        self.law = dict.fromkeys(self.law, self.shared)
+        self.shared = self.probs[0]
+        self.probs = dict.fromkeys(self.probs, self.shared)
 
 
 class SharedLie(SharedCounts):
@@ -150,8 +152,8 @@ def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str
     assert two.expected_tau[1] > two.expected_tau[0] + 0.01
 
 
-def test_what_was_learnt_is_what_was_said(toys: dict[str, Toy]) -> None:
-    """By hand, on T0 with drafts of one token: E[tau] of step two is the mean over what step one said."""
+def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
+    """T0 with drafts of one token, by hand: E[tau] of step two is the mean over the outputs of step one."""
     p = (1 / 3, 2 / 3)
 
     def accepted(counts: tuple[float, float]) -> float:

@@ -1,4 +1,4 @@
-"""The sampled law: what generator, loop and rules say on a real model follows the target's exact law.
+"""Sampling distribution: outputs of generator, loop and verifiers on a real model follow the target's distribution.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
 that serves the wrong context. A chi-square of the joint law of four tokens, two to four steps long, can. It
@@ -71,13 +71,13 @@ def target(tiny_model: Callable) -> Any:
 @pytest.fixture(scope="module")
 def exact_law(target: Any) -> np.ndarray:
     """Probability of each of the V**4 continuations of the prompt, by plain forward passes."""
-    law = np.ones(1)
+    probs = np.ones(1)
     for n in range(LENGTH):
         contexts = torch.tensor([[*PROMPT, *tokens] for tokens in itertools.product(range(VOCAB), repeat=n)])
         with torch.inference_mode():
             p = target(contexts).logits[:, -1].double().softmax(-1).numpy()
-        law = (law[:, None] * p).ravel()
-    return law
+        probs = (probs[:, None] * p).ravel()
+    return probs
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,9 @@ def sample(decoder: Callable, target: Any, tiny_model: Callable) -> Callable[...
     return run
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
     """Chi-square; continuations expected fewer than five times share one cell."""
-    want = law * counts.sum() / law.sum()
+    want = probs * counts.sum() / probs.sum()
     rare = want < 5
     if counts[want == 0].any():
         return 0.0

@@ -40,11 +40,11 @@ def changed(**keys: Any) -> str:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_has_a_law_of_its_own() -> None:
+def test_the_first_token_has_its_own_distribution() -> None:
     """Wherever the prompt's last token is fed: alone, with what follows it, in trees, in one call or in several."""
     table = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=torch.float64)
 
-    def laws(lm: TableLM, tokens: list[int], parents: list[int] | None = None) -> list[float]:
+    def distributions(lm: TableLM, tokens: list[int], parents: list[int] | None = None) -> list[float]:
         return (
             lm.forward(torch.tensor([tokens]), None if parents is None else torch.tensor([parents]))[0]
             .exp()[0, :, 0]
@@ -53,22 +53,24 @@ def test_the_first_token_has_a_law_of_its_own() -> None:
 
     lm = TableLM(table, 1, start=2)
     lm.start(0, [0, 0, 1])
-    assert laws(lm, [1, 0, 1]) == pytest.approx([0.6, 0.9, 0.2])
-    assert laws(lm, [0]) == pytest.approx([0.9])
+    assert distributions(lm, [1, 0, 1]) == pytest.approx([0.6, 0.9, 0.2])
+    assert distributions(lm, [0]) == pytest.approx([0.9])
     lm.commit([1])
-    assert laws(lm, [1, 0], [-1, -1]) == pytest.approx([0.2, 0.9])  # two children of what was kept
+    assert distributions(lm, [1, 0], [-1, -1]) == pytest.approx([0.2, 0.9])  # two children of what was kept
     lm.start(0, [1])
     lm.commit([0])
-    assert laws(lm, [1, 0, 1, 1], [-1, 0, 0, 1]) == pytest.approx([0.2, 0.9, 0.2, 0.6])  # the prompt, fed as a tree
-    assert laws(lm, [1, 0], [2, 3]) == pytest.approx([0.6, 0.9])
+    assert distributions(lm, [1, 0, 1, 1], [-1, 0, 0, 1]) == pytest.approx(
+        [0.2, 0.9, 0.2, 0.6]
+    )  # the prompt, fed as a tree
+    assert distributions(lm, [1, 0], [2, 3]) == pytest.approx([0.6, 0.9])
     rows = TableLM(table, 1)
     rows.start(0, [0, 0, 1])
-    assert laws(rows, [1]) == pytest.approx([0.2])
+    assert distributions(rows, [1]) == pytest.approx([0.2])
 
 
 @pytest.mark.parametrize("label", ["chain", "iid-2", "tree-wor-2-1"])
 def test_every_id_is_a_token_of_the_vocabulary(toys: dict[str, Toy], label: str) -> None:
-    """Of prompts, too: tables and indices of size V are what strategies are made of."""
+    """Large V, also of prompts: strategies allocate tables and indices of size V."""
     kind, ids = DRAFTS[label], set()
 
     class Spy(plugins.get("drafters", kind.drafter)):

@@ -66,7 +66,7 @@ class Chain(Drafter):
         return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1)))
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What is drawn from, and what is reported."""
+        """Sampled and reported distributions."""
         law = logits.softmax(-1)
         return law, law
 
@@ -93,7 +93,7 @@ class DropsWhatItLookedAt(Chain):
 
 
 class SharesState(Chain):
-    """What it drafts follows the first slot."""
+    """Drafts depend on the first slot."""
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         law = logits[:1].softmax(-1).expand_as(logits)
@@ -176,26 +176,26 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
     [
         pytest.param(
             OtherTemperature,
-            "test_q_is_the_law_of_the_draw",
-            "q is not the law that tokens are drawn from",
+            "test_q_is_the_draft_distribution",
+            "q is not the distribution that tokens are drawn from",
             marks=pytest.mark.slow,
         ),
-        (OtherTemperature, "test_the_output_keeps_the_targets_law", "q is not the law of the draw"),
+        (OtherTemperature, "test_output_follows_the_target", "q is not the distribution of the draw"),
         pytest.param(
             DropsWhatItLookedAt,
-            "test_q_is_the_law_of_the_draw",
-            "a token that was looked at is dropped",
+            "test_q_is_the_draft_distribution",
+            "a token was dropped depending on its value",
             marks=pytest.mark.slow,
         ),
-        (DropsWhatItLookedAt, "test_the_output_keeps_the_targets_law", "away from the target's law"),
+        (DropsWhatItLookedAt, "test_output_follows_the_target", "away from the target's distribution"),
         (SharesState, "test_rows_do_not_share_state", "rows share state"),
-        (LeavesSomething, "test_a_slot_is_handed_over_clean", "a slot keeps what its last sequence left there"),
+        (LeavesSomething, "test_reused_slots", "a slot keeps state of its last sequence"),
         (OutOfVocabulary, "test_every_draft_keeps_the_contract", "outside of the vocabulary"),
         (ShapeOffByOne, "test_every_draft_keeps_the_contract", "draft.parents of shape .*: a shape is off"),
         (LawsOffByOne, "test_every_draft_keeps_the_contract", "too few rows .*: a shape is off"),
         (TooDeep, "test_limits", "but sequences.limit allows"),
-        (OtherTextLaw, "test_the_law_of_a_text", r"text_distribution\(\) differs from the drafts"),
-        (Forgets, "test_whether_it_remembers", r"define the classmethod remembers\(config\), or replay refuses"),
+        (OtherTextLaw, "test_text_distribution", r"text_distribution\(\) differs from the drafts"),
+        (Forgets, "test_remembers", r"define the classmethod remembers\(config\), or replay rejects"),
         (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
     ],
 )
@@ -206,12 +206,12 @@ def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: st
 
 
 def test_a_memory_is_what_the_test_class_says() -> None:
-    drafter_contract(SaysThatItForgets).test_whether_it_remembers()
+    drafter_contract(SaysThatItForgets).test_remembers()
     for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
         own = {"drafter": cls, "options": options, "remembers": remembers}
-        type("Contract", (DrafterContract,), own)().test_whether_it_remembers()
+        type("Contract", (DrafterContract,), own)().test_remembers()
     with pytest.raises(AssertionError, match=r"remembers\(config\) is False .* has remembers = True"):
-        type("Contract", (DrafterContract,), {"drafter": Chain, "remembers": True})().test_whether_it_remembers()
+        type("Contract", (DrafterContract,), {"drafter": Chain, "remembers": True})().test_remembers()
 
 
 class Honest(Verifier):

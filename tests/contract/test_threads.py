@@ -12,7 +12,7 @@ from crossdraft.testing import DrafterContract, VerifierContract
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    """As in a process that nobody set up for tests; put back by the contracts after each of theirs."""
+    """All threads, as in a process without test setup; the contracts restore them after each test."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

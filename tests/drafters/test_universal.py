@@ -83,9 +83,9 @@ def answers(target: Any, drafter: Any, batch_size: int, **more: Any) -> list[Any
 def test_greedy_decoding_is_the_targets_own(loaded: Any, models: Any, alone: Any, mode: str, other: str) -> None:
     for batch_size in (1, 8):
         drafter = {"name": "universal", "mode": mode, "model": models[other], "gamma": 4}
-        sample_drafts = answers(loaded["target"], drafter, batch_size)
-        assert [one.tokens for one in sample_drafts] == [one.tokens for one in alone]
-        assert sum(round.nodes for one in sample_drafts for round in one.steps) > 50
+        outputs = answers(loaded["target"], drafter, batch_size)
+        assert [one.tokens for one in outputs] == [one.tokens for one in alone]
+        assert sum(round.nodes for one in outputs for round in one.steps) > 50
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,8 +95,8 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
 ) -> None:
     """Single bytes are tokens in one way alone. So whatever is rejected is a mistake: of ids, of the cache, of rows."""
     drafter = {"name": "universal", "mode": mode, "model": models["renumbered"], "gamma": 4}
-    sample_drafts = answers(loaded["single"], drafter, batch_size)
-    steps = [round for one in sample_drafts for round in one.steps]
+    outputs = answers(loaded["single"], drafter, batch_size)
+    steps = [round for one in outputs for round in one.steps]
     assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
     full = np.mean([round.nodes == 4 for round in steps])
     assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
@@ -104,8 +104,8 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
 
 def test_sampled_drafts_of_the_same_law_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
-    sample_drafts = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
-    steps = [round for one in sample_drafts for round in one.steps]
+    outputs = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
+    steps = [round for one in outputs for round in one.steps]
     # Ids that no token has are the target's alone: they are as good as never said here.
     assert np.mean([round.tau == min(round.nodes, round.emitted) for round in steps]) > 0.95
 

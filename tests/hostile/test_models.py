@@ -24,7 +24,7 @@ TOO_DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 #: A key of config.json, its value, words of the sentence.
 CONFIGS: list[tuple[str, Any, list[str]]] = [
     *[
-        (key, value, [f"config.json: {key} is", "it has to be a whole number, 1 at least"])
+        (key, value, [f"config.json: {key} is", "it must be an integer of at least 1"])
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
         for value in (0, -1, "8", 1.5, True, [1], {"a": 1})
     ],
@@ -33,29 +33,29 @@ CONFIGS: list[tuple[str, Any, list[str]]] = [
     ("head_dim", float("nan"), ["config.json: head_dim is nan"]),
     ("num_hidden_layers", 10**9, ["num_hidden_layers is 1000000000", "the most is 1024", "built before any weight"]),
     ("num_hidden_layers", 10**30, ["the most is 1024"]),
-    ("num_hidden_layers", 512, ["says 512 layers, but its weights are 21 tensors"]),
+    ("num_hidden_layers", 512, ["has 512 layers, but the weights have only 21 tensors"]),
     ("num_hidden_layers", None, ["num_hidden_layers"]),
     ("num_hidden_layers", 3, ["missing model.layers.2"]),
     ("hidden_size", 10**9, ["hidden_size is 1000000000", "the most is 16777216"]),
-    ("hidden_size", 100_000, ["says hidden_size 100000, but no tensor of its weights has a side longer than 72"]),
+    ("hidden_size", 100_000, ["has hidden_size 100000, but the largest dimension of its weights is 72"]),
     ("hidden_size", 32, ["other shapes than its config.json describes"]),
-    ("vocab_size", 10**7, ["says vocab_size 10000000, but no tensor"]),
+    ("vocab_size", 10**7, ["has vocab_size 10000000, but the largest dimension"]),
     ("intermediate_size", 10**7, ["says intermediate_size 10000000, but no tensor"]),
     ("num_attention_heads", 10**7, ["could not be loaded", "multiple of the number of attention heads"]),
     ("num_key_value_heads", 3, ["other shapes than its config.json describes"]),
     ("max_position_embeddings", 10**30, ["positions are counted in 32 bits"]),
     ("text_config", {"hidden_size": 0}, ["text_config.hidden_size is 0"]),
     ("text_config", 3, ["could not be loaded"]),
-    ("rope_theta", "x", ["rope_theta is 'x'; it has to be a positive number"]),
-    ("rope_theta", -1, ["rope_theta is -1; it has to be a positive number"]),
+    ("rope_theta", "x", ["rope_theta is 'x'; it must be a positive number"]),
+    ("rope_theta", -1, ["rope_theta is -1; it must be a positive number"]),
     ("rope_parameters", {"rope_theta": 0, "rope_type": "default"}, ["rope_parameters.rope_theta is 0"]),
     ("rope_parameters", {"rope_type": "zz"}, ["could not be loaded", "zz"]),
     ("rope_parameters", 3, ["rope_parameters"]),
     ("eos_token_id", "</s>", ["eos_token_id"]),
-    ("eos_token_id", -1, ["eos_token_id holds -1, which is no token id"]),
+    ("eos_token_id", -1, ["eos_token_id contains -1, which is not a valid token id"]),
     ("eos_token_id", [2, "x"], ["eos_token_id"]),
     ("eos_token_id", {"a": 1}, ["eos_token_id"]),
-    ("eos_token_id", 10**30, ["eos_token_id holds 1000000000000000000000000000000, which is no token id"]),
+    ("eos_token_id", 10**30, ["eos_token_id contains 1000000000000000000000000000000, which is not a valid token id"]),
     ("hidden_act", "nope", ["could not be loaded", "nope"]),
     ("hidden_act", 3, ["hidden_act"]),
     ("rms_norm_eps", "x", ["rms_norm_eps"]),
@@ -99,11 +99,11 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "config: NUL": ({"config.json": "\0"}, ["config.json:1: not JSON"]),
     "generation config: cut": ({"generation_config.json": "{"}, ["generation_config.json:1: not JSON"]),
     "generation config: a list": ({"generation_config.json": "[]"}, ["must hold a JSON object, not a list"]),
-    "generation config: EOS a text": ({"generation_config.json": '{"eos_token_id": "</s>"}'}, ["eos_token_id holds '</s>'"]),
-    "generation config: EOS texts": ({"generation_config.json": '{"eos_token_id": [2, "x"]}'}, ["eos_token_id holds 'x'"]),
-    "generation config: EOS an object": ({"generation_config.json": '{"eos_token_id": {"a": 1}}'}, ["eos_token_id holds {'a': 1}"]),
-    "generation config: EOS true": ({"generation_config.json": '{"eos_token_id": true}'}, ["eos_token_id holds True"]),
-    "weights: gone": ({"model.safetensors": None}, ["has no safetensors weights"]),
+    "generation config: EOS a text": ({"generation_config.json": '{"eos_token_id": "</s>"}'}, ["eos_token_id contains '</s>'"]),
+    "generation config: EOS texts": ({"generation_config.json": '{"eos_token_id": [2, "x"]}'}, ["eos_token_id contains 'x'"]),
+    "generation config: EOS an object": ({"generation_config.json": '{"eos_token_id": {"a": 1}}'}, ["eos_token_id contains {'a': 1}"]),
+    "generation config: EOS true": ({"generation_config.json": '{"eos_token_id": true}'}, ["eos_token_id contains True"]),
+    "weights: gone": ({"model.safetensors": None}, ["does not contain safetensors weights"]),
     "weights: empty": ({"model.safetensors": b""}, ["could not be loaded", "header too small"]),
     "weights: no header": ({"model.safetensors": b"\0" * 8}, ["could not be loaded"]),
     "weights: a header of 10 GB": ({"model.safetensors": (10**10).to_bytes(8, "little") + b"{"}, ["header too large"]),
@@ -113,10 +113,10 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "index: cut": ({INDEX: "{"}, ["index.json:1: not JSON"]),
     "index: empty": ({INDEX: ""}, ["index.json:1: not JSON"]),
     "index: a list": ({INDEX: "[]"}, ["index.json: it must hold a JSON object, not a list"]),
-    "index: no weight_map": ({INDEX: "{}"}, ["index.json: it has no weight_map"]),
-    "index: weight_map a list": ({INDEX: '{"weight_map": ["a"]}'}, ["it has no weight_map"]),
-    "index: weight_map null": ({INDEX: '{"weight_map": null}'}, ["it has no weight_map"]),
-    "index: weight_map of nothing": ({INDEX: '{"weight_map": {}}'}, ["it has no weight_map"]),
+    "index: no weight_map": ({INDEX: "{}"}, ["index.json: weight_map"]),
+    "index: weight_map a list": ({INDEX: '{"weight_map": ["a"]}'}, ["is missing or empty"]),
+    "index: weight_map null": ({INDEX: '{"weight_map": null}'}, ["is missing or empty"]),
+    "index: weight_map of nothing": ({INDEX: '{"weight_map": {}}'}, ["is missing or empty"]),
     "index: a number for a file": ({INDEX: '{"weight_map": {"a": 3}}'}, ["the file of the weight 'a' is 3"]),
     "index: a way out": ({INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, ["'../../etc/passwd'", "beside it"]),
     "index: a directory": ({INDEX: '{"weight_map": {"a": "."}}'}, ["the file of the weight 'a' is '.'"]),
@@ -124,7 +124,7 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "index: a file that is gone": ({INDEX: '{"weight_map": {"a": "x.safetensors"}}'}, ["it lacks x.safetensors"]),
     "index: nested": ({INDEX: TOO_DEEP}, ["nested too deeply"]),
     "index: binary": ({INDEX: b"\xff\xfe"}, ["index.json: it is not UTF-8 text"]),
-    "tokenizer: gone": ({TOKENIZER: None, "tokenizer_config.json": None}, ["has no tokenizer"]),
+    "tokenizer: gone": ({TOKENIZER: None, "tokenizer_config.json": None}, ["does not have a tokenizer"]),
     "tokenizer: empty": ({TOKENIZER: ""}, ["the tokenizer of", "could not be loaded"]),
     "tokenizer: cut": ({TOKENIZER: "{"}, ["the tokenizer of", "could not be loaded"]),
     "tokenizer: a list": ({TOKENIZER: "[]"}, ["the tokenizer of", "could not be loaded"]),
@@ -140,8 +140,8 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "embedding: a number for a digest": ({SHARED: shared("x", 3)}, ["crossdraft.json must read"]),
     "embedding: nested": ({SHARED: TOO_DEEP}, ["nested too deeply"]),
     "embedding: of nobody": ({SHARED: shared("nobody")}, ["there is no model named 'nobody'"]),
-    "embedding: of nothing": ({SHARED: shared("")}, ["'' is no name of a model"]),
-    "embedding: of nowhere": ({SHARED: shared("/no/where")}, ["there is no model directory /no/where"]),
+    "embedding: of nothing": ({SHARED: shared("")}, ["'' is not a model name"]),
+    "embedding: of nowhere": ({SHARED: shared("/no/where")}, ["model directory /no/where does not exist"]),
 }  # fmt: skip
 
 
@@ -209,11 +209,11 @@ def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
         ("x" * 5000, "File name too long"),
         ("/dev/zero", "a file that no installed backend takes"),
         ("\udcff", "there is no model named '\\udcff'"),
-        ("../no/where", "there is no model directory ../no/where"),
-        ("a\\b", "there is no model directory a\\b"),
-        ("a/b/c", "there is no model directory a/b/c"),
+        ("../no/where", "model directory ../no/where does not exist"),
+        ("a\\b", "model directory a\\b does not exist"),
+        ("a/b/c", "model directory a/b/c does not exist"),
         ("\x1b[31m", "there is no model named '\\x1b[31m'"),
-        ("/no/\x1b[31m", "there is no model directory /no/\\x1b[31m"),
+        ("/no/\x1b[31m", "model directory /no/\\x1b[31m does not exist"),
     ],
 )
 def test_a_name(name: str, words: str) -> None:
@@ -239,13 +239,13 @@ def test_a_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("option", [{"device": "meta"}, {"device": "toaster"}, {"device": "cpu:x"}, {"device": 3.5}])
 def test_a_device(option: Any, directory: Path) -> None:
-    with pytest.raises(CrossdraftError, match="there is no device"):
+    with pytest.raises(CrossdraftError, match="unknown device"):
         load_model(str(directory), **option)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "__class__", "complex64", "", 3, None])
 def test_a_dtype(dtype: Any, directory: Path) -> None:
-    with pytest.raises(CrossdraftError, match="there is no dtype"):
+    with pytest.raises(CrossdraftError, match="unknown dtype"):
         load_model(str(directory), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""What threads waited for a processor is counted, where the system says so."""
+"""Waiting time of threads for processors is counted, if the system reports it."""
 
 import os
 import subprocess

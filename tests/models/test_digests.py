@@ -1,4 +1,4 @@
-"""How often weights are read to tell which they are."""
+"""Number of reads of weights for digests."""
 
 import hashlib
 import os

@@ -85,9 +85,9 @@ def test_load_a_directory(target: Path) -> None:
 
 def test_dtype_and_device_are_named(target: Path) -> None:
     assert load_model(str(target), dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
-    with pytest.raises(UsageError, match="no dtype 'int8'"):
+    with pytest.raises(UsageError, match="unknown dtype 'int8'"):
         load_model(str(target), dtype="int8")
-    with pytest.raises(UsageError, match="no device"):
+    with pytest.raises(UsageError, match="unknown device"):
         load_model(str(target), device="toaster")
 
 
@@ -99,7 +99,7 @@ def test_auto_dtype_follows_the_cpu(monkeypatch: Any, features: set[str], dtype:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/directory", "a/b/c", "~/nowhere-at-all"])
 def test_a_path_that_does_not_exist(name: str) -> None:
-    with pytest.raises(UsageError, match="no model directory"):
+    with pytest.raises(UsageError, match=r"model directory .* does not exist"):
         resolve(name)
 
 
@@ -141,7 +141,7 @@ def test_missing_weights_are_not_made_up(target: Path) -> None:
 def test_no_tokenizer(target: Path) -> None:
     for file in target.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ModelError, match="no tokenizer"):
+    with pytest.raises(ModelError, match="does not have a tokenizer"):
         load_model(str(target))
 
 
@@ -213,7 +213,7 @@ def test_other_missing_keys_of_a_student_are_named(student: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"shared_embedding": {"model": "x"}}', '{"shared": {}}'])
 def test_a_bad_note_about_the_embedding(student: Path, text: str) -> None:
     (student / SHARED).write_text(text)
-    with pytest.raises(ModelError, match=r"must (read|hold)|not JSON"):
+    with pytest.raises(ModelError, match=r"must (be|hold)|not JSON"):
         load_model(str(student))
 
 
@@ -233,7 +233,7 @@ def test_the_hub_offline_is_one_sentence(monkeypatch: Any) -> None:
         raise huggingface_hub.errors.LocalEntryNotFoundError("long\nstory")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelError, match="model org/name could not be fetched: it is not in the local cache"):
+    with pytest.raises(ModelError, match="model org/name could not be downloaded: it is not in the local cache"):
         resolve("org/name")
 
 
@@ -266,7 +266,7 @@ def wheel(tmp_path: Path, target: Path, monkeypatch: Any) -> Any:
 
 
 def left(cache: Path) -> list[str]:
-    """What a fetch left in the cache, but for the lock file (which some platforms remove)."""
+    """Files in the cache after a fetch, without the lock file (which some platforms remove)."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 

@@ -63,7 +63,7 @@ def test_indices_follow_keys_and_values_to_their_device() -> None:
 
 
 def test_what_cannot_be_placed_is_refused_in_a_sentence(target: str, tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(UsageError, match="quantised as it is loaded, and then has one device"):
+    with pytest.raises(UsageError, match="quantised on load, which requires one device"):
         load_model(f"{target}@int8", device="spread")
     for device, sentence in (({}, "the device map is empty"), ({"": "disc"}, "'disc'"), ({"": None}, "None in the")):
         with pytest.raises(UsageError, match=sentence):
@@ -79,7 +79,7 @@ def test_under_torchrun_a_target_on_one_device_is_refused(target: str, monkeypat
     """The other processes would have nothing to do."""
     for key, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto is one"):
+    with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto uses only one"):
         load_model(target)
     with pytest.raises(UsageError, match="not for scripts of your own"):
         load_model(target, device="tp")

@@ -273,7 +273,7 @@ def test_registered_recipes(base: str, install: Any) -> None:
 
 
 def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
-    assert error(base, "target=/no/where") == "--set target=/no/where: there is no model directory /no/where"
+    assert error(base, "target=/no/where") == "--set target=/no/where: model directory /no/where does not exist"
     found = error(base, "drafters.1.model=nowhere")
     assert found.startswith("--set drafters.1.model=nowhere: there is no model named 'nowhere'")
     assert found.endswith("Or give a directory, or a Hub id (org/name).")

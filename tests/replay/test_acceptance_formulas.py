@@ -20,15 +20,15 @@ CLOSE = 1e-12
 
 
 def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> DraftScores:
-    """What replay knows of an output whose first steps draft all but its last token."""
+    """Scores of an output whose first steps draft all but its last token."""
     t, logs = len(output), np.full((len(output), len(output)), -np.inf)
-    laws = [[law(output[:i]) for i in range(t)] for law in (p, q)]
+    distributions = [[probs(output[:i]) for i in range(t)] for probs in (p, q)]
     for at in range(t):
         for j in range(t - at):  # the drafter looks at the prefix alone
             chance = q(output[: at + j])[output[at + j]]
             logs[at, j] = math.log(chance) if chance else -math.inf
-    log_p = np.array([math.log(law[x]) for law, x in zip(laws[0], output, strict=True)])
-    rows = [np.array(law, dtype=float) for law in laws]
+    log_p = np.array([math.log(probs[x]) for probs, x in zip(distributions[0], output, strict=True)])
+    rows = [np.array(probs, dtype=float) for probs in distributions]
     return DraftScores(logs, np.full(t, t), log_p, sums(*rows, np.array(output), k))
 
 
@@ -165,7 +165,7 @@ def test_what_has_no_identity_is_refused() -> None:
         survival("traversal", given)
     with pytest.raises(UsageError, match="verifies one sequence, not 2"):
         survival("block", given, [2])
-    with pytest.raises(UsageError, match="needs `DraftScores.sums`"):
+    with pytest.raises(UsageError, match=r"needs `DraftScores.sums`"):
         survival("spectr", given, [2])
 
 

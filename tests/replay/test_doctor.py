@@ -56,7 +56,7 @@ def target(tmp_path_factory: Any) -> Target:
 
 @pytest.fixture(scope="module")
 def text(target: Target) -> list[int]:
-    """What the target says after START at temperature 0."""
+    """Greedy output of the target after START."""
     return argmax_text(target.loaded.model, START, 24)
 
 
@@ -147,7 +147,7 @@ def swapped(key: str) -> Damage:
 
 
 def reads_a_norm(path: Path) -> None:
-    """One that it was not trained with: its weights, and that it is to be read, which is said where nothing is."""
+    """An additional norm: its weights, and the config entry that enables it."""
 
     @tensors
     def weights(found: dict[str, torch.Tensor]) -> None:
@@ -242,9 +242,7 @@ def test_the_mistake_is_named(
         assert as_it_is.block_efficiency.value < likely[0].row.block_efficiency.value - 0.5
 
 
-def test_nothing_is_said_of_a_sound_head(
-    target: Target, responses: list[Response], trained: Callable[..., Path]
-) -> None:
+def test_sound_heads_have_no_findings(target: Target, responses: list[Response], trained: Callable[..., Path]) -> None:
     drafter = configured("eagle3", model=str(trained("eagle3")), layers=LAYERS)
     misconfigurations = list(
         drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)

@@ -47,7 +47,7 @@ def target(tmp_path_factory: Any) -> str:
 
 @pytest.fixture(scope="module")
 def texts(target: str) -> list[list[int]]:
-    """What the target says to the prompts, which are sent as plain text."""
+    """Responses of the target to the prompts, encoded as plain text."""
     model: Any = LlamaForCausalLM.from_pretrained(target)
     return [argmax_text(model, prompt, 16) for prompt in PROMPTS.values()]
 
@@ -105,7 +105,7 @@ def test_heads_that_were_trained_for_another_checkpoint(
 
 
 def test_a_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: Path) -> None:
-    """A large number is added to all logits of a place, which changes no law, but leaves bfloat16 few digits."""
+    """Add a large number to all logits of a position: the distribution is unchanged, but bfloat16 loses precision."""
     model: Any = LlamaForCausalLM.from_pretrained(target)
     with torch.no_grad():
         model.lm_head.weight += 300 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1))

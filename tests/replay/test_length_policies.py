@@ -33,7 +33,7 @@ def draft_model(**options: Any) -> tuple[Any, Any]:
 
 
 def unlike(measured: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard errors the mean difference is from 0."""
+    """Mean difference in standard errors."""
     off = measured - expected
     return abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5))
 

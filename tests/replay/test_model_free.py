@@ -27,7 +27,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=25)
 
 
 def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) -> np.ndarray:
-    """What the real drafter proposes when every step commits one token."""
+    """Proposals of the real drafter if every step commits one token."""
     context = DraftContext(SAMPLING, 1, 100, 4, torch.device("cpu"))
     drafter = PromptLookup(config.model_copy(update={"gamma": depth}), context)
     sequences = Sequences([list(prompt)], torch.zeros(1, 100, dtype=torch.long), [depth], [0])
@@ -62,9 +62,9 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
-    score_drafters = list(drafts_along(texts, 4, range(3, 0, -1), False))
+    batched = list(drafts_along(texts, 4, range(3, 0, -1), False))
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for one, other in zip(score_drafters, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
+    for one, other in zip(batched, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -156,7 +156,7 @@ def test_the_same_by_propose_and_by_the_fast_path() -> None:
         assert np.array_equal(fast.log_q, slow.log_q) and np.array_equal(fast.lengths, slow.lengths)
 
 
-def test_who_needs_no_model() -> None:
+def test_model_free_drafters() -> None:
     assert is_model_free(PromptLookup, PromptLookup.Config(), SAMPLING)
     assert is_model_free(Echo, Echo.Config(), SAMPLING)
     small = plugins.get("drafters", "draft-model")
@@ -170,7 +170,7 @@ def test_who_needs_no_model() -> None:
         assert not is_model_free(own, config, Sampling(temperature=0)), name
 
 
-def test_who_cannot_be_replayed_is_told_so() -> None:
+def test_drafters_that_cannot_be_replayed() -> None:
     with pytest.raises(UsageError, match="'learner' remembers earlier sequences"):
         next(score_model_free(Learner, Learner.Config(), [text([1])], 2, SAMPLING))
 

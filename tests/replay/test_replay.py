@@ -32,14 +32,14 @@ def responses(n: int) -> list[Response]:
     ]
 
 
-def law(tokens: list[int], seed: int) -> torch.Tensor:
+def probs(tokens: list[int], seed: int) -> torch.Tensor:
     """``[T, V]``: what a model says before each token, which it looks at the last one for."""
     rows = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).softmax(-1)
     return rows[torch.tensor([0, *tokens[:-1]])]
 
 
 def forced_one(response: Response) -> DraftScores:
-    p, q = law(list(response.tokens), 1), law(list(response.tokens), 2)
+    p, q = probs(list(response.tokens), 1), probs(list(response.tokens), 2)
     found = sums(p, q, torch.tensor(response.tokens), 3)
     return DraftScores(
         shifted_windows(np.log(found.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(found.p), found
@@ -86,7 +86,7 @@ def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
 
 
 def test_differences_are_paired_by_prompt() -> None:
-    """As a run pairs them: where every step is certain, with the same records."""
+    """Pairing as in a run; with certain acceptance, equal records."""
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
     def certain(every: int) -> Any:
@@ -116,7 +116,7 @@ def test_differences_are_paired_by_prompt() -> None:
     assert (mine.value, mine.low, mine.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
 
 
-def test_lengths_that_are_drawn_cost_what_they_are() -> None:
+def test_sampled_draft_lengths() -> None:
     texts = responses(5)
     usual = replay(texts, [candidate({"token": (1,)})]).candidates[0].tallies["token", 1].row(DEPTH)
     shorter = candidate({"token": (1,)}, lengths=lambda texts: (np.ones(len(one.tokens), dtype=int) for one in texts))

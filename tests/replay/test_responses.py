@@ -1,4 +1,4 @@
-"""What recorded responses are read from, and what is refused with file, line and key."""
+"""Sources of recorded responses, and errors with file, line and key."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_completions_and_what_servers_add(read: Any) -> None:
         ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "said.jsonl:2: 'finish_reason' is 'maybe'"),
         ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "said.jsonl:2: 'max_tokens' is 0"),
         ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "said.jsonl:2: 'category' is"),
-        ({"prompt": "a\x00", "tokens": [1]}, "said.jsonl:2: a text holds the character U\\+0000"),
+        ({"prompt": "a\x00", "tokens": [1]}, "said.jsonl:2: a text contains the character U\\+0000"),
         ({"messages": ["hello"], "tokens": [1]}, "said.jsonl:2: 'messages' must be a list of objects"),
         ({"response": {"id": 1}, "prompt": [1]}, "'response' is an object without 'choices'"),
         (chat() | {"choices": {}} | REQUEST, "said.jsonl:2: 'choices' must be a list"),
@@ -179,7 +179,7 @@ def test_no_such_source() -> None:
         list(Reader().read(["nowhere/said.jsonl"]))
 
 
-def test_an_empty_response_is_left_out_and_said(read: Any) -> None:
+def test_empty_responses_are_skipped(read: Any) -> None:
     found, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
     assert len(found) == 1 and reader.assumed["skipped: without tokens"] == 1
 

@@ -73,7 +73,7 @@ def test_the_target_is_not_loaded_where_log_p_was_recorded(
     assert "target" not in passes and "load target" not in passes
     assert passes["narrow"] == passes["wide"] == 1  # a pass over all texts, for both rules and all lengths
     assert len(spared["rows"]) == 2 * 2 * 4
-    # The same by the target's slots, which say the log P that nobody wrote down.
+    # The same with the target, which computes the log P that was not recorded.
     passes.clear()
     asked = replayed(capsys, said(logprobs=False), *options)
     assert passes["target"] == 1 and passes["load target"] == 1

@@ -27,7 +27,7 @@ def forced(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> DraftScores
     last = torch.tensor([toy.vocab_size, *output[:-1]])
     p, q = toy.target[last], toy.drafter[last]
     x = torch.tensor(output)
-    log_p, log_q = (law.gather(1, x[:, None])[:, 0].log().numpy() for law in (p, q))
+    log_p, log_q = (probs.gather(1, x[:, None])[:, 0].log().numpy() for probs in (p, q))
     t = np.arange(len(output))
     index = np.minimum(t[:, None] + np.arange(depth), len(output) - 1)
     return DraftScores(log_q[index], np.full(len(output), depth), log_p, sums(p, q, x, k))
@@ -46,14 +46,14 @@ def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callabl
         if not weight:
             continue
         at_least = of(rule, forced(toy, output, gamma, k), [k])[k]
-        law = tau_distribution(at_least, [gamma])[:, 0]
+        probs = tau_distribution(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1
         for i in range(steps):
             found[i] += weight * float(starts[: len(output)] @ at_least.sum(1))
             after = np.zeros_like(starts)
             for t in np.flatnonzero(starts[: len(output)]):
-                after[t + 1 : t + gamma + 2] += starts[t] * law[t]
+                after[t + 1 : t + gamma + 2] += starts[t] * probs[t]
             starts = after
     return found.tolist()
 

@@ -11,7 +11,7 @@ import strategies
 import torch
 from feature_heads import LAYERS, make_head
 from medusa_heads import MEDUSA, Weights
-from replay_fixtures import Run, Said, configured, fresh, making, run
+from replay_fixtures import RecordedResponse, Run, configured, fresh, making, run
 from safetensors.torch import save_file
 
 from crossdraft import Drafter
@@ -42,10 +42,10 @@ def small(tiny_model: Callable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def said(target: Any) -> list[Said]:
+def said(target: Any) -> list[RecordedResponse]:
     """Responses of several lengths, one of them empty, in no order."""
     plain = run(making(target, WARM), configured("none"), "token", PROMPTS, new=8)
-    return [Said(r.prompt, r.tokens[:end]) for r, end in zip(plain.responses, ENDS, strict=True)]
+    return [RecordedResponse(r.prompt, r.tokens[:end]) for r, end in zip(plain.responses, ENDS, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,12 @@ def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
     ],
 )
 def test_a_draft_model_from_the_text_is_one_that_drafts(
-    target: Any, small: Any, said: list[Said], sampling: Sampling, options: Any, monkeypatch: pytest.MonkeyPatch
+    target: Any,
+    small: Any,
+    said: list[RecordedResponse],
+    sampling: Sampling,
+    options: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter, make = configured("draft-model", model="small", **options), making(target, sampling, small)
     quick = list(score_drafter(drafter, said, make, depth=6, rows=3))
@@ -113,7 +118,7 @@ def test_a_draft_model_from_the_text_is_one_that_drafts(
             same(one, other)
 
 
-def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[Said]) -> None:
+def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[RecordedResponse]) -> None:
     sampling = Sampling(temperature=0.8)
     found = list(
         score_drafter(configured("draft-model", model="small", gamma=2), said, making(target, sampling, small), depth=5)
@@ -126,18 +131,18 @@ def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said
         at = torch.arange(n)
         for model, check in ((small, one.log_q[:, 0]), (target, one.log_p)):
             with torch.no_grad():
-                law = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
-            assert np.allclose(law[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
+                probs = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            assert np.allclose(probs[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
         assert (one.lengths == 5).all()
         assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
 
 
-def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[Said]) -> None:
+def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[RecordedResponse]) -> None:
     class Silent(TransformersLM):
         def forward(self, *args: Any, **inputs: Any) -> Any:
             raise AssertionError("the target was asked")
 
-    texts = [Said(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
+    texts = [RecordedResponse(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
     make, drafter = making(target, WARM, small, lm=Silent), configured("draft-model", model="small")
     assert all((one.log_p == -0.5).all() for one in score_drafter(drafter, texts, make, depth=3))
     with pytest.raises(AssertionError, match="was asked"):
@@ -154,13 +159,13 @@ def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
     checked = 0
     for index, start, tokens, q in made.steps:
         log_q, x = found[index].log_q, made.responses[index].tokens
-        for j, (token, law) in enumerate(zip(tokens, q, strict=True)):
+        for j, (token, probs) in enumerate(zip(tokens, q, strict=True)):
             if start + j >= len(x):
                 break
             if token != x[start + j]:
                 assert np.exp(log_q[start, j]) < 1 - 1e-6
                 break
-            assert abs(np.exp(log_q[start, j]) - law) < tolerance
+            assert abs(np.exp(log_q[start, j]) - probs) < tolerance
             checked += 1
     return checked
 
@@ -187,9 +192,7 @@ def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling
 
 
 @pytest.mark.parametrize("name, temperature", [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_forced_laws_are_those_that_a_run_drew_from(
-    heads: Callable, target: Any, small: Any, name: str, temperature: float
-) -> None:
+def test_scores_equal_the_q_of_a_run(heads: Callable, target: Any, small: Any, name: str, temperature: float) -> None:
     drafter, make = case(name, heads, small, target, Sampling(temperature=temperature))
     made = run(make, drafter, "token", PROMPTS, new=16, rows=5)
     found = list(score_drafter(drafter, made.responses, make, depth=3, rows=3))
@@ -200,8 +203,8 @@ def test_forced_laws_are_those_that_a_run_drew_from(
     "name",
     [*("eagle3", "medusa"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp", "early-exit", "pass"))],
 )
-def test_forced_laws_are_those_of_a_drafter_that_begins_there(
-    heads: Callable, target: Any, small: Any, said: list[Said], name: str
+def test_scores_equal_a_new_drafter(
+    heads: Callable, target: Any, small: Any, said: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
     found = list(score_drafter(drafter, said, make, depth=3, rows=3))
@@ -231,7 +234,7 @@ class Shifted(TransformersLM):
     "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "medusa"))]
 )
 def test_a_wrong_place_of_the_hidden_states_is_seen(
-    heads: Callable, target: Any, small: Any, said: list[Said], name: str
+    heads: Callable, target: Any, small: Any, said: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
     _, wrong = case(name, heads, small, target, WARM, lm=Shifted)
@@ -274,7 +277,9 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
     assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4
 
 
-def test_heads_share_the_passes_of_the_target(heads: Callable, target: Any, small: Any, said: list[Said]) -> None:
+def test_heads_share_the_passes_of_the_target(
+    heads: Callable, target: Any, small: Any, said: list[RecordedResponse]
+) -> None:
     """Heads that read other layers, and a draft model, whose log P comes from the same passes."""
     passes = 0
 

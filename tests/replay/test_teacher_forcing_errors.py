@@ -1,4 +1,4 @@
-"""What cannot be forced is refused with a sentence, and so is a text that the target cannot have said."""
+"""Errors of teacher forcing: unsupported drafters, and texts that are not valid for the target."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from replay_fixtures import Said, configured, making
+from replay_fixtures import RecordedResponse, configured, making
 
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.contracts.draft_kind import CHAIN
@@ -16,11 +16,11 @@ from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, s
 
 V = 11
 WARM = Sampling(temperature=1.0)
-TEXTS = [Said([1, 2, 3], [4, 5, 6, 7]), Said([3], [9, 9])]
+TEXTS = [RecordedResponse([1, 2, 3], [4, 5, 6, 7]), RecordedResponse([3], [9, 9])]
 
 
 class Uniform(Drafter):
-    """Two tokens from a uniform law; subclasses break a rule each."""
+    """Two tokens from a uniform distribution; each subclass violates one rule of the contract."""
 
     name = "uniform"
     point_mass = False
@@ -72,7 +72,9 @@ def target(tiny_model: Callable) -> Any:
     return tiny_model("llama", vocab_size=V, context=24, copy="refused")
 
 
-def replay(drafter: tuple[Any, Any], target: Any, texts: Sequence[Said] = TEXTS, sampling: Sampling = WARM) -> list:
+def replay(
+    drafter: tuple[Any, Any], target: Any, texts: Sequence[RecordedResponse] = TEXTS, sampling: Sampling = WARM
+) -> list:
     return list(score_drafter(drafter, texts, making(target, sampling, target), depth=4))
 
 
@@ -80,7 +82,7 @@ def plain(cls: Any) -> tuple[Any, Any]:
     return cls, cls.Config()
 
 
-def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
+def test_a_valid_drafter_is_scored(target: Any) -> None:
     for one, text in zip(replay(plain(Uniform), target), TEXTS, strict=True):
         n = len(text.tokens)
         assert (one.lengths == 2).all()
@@ -111,14 +113,14 @@ def test_a_drafter_that_keeps_the_contract_is_forced(target: Any) -> None:
         (configured("lookahead"), "it adapts to the outcome of earlier steps"),
     ],
 )
-def test_what_cannot_be_forced_is_to_be_run(drafter: Any, reason: str, target: Any) -> None:
+def test_unsupported_drafters(drafter: Any, reason: str, target: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(UsageError, match=r"cannot be replayed: .*; measure it with crossdraft run") as caught:
         replay(drafter, target)
     assert reason in str(caught.value)
 
 
-def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None:
+def test_k_sequences_need_a_text_distribution(target: Any) -> None:
     with pytest.raises(UsageError, match="the distribution of its sequences depends on where a step starts"):
         list(score_drafter(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
@@ -129,14 +131,14 @@ def test_k_sequences_of_a_drafter_without_a_law_of_the_text(target: Any) -> None
 @pytest.mark.parametrize(
     "text, says",
     [
-        (Said([], [1]), "the prompt is empty"),
-        (Said([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
-        (Said([-1], [2]), "token -1 is outside"),
-        (Said([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
-        (Said([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
+        (RecordedResponse([], [1]), "the prompt is empty"),
+        (RecordedResponse([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
+        (RecordedResponse([-1], [2]), "token -1 is outside"),
+        (RecordedResponse([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
+        (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
-def test_a_text_that_the_target_cannot_have_said(text: Said, says: str, target: Any) -> None:
+def test_invalid_texts(text: RecordedResponse, says: str, target: Any) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")
@@ -173,7 +175,7 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
 
 
 def test_a_draft_ends_with_the_context(target: Any) -> None:
-    text = Said([1] * 18, [2, 3, 4, 5, 6, 7])
+    text = RecordedResponse([1] * 18, [2, 3, 4, 5, 6, 7])
     for drafter in (plain(Uniform), configured("draft-model", model="x")):
         (found,) = replay(drafter, target, [text])
         most = 2 if drafter[0] is Uniform else 4
@@ -182,14 +184,14 @@ def test_a_draft_ends_with_the_context(target: Any) -> None:
 
 def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> None:
     """The second text is known from the first, whatever room there would be for both at once."""
-    text = Said([1], [2, 3, 4])
+    text = RecordedResponse([1], [2, 3, 4])
     first, second = replay(plain(strategies.Frequent), target, [text, text])
     assert first.lengths.tolist() == [0, 0, 0]
     assert second.lengths.tolist() == [1, 1, 1] and (second.log_q[:, 0] == 0).all()
 
 
 def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
-    """Lengths under a policy, drawn freely: the law of the length, not that of the text."""
+    """Draft lengths under a policy, sampled: their distribution does not depend on the text."""
     never = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 0})
     always = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)

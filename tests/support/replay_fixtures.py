@@ -1,4 +1,4 @@
-"""What tests of replay share: recorded responses, contexts over tiny models, and runs that say what they drew."""
+"""Fixtures of the replay tests: recorded responses, contexts over tiny models, runs with their drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.teacher_forcing.scoring import MakeContext
 
 
-class Said(Response):
+class RecordedResponse(Response):
     """A recorded response."""
 
     def __init__(self, prompt: Sequence[int], tokens: Sequence[int], log_p: Sequence[float] | None = None):
@@ -57,7 +57,7 @@ class Run:
     """Responses that the loop gave, and for every step where it started and what was drafted: ``(response, start,
     tokens, q of each token)``, q 1 for a point mass and where the draft is a tree."""
 
-    responses: list[Said]
+    responses: list[RecordedResponse]
     steps: list[tuple[int, int, list[int], list[float]]]
 
     def counts(self) -> np.ndarray:
@@ -106,10 +106,12 @@ def run(
         rng=CounterRng(seed), on_step=look, **loop,
     )  # fmt: skip
     found = sorted(decoder.run(prompts), key=lambda response: response.index)
-    return Run([Said(prompts[r.index], r.tokens) for r in found], steps)
+    return Run([RecordedResponse(prompts[r.index], r.tokens) for r in found], steps)
 
 
-def fresh(make: MakeContext, drafter: tuple[Any, Any], text: Said, t: int, depth: int, forcing: Callable) -> Any:
+def fresh(
+    make: MakeContext, drafter: tuple[Any, Any], text: RecordedResponse, t: int, depth: int, forcing: Callable
+) -> Any:
     """The draft of a drafter that begins with the prompt and the first ``t`` tokens, forced to the rest."""
     cls, config = drafter
     context = make(1, len(text.prompt) + len(text.tokens), 24)

@@ -37,7 +37,7 @@ def markov_decision(every: list[Draws], deviation: float, **options: bool) -> De
     return judge(every, trees, found, deviation=deviation, **options)
 
 
-def power_laws(rows: int, size: int, seed: int) -> np.ndarray:
+def power_law_probs(rows: int, size: int, seed: int) -> np.ndarray:
     """Distributions ``[rows, size]`` like those of language models: some sharp, some flat, ids in no order."""
     random = np.random.default_rng(seed)
     logits = -random.uniform(0.8, 2.1, (rows, 1)) * np.log(1 + np.arange(size)) + random.normal(0, 0.5, (rows, size))
@@ -118,7 +118,7 @@ DEVIATIONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
 
 def error_rates(shape: Shape, simulations: int, size: int = 128) -> Iterator[tuple[str, dict[str, float]]]:
     """Frequencies of each outcome, for an exact sampler and for samplers that are off."""
-    probs = power_laws(shape.prefixes, size, 0)
+    probs = power_law_probs(shape.prefixes, size, 0)
     samplers = {"exact": probs} | {name: make(probs, shape.deviation) for name, make in DEVIATIONS.items()}
     for name, sampler in samplers.items():
         apart = tv(probs, sampler)

@@ -1,4 +1,4 @@
-"""Strategies and a backend as somebody else would write them: nothing is imported but ``crossdraft`` and PyTorch."""
+"""Third-party strategies and a backend, which import ``crossdraft`` and PyTorch only."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Frequent(Drafter):
 
 
 class LinearHead(Drafter):
-    """One linear layer on the target's last hidden state says the token after the next, through a cache of its own."""
+    """One linear layer on the target's last hidden state predicts the token after the next, with its own cache."""
 
     name = "linear-head"
 

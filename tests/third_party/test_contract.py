@@ -1,4 +1,4 @@
-"""What somebody else's package needs of the contract, each thing tried from outside.
+"""The contract as used by third-party packages.
 
 Strategies are those of ``strategies.py``, which imports ``crossdraft`` alone.
 """

@@ -93,7 +93,7 @@ PACKAGES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def installed() -> Iterator[None]:
-    """As pip would have it, if it is not."""
+    """Install the package, unless it is installed."""
     missing = [module for kind, ours in PACKAGES.items() for n, module in ours.items() if n not in entries(kind)]
     for module in missing:
         manager().register(module)

@@ -1,4 +1,4 @@
-"""A kind of training as somebody else would write it: nothing is imported but ``crossdraft`` and what it needs."""
+"""A third-party kind of training, which imports the public interface only."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OneHead(Trainee):
         return list(overlap(said[None], target, self.head, self.head))
 
     def states(self, batch: Batch, dropout: float) -> tuple[Tensor, Tensor]:
-        """What the head says of the tokens that it drafts, and what the target says of them, ``[drafts, H]``."""
+        """Head and target states of the drafted tokens, ``[drafts, H]``."""
         hidden, drafts = batch.hidden[:, :, 0], batch.drafts(0)
         said = hidden + functional.silu(self.student(functional.dropout(hidden, dropout)))
         return said[:, :-1][drafts], hidden[:, 1:][drafts]

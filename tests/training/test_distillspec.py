@@ -38,8 +38,10 @@ def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> 
     for _ in range(max(most)):
         if all(eos in answer for answer in said):
             break
-        laws = [student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)]
-        for answer, token in zip(said, torch.multinomial(torch.stack(laws), 1)[:, 0].tolist(), strict=True):
+        distributions = [
+            student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)
+        ]
+        for answer, token in zip(said, torch.multinomial(torch.stack(distributions), 1)[:, 0].tolist(), strict=True):
             answer.append(0 if eos in answer else token)  # what pads a row that ended
     cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in said]
     return [answer[:longest] for answer, longest in zip(cut, most, strict=True)]
@@ -144,7 +146,7 @@ def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_
     head, bias = trainer.trainee._rows.at(4)
     for text in train[:3]:
         states = student.get_decoder()(torch.tensor([text.ids])).last_hidden_state[0]
-        place = trainer.trainee._rows.places(torch.tensor(text.response))
+        place = trainer.trainee._rows.row_indices(torch.tensor(text.response))
         assert torch.equal(head[place], trainer.trainee.head[text.response])
         said = (states[len(text.prompt) - 1 : -1] @ head.T + bias).log_softmax(-1)
         logs += said[torch.arange(len(place)), place].tolist()
@@ -157,7 +159,7 @@ def test_places_of_a_sampled_head() -> None:
     some, whole = SampledHead(head, [7, 2, 9, 2], 3, seed=1), SampledHead(head, [7, 2, 9, 2], 0, seed=1)
     tokens = torch.tensor([9, 2, 7])
     for rows in (some, whole):
-        assert torch.equal(rows.at(5)[0][rows.places(tokens)], head[tokens])
+        assert torch.equal(rows.at(5)[0][rows.row_indices(tokens)], head[tokens])
 
 
 # -- what other students miss ---------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ RECIPES: dict[str, Callable[..., Any]] = {
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles SIGKILL."""
+    """An unhandled error, like SIGKILL."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def texts() -> tuple[list[Text], list[Text]]:
 
 
 def ended(made: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What two runs have to agree in: evaluations but for their time, and all tensors."""
+    """Values that must be equal in two runs: evaluations without times, and all tensors."""
     log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in made.log]
     tensors = dict(made.trainee.student.state_dict())
     for number, state in made.optimizer.state_dict()["state"].items():
@@ -120,7 +120,7 @@ def test_killed_at_any_moment(kind: str, every: int, target: Any, texts: Any, tm
                 Trainer(target, RECIPES[kind](), out).run(*texts)
         if (out / "checkpoint.pt").exists():  # half of another one beside it
             (out / "checkpoint.pt.part").write_bytes((out / "checkpoint.pt").read_bytes()[:999])
-        with files.claimed(out):
+        with files.claim_directory(out):
             resumed = Trainer(target, RECIPES[kind](), out)
             resumed.run(*texts)
         assert_same(ended(resumed), ended(whole), (die_at, passed[-1]))
@@ -215,24 +215,27 @@ def _weight(state: dict[str, Any]) -> str:
     [
         (lambda state: state.clear(), "is damaged: it lacks log, made_with, optimizer"),
         (lambda state: state.pop("optimizer"), "is damaged: it lacks optimizer"),
-        (lambda state: state.update(log="[]"), "log holds no evaluations"),
+        (lambda state: state.update(log="[]"), "log is not a list of evaluations"),
         (lambda state: state.update(log="[" * 99999), "is damaged"),
         (lambda state: state.update(made_with="[]"), "is damaged"),
         (lambda state: state.update(made_with="{}"), r"made with other options or texts \(batch_tokens"),
-        (lambda state: state.update(step=-1), "step is no count"),
-        (lambda state: state.update(step=10**9), "1000000000 steps on, of"),
-        (lambda state: state.update(seconds=float("nan")), "seconds is no time"),
-        (lambda state: state.update(student={}), "holds another kind of drafter"),
+        (lambda state: state.update(step=-1), "step is not a count"),
+        (lambda state: state.update(step=10**9), "1000000000 steps, more than"),
+        (lambda state: state.update(seconds=float("nan")), "seconds is not a duration"),
+        (lambda state: state.update(student={}), "contains another kind of drafter"),
         (
             lambda state: state["student"].update({"layers.99999999.x": torch.zeros(1)}),
             r"drafter \(layers\.99999999\.x\)",
         ),
-        (lambda state: state["student"].update({_weight(state): torch.zeros(1)}), "holds another drafter"),
-        (lambda state: state["student"].update({_weight(state): 1}), "student holds no tensors"),
-        (lambda state: state.update(optimizer={}), "no state of this optimiser"),
-        (lambda state: state["optimizer"]["state"][0].pop("exp_avg"), "no state of this optimiser"),
-        (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)), "no state of this optimiser"),
-        (lambda state: state["optimizer"]["state"].update({99: {}}), "no state of this optimiser"),
+        (lambda state: state["student"].update({_weight(state): torch.zeros(1)}), "contains another drafter"),
+        (lambda state: state["student"].update({_weight(state): 1}), "student is not a dictionary of tensors"),
+        (lambda state: state.update(optimizer={}), "does not contain a state of this optimizer"),
+        (lambda state: state["optimizer"]["state"][0].pop("exp_avg"), "does not contain a state of this optimizer"),
+        (
+            lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
+            "does not contain a state of this optimizer",
+        ),
+        (lambda state: state["optimizer"]["state"].update({99: {}}), "does not contain a state of this optimizer"),
     ],
 )
 def test_a_checkpoint_that_is_none_gives_a_sentence(
@@ -249,7 +252,7 @@ def test_a_checkpoint_that_is_none_gives_a_sentence(
 def test_a_file_that_is_no_checkpoint_gives_a_sentence(content: Any, target: Any, texts: Any, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged: it (cannot be read|holds no mapping)"):
+    with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged: it (cannot be read|does not contain a mapping)"):
         Trainer(target, RECIPES["medusa"](), tmp_path).run(*texts)
 
 
@@ -270,7 +273,7 @@ def test_another_target_precision_or_held_out_text_is_refused(saved: Any, texts:
     for given, held_out, key in [(other, texts[1], "target"), (target, texts[1][1:], "held_out")]:
         with pytest.raises(UsageError, match=rf"other options or texts \({key}\)"):
             Trainer(given, RECIPES["medusa"](epochs=1), path.parent).run(texts[0], held_out)
-    with pytest.raises(UsageError, match=r"--precision bf16: .* in this process"):  # accelerate has one for all
+    with pytest.raises(UsageError, match=r"--precision bf16: .* already configured"):  # accelerate has one for all
         Trainer(target, RECIPES["medusa"](epochs=1), path.parent, precision="bf16")
     try:
         AcceleratorState._reset_state(True)
@@ -293,7 +296,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(target: Any, texts: Any, tmp_pa
     out = tmp_path / "full"
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "fsync", full)
-        with pytest.raises(CrossdraftError, match=r"cannot write .*checkpoint\.pt: No space left on device; what was"):
+        with pytest.raises(
+            CrossdraftError, match=r"cannot write .*checkpoint\.pt: No space left on device; completed files"
+        ):
             Trainer(target, RECIPES["medusa"](), out).run(*texts)
     assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
     resumed = Trainer(target, RECIPES["medusa"](), out)
@@ -344,7 +349,7 @@ def test_a_killed_export_leaves_the_one_before(saved: Any, target: Any, texts: A
     with pytest.raises(Killed):
         made.export(texts[1])
     assert (out / ".export-leftover").is_dir()
-    with files.claimed(out):
+    with files.claim_directory(out):
         pass
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != ".lock"} == before
 
@@ -361,7 +366,7 @@ def test_laws_that_are_not_finite_are_never_saved(target: Any, texts: Any, tmp_p
 
     monkeypatch.setattr(trainer, "EVALUATIONS", 1000)
     made._train = breaks  # type: ignore[method-assign]
-    with pytest.raises(NumericalError, match="the student's laws are not finite after 1 steps"):
+    with pytest.raises(NumericalError, match="the student's probabilities are not finite after 1 steps"):
         made.run(*texts)
     assert torch.load(made.checkpoint, weights_only=True)["step"] == 0
 

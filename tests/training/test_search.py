@@ -30,7 +30,7 @@ def searched(target: Any, out: Path, **options: Any) -> Searcher:
 
 
 def test_what_a_trial_is_worth(chat_target: Any) -> None:
-    """By hand: acceptance 1/2 at half of a pass, drafts of one token: 1.5 tokens for 1.5 passes."""
+    """Acceptance 1/2 at half of a pass, drafts of one token, by hand: 1.5 tokens for 1.5 passes."""
     trials = LayerSkipSearch(gamma=3).search(chat_target)
     assert trials.worth(0.5, 0.5) == (1.0, 1)
     assert trials.worth(0.5, 0.0) == (1.875, 3)

@@ -1,4 +1,4 @@
-"""Texts: the same after any kill and in any batch, loops that cannot be, and files that somebody else wrote."""
+"""Texts: equal after any kill and in any batch, endless loops, and third-party files."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def written(fast_target: LoadedModel) -> Callable[..., list[Text]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(written: Any, tmp_path_factory: Any) -> Path:
-    """The directory of a run that nobody killed."""
+    """Directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("undisturbed")
     written(directory)
     return directory
@@ -119,7 +119,7 @@ def test_texts_that_somebody_put_there_are_used_if_they_are_enough(
     (tmp_path / "texts.jsonl").write_text("\n".join(rows_there) + "\n")
     found = written(tmp_path, tokens=60)
     assert len(found) == len(rows_there)
-    with pytest.raises(UsageError, match=r"response tokens, and texts\.json is not there"):
+    with pytest.raises(UsageError, match=r"response tokens, and texts\.json, which is needed to resume, is missing"):
         written(tmp_path, tokens=1000)
     assert not (tmp_path / "texts.json").exists()
 
@@ -137,7 +137,9 @@ def test_a_full_disk_keeps_what_is_whole(undisturbed: Path, written: Any, tmp_pa
         return line_of(index, text)
 
     monkeypatch.setattr(texts, "line_of", full)
-    with pytest.raises(CrossdraftError, match=r"cannot write .*texts\.jsonl: No space left on device; what was whole"):
+    with pytest.raises(
+        CrossdraftError, match=r"cannot write .*texts\.jsonl: No space left on device; completed files are kept"
+    ):
         written(tmp_path)
     assert whole.startswith((tmp_path / "texts.jsonl").read_bytes()[:-9])
     monkeypatch.undo()
@@ -152,12 +154,12 @@ def test_a_prompt_that_no_question_fits_into_is_refused_by_name(chat_target: Loa
     with pytest.raises(UsageError, match=r"--max-prompt 2: the chat template of .* alone takes 2 tokens.*at least 3|3"):
         Writer(chat_target, batch_size=1, max_prompt=2, max_response=8, seed=0)
     small = replace(chat_target, context_length=2)
-    with pytest.raises(UsageError, match="the context of 2 tokens: the chat template"):
+    with pytest.raises(UsageError, match="the context of 2 tokens: the empty chat template"):
         Chat(small, 40)
 
 
 def test_questions_that_do_not_fit_are_named(written: Any, tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(UsageError, match=r"no question fits into --max-prompt 4 tokens: .* takes 5 .*'w4 w9 w30'"):
+    with pytest.raises(UsageError, match=r"all questions exceed --max-prompt 4: .* has 5 .*'w4 w9 w30'"):
         written(tmp_path / "none", max_prompt=4)
     written(tmp_path / "some", max_prompt=6, tokens=40, questions=[*QUESTIONS, "w4 " * 9], invented=0)
     assert "1 of 25 questions are longer than 6 tokens and left out; one is 'w4 w4" in capsys.readouterr().err
@@ -181,7 +183,7 @@ def test_a_template_with_nothing_before_the_words_cannot_invent(
         chat_target.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %} bot"
     )
     bare = Writer(chat_target, batch_size=1, max_prompt=40, max_response=8, seed=0)
-    with pytest.raises(UsageError, match="cannot invent questions"):
+    with pytest.raises(UsageError, match="cannot generate questions"):
         write(tmp_path / "t.jsonl", bare, tokens=10, questions=[], invented=1.0, temperatures=[1.0])
     monkeypatch.setattr(chat_target.tokenizer, "chat_template", "{{ raise_exception('no users here') }}")
     with pytest.raises(UsageError, match=r"the chat template of .* cannot be used: no users here"):
@@ -226,14 +228,14 @@ def test_a_question_follows_from_its_index(count: int, share: float, seed: int, 
         assert set(in_order) == {None}
 
 
-# Files that somebody else wrote.
+# Third-party files.
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "holds no texts"),
-        (b"\n \n", "holds no texts"),
+        (b"", "does not contain texts"),
+        (b"\n \n", "does not contain texts"),
         (b'{"prompt": "w4", "response": "w5"}\n\xff\xfe\n', r"line 2: is not UTF-8 text \(byte 1"),
         (b"[1, 2]\n", "line 1: not a JSON object"),
         (b"[" * 100_000 + b"\n", "line 1: not a JSON object"),
@@ -241,8 +243,8 @@ def test_a_question_follows_from_its_index(count: int, share: float, seed: int, 
         (b'{"prompt": "w4", "resp', "line 1: not a JSON object"),
         (b'{"prompt": ["w4"], "response": "w5"}\n', "line 1: needs 'prompt' and 'response'"),
         (b'{"question": "w4"}\n', "line 1: needs 'prompt' and 'response'"),
-        (b'{"prompt": "w4 \\ud800", "response": "w5"}\n', "line 1: holds half a surrogate pair"),
-        (b'{"prompt": "' + b"w4 " * 99 + b'", "response": "w5"}\n', "no text of .* fits into --max-prompt 40 tokens"),
+        (b'{"prompt": "w4 \\ud800", "response": "w5"}\n', "line 1: contains an unpaired surrogate"),
+        (b'{"prompt": "' + b"w4 " * 99 + b'", "response": "w5"}\n', "all prompts of .* exceed --max-prompt 40"),
     ],
 )
 def test_hostile_texts_give_a_sentence(content: bytes, sentence: str, chat_target: LoadedModel, tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_a_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, mon
         return Watched()
 
     monkeypatch.setattr(Path, "open", opened_file)
-    with pytest.raises(UsageError, match=r"line 1: is longer than 8,388,608 bytes"):
+    with pytest.raises(UsageError, match=r"line 1: exceeds 8,388,608 bytes"):
         list(rows(file))
     assert sizes == [text_files.MOST_LINE + 1]
 
@@ -284,13 +286,16 @@ def test_a_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"response": [5], "source": "given"}, "'prompt' must be a list of the target's token ids, 0 to 39"),
+        ({"response": [5], "source": "given"}, "'prompt' must be a non-empty list of the target's token ids, 0 to 39"),
         ({"prompt": [], "response": [5], "source": "given"}, "'prompt' must be"),
         ({"prompt": [4], "response": [40], "source": "given"}, "'response' must be"),
         ({"prompt": [4], "response": [True], "source": "given"}, "'response' must be"),
         ({"prompt": [4], "response": ["w5"], "source": "given"}, "'response' must be"),
         ({"prompt": [4], "response": [5]}, "'source' must be text"),
-        ({"prompt": [4] * 9, "response": [5], "source": "given"}, "has 10 tokens, but the target's context is 9"),
+        (
+            {"prompt": [4] * 9, "response": [5], "source": "given"},
+            "has 10 tokens, but the target's context length is 9",
+        ),
     ],
 )
 def test_texts_of_the_wrong_shape_give_a_sentence(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:

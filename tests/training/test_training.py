@@ -204,7 +204,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     assert re.search(r"\| a \| [1-9]\.\d\d \| 2 \|\n\| b \| [1-9]\.\d\d \| 2 \|", card)
     assert str(tmp_path.parent) not in card, "a path of this machine"
     assert f"Made with: `crossdraft train {kind} --target {on_disk.name} --out {tmp_path.name}" in card
-    assert "answers were written by the target at temperature 1" in " ".join(card.split())
+    assert "answers were sampled from the target at temperature 1" in " ".join(card.split())
 
     argv[argv.index("--out") + 1] = str(tmp_path / "twice")
     del argv[argv.index("--measure") : argv.index("--dtype")]
@@ -222,8 +222,8 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     [
         (["--layers", "0,9", "--tokens", "5"], "must name layers of the target, 0 to 2"),
         (["--tokens", "0"], "no texts to train on"),
-        (["--measure", "nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
-        (["--start-from", "./nowhere"], "there is no model directory ./nowhere"),
+        (["--measure", "nowhere.jsonl"], "there is no prompt file nowhere.jsonl"),
+        (["--start-from", "./nowhere"], "model directory ./nowhere does not exist"),
         (["--start-from", "TARGET"], "has an embedding of its own"),
         (["--questions", "nothing"], "there is no prompt source named 'nothing'"),
     ],

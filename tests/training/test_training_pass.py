@@ -109,7 +109,7 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
         state = torch.get_rng_state()
         found, there = trainee._cuts(batch)
         torch.set_rng_state(state)
-        states, keep, law = trainee._aligned(batch)
+        states, keep, probs = trainee._aligned(batch)
     places = found.shape[1]
     seen: list[set[int]] = [set() for _ in range(4)]
     for n, (cut, real) in enumerate(zip(found.flatten().tolist(), there.flatten().tolist(), strict=True)):
@@ -128,7 +128,7 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
         for j in range(2):
             if keep[j, n]:
                 torch.testing.assert_close(states[j, n] @ trainee.head.T, said[j], atol=1e-4, rtol=1e-4)
-                assert torch.equal(law[j, n], batch.hidden[n // places, cut + 1 + j, 0])
+                assert torch.equal(probs[j, n], batch.hidden[n // places, cut + 1 + j, 0])
     for text, found_here in zip(texts[0][:4], seen, strict=True):
         every = set(range(len(text.prompt) - 1, len(text.ids) - 2))
         assert found_here == every if cuts == 1000 else len(found_here) == 3 and found_here <= every
@@ -188,7 +188,7 @@ def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, tex
 
 
 def test_texts_may_be_shorter_than_a_draft(target: Any, tmp_path: Any) -> None:
-    """Nothing runs over their end, and one that holds no place to learn from changes nothing."""
+    """Short texts are not overrun, and texts without positions to learn from have no effect."""
     short, one, long = Text([3], [4, 5], "given"), Text([6, 7], [8], "given"), Text([9] * 5, [2] * 9, "given")
     trainer = Trainer(target, recipe(look_ahead=5), tmp_path)
     trainer.trainee.prepare([short, one, long])

@@ -61,11 +61,11 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class Subtree:
-    """Nodes scored in one batch: ``parents`` are indices into ``nodes``; nodes that are not ``wanted`` are context."""
+    """Nodes scored in one batch; ``parents`` are indices into ``nodes``, and the others are context."""
 
     nodes: list[int]
     parents: list[int]
-    wanted: list[bool]
+    is_output: list[bool]
 
 
 def subtrees(tree: TokenTree, most: int) -> Iterator[Subtree]:
@@ -92,11 +92,11 @@ def subtrees(tree: TokenTree, most: int) -> Iterator[Subtree]:
     yield part
 
 
-def _append(tree: TokenTree, part: Subtree, positions: dict[int, int], node: int, wanted: bool) -> None:
+def _append(tree: TokenTree, part: Subtree, positions: dict[int, int], node: int, is_output: bool) -> None:
     positions[node] = len(part.nodes)
     part.nodes.append(node)
     part.parents.append(positions.get(tree.parents[node], -1))
-    part.wanted.append(wanted)
+    part.is_output.append(is_output)
 
 
 def distributions(
@@ -174,8 +174,8 @@ def _score(
             positions = [
                 (row, column)
                 for row, part in enumerate(all_parts)
-                for column, wanted in enumerate(part.wanted[start : start + width])
-                if wanted
+                for column, is_output in enumerate(part.is_output[start : start + width])
+                if is_output
             ]
             if not positions:
                 continue
