@@ -13,14 +13,6 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ..contracts.draft_kind import (
-    CHAIN,
-    CONDITIONAL_SIBLINGS,
-    INDEPENDENT_SEQUENCES,
-    ONE_SAMPLED_SIBLING,
-    POINT_MASSES,
-    SINGLE_CHILD,
-)
 from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel

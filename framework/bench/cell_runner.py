@@ -302,7 +302,7 @@ class Cell:
         # Prefill and a single token: the last step of a sequence.
         prefill_requests = [request._replace(prompt=request.prompt[:1], most=1) for request in full_requests]
         self._on_step()
-        with recording(Ahead(depth=self.depth, nodes=positions(self.config) - 1)):
+        with recording(CaptureLimits(depth=self.depth, nodes=positions(self.config) - 1)):
             for requests in (full_requests, prefill_requests):
                 with closing(decoder.steps(requests)) as steps:
                     for count, _ in enumerate(steps, 1):

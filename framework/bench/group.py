@@ -261,7 +261,8 @@ class Group:
             return
         if history:
             self.events.log(
-                f"threads from piece {current['piece']}: {describe_threads(current)}; before: {describe_threads(history[-1])}"
+                f"threads from piece {current['piece']}: {describe_threads(current)}; "
+                f"before: {describe_threads(history[-1])}"
             )
         self._head["threads"] = [*history, current]
         self._write(lambda: self.directory.save_head(self._key, self._head))

@@ -77,7 +77,7 @@ def measure_passes(
     order = deque(points)
     for repeat in range(repeats + 1):
         for point in order:
-            with recording(None if repeat else Ahead(depth=0, nodes=0)):
+            with recording(None if repeat else CaptureLimits(depth=0, nodes=0)):
                 duration = measure_once(*point)
             if repeat:  # the first repetition allocates buffers and captures graphs
                 seconds[point].append(duration)

@@ -225,7 +225,8 @@ def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts:
         row = result.row
         assert row is not None and row.block_efficiency is not None
         print(
-            f"{first}: {result.misconfiguration.mistake} (BE {row.block_efficiency.value:.2f}). Fix: {result.misconfiguration.cure}."
+            f"{first}: {result.misconfiguration.mistake} (BE {row.block_efficiency.value:.2f}). "
+            f"Fix: {result.misconfiguration.cure}."
         )
 
 

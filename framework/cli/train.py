@@ -156,7 +156,7 @@ def _main(args: argparse.Namespace) -> int:
     prompts = None if card.measure == "none" else load_prompts(card.measure, limit=card.measure_limit)
     if recipe.start_from:
         resolve(recipe.start_from, heads=True)
-    with claimed(out):
+    with claim_directory(out):
         return _train(args, recipe, texts, run, card, out, files, questions, prompts)
 
 

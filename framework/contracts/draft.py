@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
-from ..util.tensors import counting, descent, eager_on_cpu, on_device, take_rows
+from ..util.tensors import ancestor_mask, counting, eager_on_cpu, on_device, take_rows
 from .draft_kind import CHAIN, DETERMINISTIC, IID, DraftKind
 from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
 from .scores import Scores as Scores

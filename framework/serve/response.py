@@ -33,7 +33,7 @@ class ResponseBuilder:
         if request.include_usage:
             self._chunk["usage"] = None  # set in the last chunk only
         self._completion_tokens = 0
-        self._texts = [Text(tokenizer) for _ in request.prompts]  # for text offsets
+        self._texts = [Detokenizer(tokenizer) for _ in request.prompts]  # for text offsets
 
     def role_chunks(self) -> list[dict[str, Any]]:
         """The chunks that open a chat stream; empty for completions."""

@@ -119,8 +119,8 @@ class DrafterContract(OneThread):
             again = self.drafting.traits(self.config, sampling)
             assert traits == again, "traits() must return equal values for equal configs"
             assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, not a count"
-            assert traits.drawn is None or self.rules(sampling), (
-                f"no lossless verifier accepts '{traits.drawn}' drafts at temperature {temperature:g}"
+            assert traits.kind is None or self.rules(sampling), (
+                f"no lossless verifier accepts '{traits.kind}' drafts at temperature {temperature:g}"
             )
 
     def test_every_draft_keeps_the_contract(self) -> None:
@@ -174,7 +174,7 @@ class DrafterContract(OneThread):
                         f"with '{verifier.name}' at temperature {temperature:g} the output is {result.tv:.3g} away "
                         f"from the target's distribution (total variation, toy {toy.name}): q is not the distribution "
                         "of the draw, a token was dropped depending on its value, or siblings do not match "
-                        "traits.drawn"
+                        "traits.kind"
                     )
 
     def test_rows_do_not_share_state(self) -> None:

@@ -86,7 +86,7 @@ class Searcher:
         self._resume(study, made_with)
         initial, best_speed_up = self.trainee.first(), -1.0 if not self.settings else self.settings["speed_up"]
         with (
-            until_told() as stop_requested,
+            deferred_interrupt() as stop_requested,
             tqdm(total=r.trials, initial=self.step, unit="trial", desc=r.name, disable=None) as bar,
         ):
             while self.step < r.trials and not (r.minutes and self.seconds > 60 * r.minutes):

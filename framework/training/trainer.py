@@ -114,7 +114,7 @@ class Trainer:
         self._resume(len(batches))
         saved = time.perf_counter()
         with (
-            until_told() as stop_requested,
+            deferred_interrupt() as stop_requested,
             tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name, disable=None) as bar,
         ):
             while True:

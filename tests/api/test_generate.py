@@ -13,7 +13,7 @@ from crossdraft import Drafter, DraftTraits, LoadedModel, generate, load_model
 from crossdraft.framework import plugins
 from crossdraft.framework.api.build import DEFAULT_VERIFIERS, compatible_verifiers, configured, default_verifier
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS
+from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS, IID
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
@@ -195,7 +195,7 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
 
 
 def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
-    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(drawn="iid")), verifier="block")
+    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind=IID)), verifier="block")
     assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
     assert rules >= {"spectr", "specinfer", "traversal", "sample-match", "multipath-block"}

@@ -189,7 +189,7 @@ def test_replay_is_what_is_drafted_there() -> None:
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, words=toy.words)  # noqa: E731
     text = Recorded("", "", [0, 1], [2, 1, 1, 2, 0, 1][:new])
     config = universal().Config(model="toy", gamma=2)
-    (message,) = forced((universal(), config), [text], make, depth=2)
+    (message,) = score_drafter((universal(), config), [text], make, depth=2)
     for t in range(new):
         drafter, history = universal()(config, make(1)), [*text.prompt, *text.tokens[:t]]
         drafter.start(0, history)
@@ -198,7 +198,7 @@ def test_replay_is_what_is_drafted_there() -> None:
         expected = draft.q[0, 0, text.tokens[t]]
         assert np.exp(message.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
     with pytest.raises(UsageError, match="no beginning of a longer one"):
-        list(forced((universal(), universal().Config(model="toy", mode="slem")), [text], make))
+        list(score_drafter((universal(), universal().Config(model="toy", mode="slem")), [text], make))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

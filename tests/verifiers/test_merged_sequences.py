@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from random_trees import SEEDS, random_draft
 
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.verifiers._tree import Children
 from crossdraft.verifiers.traversal import leaves_first
 

@@ -217,7 +217,7 @@ def _prompts(
     args: argparse.Namespace, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
-    from ...api.build import TargetContext, load_drafting_model, make_slots
+    from ...api.build import TargetContext, load_draft_model, make_slots
     from ...certificate.first_token_check import PromptDistributions, next_token_probs
     from ...models.chat import encode
     from ...models.load import load_model

@@ -92,9 +92,9 @@ def _distributions(args: argparse.Namespace, all_draws: Sequence[Draws], trees: 
             f"{without[0].where}: the line has a prefix and no distribution (probs); give the target as --model"
         )
     if len(without) < len(all_draws):
-        example = next(draws for draws in all_draws if draws.law is not None)
+        example = next(draws for draws in all_draws if draws.probs is not None)
         raise UsageError(
-            f"{example.where}: this line has a distribution (law), {without[0].where} a prefix; use separate files"
+            f"{example.where}: this line has a distribution (probs), {without[0].where} a prefix; use separate files"
         )
     loaded = load_model(
         args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.model in args.trust_remote_code

@@ -99,7 +99,7 @@ def candidates_of(
     parsed = policies_of(policies)
     tops = any(policy.name == "confidence" for policy in parsed)
     candidates: dict[str, Candidate] = {}
-    shared: SideBySide | None = None
+    shared: SharedPasses | None = None
     for text in drafters:
         strategy = Strategy.parse(text, "--drafter")
         title = strategy.title if strategy.title not in candidates else text
@@ -109,25 +109,25 @@ def candidates_of(
         lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
-        config = deepened(cls, config, max(lengths))
+        config = with_gamma(cls, config, max(lengths))
         params = sampling or Sampling()
-        rules = rules_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
+        rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
         depth = cls.traits(config, params).depth
         if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth)):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
         drafter: Configured = (cls, config)
-        drawn: Callable[[Iterable[Response]], Iterator[Walked]] | None = None
-        forced: Callable[[], Callable[[Iterable[Response]], Iterator[Forced]]]
-        if free := model_free.needs_no_model(cls, config, params):
+        drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
+        forced: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
+        if free := model_free.is_model_free(cls, config, params):
             forced = partial(_without_model, drafter, max(lengths), params)
         else:
             options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            shared = shared or SideBySide(_target(title, target, sampling, options))
+            shared = shared or SharedPasses(_target(title, target, sampling, options))
             sequences = max((k for values in rules.values() for k in values), default=1)
-            index = shared.add(Asked(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
-            forced = partial(shared.forced, index)
-            drawn = shared.drafted(index)
-        build = partial(Candidate, drafter=drafter, rules=rules)
+            index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
+            forced = partial(shared.scores, index)
+            drawn = shared.samples(index)
+        build = partial(Candidate, drafter=drafter, verifiers=rules)
         for policy in parsed:
             name = title if policy.name == "static" else f"{title}, {policy.title}"
             if policy.name in ("confidence", "heuristic"):
@@ -135,7 +135,7 @@ def candidates_of(
             if policy.name == "static":
                 random = drawn if drawn is not None and _has_random_length(drafter, params) else None
                 drafted = None if random is None else partial(_lengths, random)
-                candidates[name] = build(name, gammas=lengths, forced=forced(), drafted=drafted)
+                candidates[name] = build(name, gammas=lengths, scores=forced(), drafted=drafted)
             else:
                 candidates[name] = _with_policy(policy, build, name, max(lengths), forced(), drawn, drafter, params)
     return list(candidates.values())
@@ -155,19 +155,19 @@ def _with_policy(
     from ...replay.length_policies import confident, heuristic, oracle
 
     if policy.name == "oracle":
-        return build(name, gammas=(gamma,), forced=forced, steps=oracle)
+        return build(name, gammas=(gamma,), scores=forced, steps=oracle)
     if policy.name == "heuristic":
         start = min(int(policy.number), gamma)
         return build(
-            name, gammas=(gamma,), forced=forced, steps=lambda forced, gammas: heuristic(forced, gammas[0], start)
+            name, gammas=(gamma,), scores=forced, steps=lambda forced, gammas: heuristic(forced, gammas[0], start)
         )
     point_mass = drafter[0].traits(drafter[1], sampling).point_mass
 
-    def lengths(draft: Forced | Walked) -> np.ndarray:
+    def lengths(draft: DraftScores | DraftTrace) -> np.ndarray:
         assert draft.log_top is not None
         return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
 
-    def cut(texts: Iterable[Response]) -> Iterator[Forced]:
+    def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
         for draft in forced(texts):
             yield replace(draft, lengths=_minimum(draft.lengths, lengths(draft)))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...api.build import TargetContext, load_draft_model
+from ...api.build import TargetContext
 from ...contracts.drafter import DraftContext
 from ...contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ...contracts.sampling import Sampling
@@ -106,5 +106,5 @@ class Target:
             if target.model is None:
                 self._draft_models[key] = load_model(name, trust_remote_code=trusted, **self._options)
             else:
-                self._draft_models[key] = load_drafting_model(name, target, trust_remote_code=trusted)
+                self._draft_models[key] = load_draft_model(name, target, trust_remote_code=trusted)
         return self._draft_models[key]

@@ -49,7 +49,7 @@ class ByShape(Verifier):
 
     def __init__(self, config: StrategyConfig | None = None):
         super().__init__(config)
-        self.verifiers = {shape: make_verifier(getattr(self.config, shape)) for shape in get_args(Drawn)}
+        self.verifiers = {shape: make_verifier(getattr(self.config, shape)) for shape in DRAFT_KINDS}
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
@@ -60,7 +60,10 @@ class ByShape(Verifier):
         return [type(make_verifier(getattr(config, shape))) for shape in DRAFT_KINDS]
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        return self.verifiers[draft.drawn].verify(draft, p, rng)
+        verifier = self.verifiers.get(draft.kind.name)
+        if verifier is None:  # a kind of another plug-in
+            verifier = next(v for v in self.verifiers.values() if v.traits(v.config).accepts_kind(draft.kind))
+        return verifier.verify(draft, p, rng)
 
 
 def misfit(shape: str, name: str) -> str | None:
@@ -70,8 +73,8 @@ def misfit(shape: str, name: str) -> str | None:
     except CrossdraftError as error:
         return str(error)
     traits = verifier.traits(verifier.config)
-    if shape not in traits.drawn:
-        return f"it supports {', '.join(sorted(traits.drawn))}"
+    if not traits.accepts_kind(DRAFT_KINDS[shape]):
+        return f"it supports {', '.join(traits.kinds)}"
     if not traits.lossless:
         return "it is lossy"
     if traits.temperature_zero_only:

@@ -169,7 +169,7 @@ class Combine(Drafter):
             if own.finite is not None:
                 sound = own.finite | ~chosen[:, 0]
                 finite = sound if finite is None else finite & sound
-        return Draft(tokens, parents, valid, q, drawn="chain" if chain else "deterministic", finite=finite)
+        return Draft(tokens, parents, valid, q, kind=CHAIN if chain else DETERMINISTIC, finite=finite)
 
     # -- mode merge ------------------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ def _draft_probs(draft: Draft, like: Tensor) -> Tensor:
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:
     """Reason why drafts with these traits cannot be combined; None if they can."""
-    if traits.drawn not in ("chain", "deterministic"):
-        return f"it drafts '{traits.drawn}'" if traits.drawn else "it never drafts"
+    if traits.kind not in ("chain", "deterministic"):
+        return f"it drafts '{traits.kind}'" if traits.kind else "it never drafts"
     if traits.hidden_layers:
         return "it reads the target's hidden states of its own drafts only"
     if mode == "merge" and not traits.point_mass:
