@@ -102,7 +102,6 @@ def test_a_valid_drafter_is_scored(target: Any) -> None:
         (plain(strategies.Window), "its drafts are not plain chains"),
         (configured("draft-model-tree", model="x"), "it drafts trees ('without_replacement')"),
         (configured("draft-model", model="x", policy="heuristic"), "it adapts to the outcome of earlier steps"),
-        (configured("heuristic-schedule", model="x"), "it adapts to the outcome of earlier steps"),
         (configured("eagle3", model="x", policy="heuristic"), "it adapts to the outcome of earlier steps"),
         (
             configured("draft-model", model="x", policy="learnt-threshold"),

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...api.build import TargetContext
+from ...api.build import TargetContext, load_draft_model
 from ...contracts.drafter import DraftContext
 from ...contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ...contracts.sampling import Sampling
