@@ -212,7 +212,8 @@ def test_a_window_that_a_text_reaches_beyond_is_refused(tiny_model: Any, tmp_pat
     fits, beyond = (Text([3, 4], [5 + i % 9 for i in range(window - 2 + more)], "given") for more in (0, 1))
     trainer = Trainer(gemma, recipe(epochs=1), tmp_path)
     trainer.run([fits, fits], [fits])
-    with pytest.raises(UsageError, match=f"{window + 1} tokens, but layers of gemma have an attention window of {window}"):
+    message = f"{window + 1} tokens, but layers of gemma have an attention window of {window}"
+    with pytest.raises(UsageError, match=message):
         Trainer(gemma, recipe(epochs=1), tmp_path / "other").run([fits, beyond], [fits])
 
 
