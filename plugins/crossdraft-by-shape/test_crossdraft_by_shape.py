@@ -28,9 +28,9 @@ class TestByShape(VerifierContract):
 @pytest.mark.parametrize(
     "shape, rule, reason",
     [
-        ("iid", "block", "it judges chain"),
+        ("iid", "block", "it supports chain"),
         ("chain", "greedy", "it needs temperature 0"),
-        ("chain", "greedy-block", "it carries state"),
+        ("chain", "greedy-block", "it keeps state between steps"),
         ("chain", "lenient", "it is lossy"),
         ("chain", "nothing", "there is no verifier named 'nothing'"),
     ],

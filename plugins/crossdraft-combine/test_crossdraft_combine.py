@@ -127,8 +127,12 @@ def test_traits_follow_from_the_parts() -> None:
 @pytest.mark.parametrize(
     ("drafters", "options", "sentence"),
     [
-        ([LOOKUP, MODEL], {"mode": "merge"}, "cannot use 'draft-model': it draws its tokens here"),
-        ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot use 'medusa': it follows the target's hidden states"),
+        (
+            [LOOKUP, MODEL],
+            {"mode": "merge"},
+            "cannot use 'draft-model': it samples its tokens, but merge needs point masses",
+        ),
+        ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot use 'medusa': it reads the target's hidden states"),
         ([LOOKUP, "none"], {}, "cannot use 'none': it never drafts"),
         ([LOOKUP, {"name": "draft-model-iid", "model": "m"}], {}, "cannot use 'draft-model-iid': it drafts 'iid'"),
         (["token-recycling", MODEL], {}, "cannot use a tree together with a sampled chain"),

@@ -135,11 +135,11 @@ def test_an_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> 
     drafter.start(0, target.tokenizer.encode("the"))
     end, ended = other.convert_tokens_to_ids("<end>"), target.tokenizer.eos_token_id
     resume_from = other.encode("é")[:1]
-    assert drafter._respelt(0, [*other.encode(" dog"), end, *other.encode("x")]) == [
+    assert drafter._retokenized(0, [*other.encode(" dog"), end, *other.encode("x")]) == [
         *target.tokenizer.encode(" dog"),
         ended,
     ]
-    assert drafter._respelt(0, [end]) == [ended] and drafter._respelt(0, [*resume_from, end]) == []
+    assert drafter._retokenized(0, [end]) == [ended] and drafter._retokenized(0, [*resume_from, end]) == []
 
 
 # -- exact, by enumeration --------------------------------------------------------------------------------------

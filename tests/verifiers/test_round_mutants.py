@@ -94,7 +94,7 @@ def test_m13_layers_deleted_too_soon_take_gamma_three_to_see(
 
 @pytest.fixture(scope="module")
 def discarding() -> Callable:
-    """M14: the draft model that stops at a token it is unsure of, and throws that token away."""
+    """M14: a draft model that stops after an improbable token and discards it."""
     kind = DRAFTS["stop-early"]
     base = plugins.get("drafters", kind.drafter)
 
@@ -103,8 +103,8 @@ def discarding() -> Callable:
             draft = super().propose(sequences, rng)
             if not draft.width:
                 return draft
-            drawn_with = draft.q.gather(2, draft.tokens[..., None]).squeeze(2)
-            kept = draft.valid & (drawn_with >= self.config.threshold)
+            probability = draft.q.gather(2, draft.tokens[..., None]).squeeze(2)
+            kept = draft.valid & (probability >= self.config.policy.threshold)
             return Draft.chain(draft.tokens, kept.sum(1), draft.q)
 
     return lambda context, gamma: Discarding(Discarding.Config(**kind.options(gamma)), context)

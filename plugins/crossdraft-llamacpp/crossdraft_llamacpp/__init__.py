@@ -1,4 +1,4 @@
-"""GGUF models, run by llama.cpp: a backend of crossdraft."""
+"""Registration of the backend ``llama.cpp`` for GGUF models."""
 
 from crossdraft import Register, hookimpl
 

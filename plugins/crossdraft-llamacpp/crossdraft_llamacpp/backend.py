@@ -12,7 +12,7 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class LlamaCppBackend(Backend):
-    """Decoder-only models in GGUF files, in whatever precision they were written."""
+    """Decoder-only models in GGUF files, in the precision of the file."""
 
     name = "llama.cpp"
 
@@ -22,18 +22,18 @@ class LlamaCppBackend(Backend):
     def load(
         self, found: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any
     ) -> LoadedModel:
-        """A GGUF file brings no code of its own, so ``trust_remote_code`` changes nothing, nor has it tensors to share.
+        """Load a GGUF file; ``trust_remote_code`` and ``share_with`` have no effect.
 
         Raises:
-            UsageError: a dtype, a device or attention of the caller's choice.
-            ModelError: a file that llama.cpp cannot load, or whose tokens cannot be taken back.
+            UsageError: a dtype, a device or an attention implementation is given.
+            ModelError: llama.cpp cannot load the file, or its state cannot be rolled back.
         """
         if dtype != "auto":
-            raise UsageError(f"{found.name} is a GGUF file, which is run as it was written; leave dtype ({dtype}) out")
+            raise UsageError(f"{found.name} is a GGUF file, which has a fixed precision; leave dtype ({dtype}) out")
         if str(device) not in ("auto", "cpu"):
             raise UsageError(f"the backend llama.cpp runs on the CPU here, not on {device}; leave device out")
         if attn_implementation is not None:
-            raise UsageError("llama.cpp has attention of its own; leave attn_implementation out")
+            raise UsageError("llama.cpp has its own attention; leave attn_implementation out")
         if _SPLIT.search(found.path.stem):
             raise ModelError(f"{found.path} is one part of a model; merge its parts (llama-gguf-split --merge) first")
         from .library import GGUFModel

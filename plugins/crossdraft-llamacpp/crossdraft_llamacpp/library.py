@@ -1,4 +1,4 @@
-"""llama.cpp itself: its functions, as llama-cpp-python hands them out, and a model in memory."""
+"""The llama.cpp library, through llama-cpp-python, and models in memory."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from crossdraft import ModelError
 logger = logging.getLogger("crossdraft_llamacpp")
 
 _ERROR = 4  # of ggml_log_level
-#: The last errors that the library logged, for sentences; and the callback, which has to outlive the library.
-_complaints: deque[str] = deque(maxlen=3)
-_kept: list[Any] = []
+#: The last errors logged by the library, for messages; and its callback, kept alive for the process.
+_errors: deque[str] = deque(maxlen=3)
+_callbacks: list[Any] = []
 
 
 @cache
 def library() -> Any:
-    """The functions of llama.cpp. Raises ModelError where they cannot be had."""
+    """Load llama.cpp and return its functions. Raises ModelError if it cannot be loaded."""
     try:
         import llama_cpp  # pyright: ignore[reportMissingImports]  # not among the tools of the core
-    except Exception as error:  # it is missing, or its shared library does not load
+    except Exception as error:  # not installed, or its shared library does not load
         raise ModelError(
-            f"GGUF models are run by llama.cpp, which cannot be loaded: {error}; pip install llama-cpp-python"
+            f"GGUF models need llama.cpp, which cannot be loaded: {error}; pip install llama-cpp-python"
         ) from error
     if not hasattr(llama_cpp, "llama_memory_seq_rm"):
         raise ModelError("this llama-cpp-python is too old to run token trees; install version 0.3.36 or later")
-    heard = llama_cpp.llama_log_callback(_heard)
-    _kept.append(heard)
-    llama_cpp.llama_log_set(heard, ctypes.c_void_p(0))
+    callback = llama_cpp.llama_log_callback(_log)
+    _callbacks.append(callback)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp
 
 
-def _heard(level: int, text: bytes, user_data: Any) -> None:
-    """What llama.cpp logs: to Python's logging, and errors into sentences."""
-    said = text.decode("utf-8", "replace").strip()
-    if level == _ERROR and said:
-        _complaints.append(said)
-    logger.debug("%s", said)
+def _log(level: int, text: bytes, user_data: Any) -> None:
+    """Forward llama.cpp's log to Python's logging, and keep its errors."""
+    line = text.decode("utf-8", "replace").strip()
+    if level == _ERROR and line:
+        _errors.append(line)
+    logger.debug("%s", line)
 
 
-def complaint() -> str:
-    """What llama.cpp logged as errors since this was last called, for the end of a sentence."""
-    said = "; ".join(_complaints) or "it does not say why"
-    _complaints.clear()
-    return said
+def logged_errors() -> str:
+    """Return the errors logged by llama.cpp since the last call, for a message."""
+    text = "; ".join(_errors) or "it logged no error"
+    _errors.clear()
+    return text
 
 
 class GGUFModel:
@@ -59,11 +59,11 @@ class GGUFModel:
 
     Attributes:
         handle: ``llama_model *``, freed with this object. ``vocab``: its ``llama_vocab *``.
-        vocab_size: width of the logits.
-        context_length: positions that it was trained for.
+        vocab_size: number of logits.
+        context_length: training context length.
 
     Raises:
-        ModelError: no GGUF file, damaged, or of a kind whose state cannot be taken back node by node.
+        ModelError: not a GGUF file, damaged, or a model whose state cannot be rolled back token by token.
     """
 
     def __init__(self, path: Path):
@@ -71,11 +71,11 @@ class GGUFModel:
         _check_file(path)
         options = api.llama_model_default_params()
         options.n_gpu_layers = 0
-        complaint()
+        logged_errors()
         self.path = path
         self.handle = api.llama_model_load_from_file(os.fsencode(path), options)
         if not self.handle:
-            raise ModelError(f"llama.cpp cannot load {path}: {complaint()}")
+            raise ModelError(f"llama.cpp cannot load {path}: {logged_errors()}")
         weakref.finalize(self, api.llama_model_free, self.handle)
         for test, kind in (
             (api.llama_model_is_recurrent, "is a recurrent model"),
@@ -85,26 +85,26 @@ class GGUFModel:
         ):
             if test(self.handle):
                 raise ModelError(
-                    f"{path} {kind}: crossdraft decodes models that attend over tokens, and takes tokens back"
+                    f"{path} {kind}, which is not supported: use a decoder-only model with attention layers only"
                 )
         self.vocab = api.llama_model_get_vocab(self.handle)
         self.vocab_size: int = api.llama_vocab_n_tokens(self.vocab)
         self.context_length: int = api.llama_model_n_ctx_train(self.handle)
 
     def text(self, key: str) -> str | None:
-        """A value of the file's metadata, as text; None if it is not there."""
+        """Return a value of the file's metadata as text, or None."""
         api, buffer = library(), ctypes.create_string_buffer(256)
         size = api.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace") if size >= 0 else None
 
     @property
     def chat_template(self) -> str | None:
-        found = library().llama_model_chat_template(self.handle, None)
-        return found.decode("utf-8", "replace") if found else None
+        template = library().llama_model_chat_template(self.handle, None)
+        return template.decode("utf-8", "replace") if template else None
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Every token that llama.cpp ends a text at."""
+        """All end-of-generation tokens of llama.cpp."""
         api = library()
         return tuple(i for i in range(self.vocab_size) if api.llama_vocab_is_eog(self.vocab, i))
 
@@ -116,4 +116,4 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if magic != b"GGUF":
-        raise ModelError(f"{path} is called .gguf, but its first bytes are not those of a GGUF file")
+        raise ModelError(f"{path} is called .gguf, but does not begin as a GGUF file; check the download")

@@ -1,4 +1,4 @@
-"""A GGUF file's own tokenizer, with the methods of one of transformers' that crossdraft calls."""
+"""The tokenizer of a GGUF file, with the methods of transformers' tokenizers that crossdraft calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _UNUSED = 2  # of llama_token_attr: ids that only pad the table
 
 
 def tokenizer_of(model: GGUFModel, name: str) -> GGUFTokenizer | None:
-    """The tokenizer in the file; None where it has none."""
+    """Return the tokenizer of the file, or None."""
     if library().llama_vocab_type(model.vocab) == _NO_VOCABULARY:
         return None
     return GGUFTokenizer(model, name)
 
 
 class GGUFTokenizer:
-    """llama.cpp's tokenizer: texts have the ids that its server gives them.
+    """llama.cpp's tokenizer, with the same ids as its server.
 
-    `decode` puts the pieces of tokens together as they are, without tidying spaces up. `get_vocab` names tokens as
-    transformers does, so that tokenizers can be compared across backends.
+    `decode` concatenates the pieces of tokens without cleaning up spaces. `get_vocab` has transformers' token names, so
+    tokenizers can be compared across backends.
     """
 
     def __init__(self, model: GGUFModel, name: str):
@@ -61,33 +61,33 @@ class GGUFTokenizer:
         return self._texts[ids] if isinstance(ids, int) else [self._texts[i] for i in ids]
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Token ids; special tokens that are written out in the text are read as such, as transformers does."""
-        api, said = library(), text.encode("utf-8")
-        room = len(said) + 8
+        """Token ids; special tokens in the text are parsed, as in transformers."""
+        api, data = library(), text.encode("utf-8")
+        capacity = len(data) + 8
         while True:
-            ids = (api.llama_token * room)()
-            found = api.llama_tokenize(self._model.vocab, said, len(said), ids, room, add_special_tokens, True)
-            if 0 <= found <= room:
-                return {"input_ids": list(ids[:found])}
-            if -found <= room:
-                raise ModelError(f"the tokenizer of {self.name_or_path} cannot read a text of {len(said)} bytes")
-            room = -found
+            ids = (api.llama_token * capacity)()
+            n = api.llama_tokenize(self._model.vocab, data, len(data), ids, capacity, add_special_tokens, True)
+            if 0 <= n <= capacity:
+                return {"input_ids": list(ids[:n])}
+            if -n <= capacity:
+                raise ModelError(f"the tokenizer of {self.name_or_path} cannot encode a text of {len(data)} bytes")
+            capacity = -n
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        said = b"".join(self._piece(int(token), not skip_special_tokens) for token in tokens)
-        text = said.decode("utf-8", "replace")
+        data = b"".join(self._piece(int(token), not skip_special_tokens) for token in tokens)
+        text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips else text
 
     def _piece(self, token: int, special: bool) -> bytes:
-        if (found := self._pieces.get((token, special))) is None:
-            api, room = library(), 64
-            buffer = ctypes.create_string_buffer(room)
-            size = api.llama_token_to_piece(self._model.vocab, token, buffer, room, 0, special)
+        if (piece := self._pieces.get((token, special))) is None:
+            api, capacity = library(), 64
+            buffer = ctypes.create_string_buffer(capacity)
+            size = api.llama_token_to_piece(self._model.vocab, token, buffer, capacity, 0, special)
             if size < 0:
                 buffer = ctypes.create_string_buffer(-size)
                 size = api.llama_token_to_piece(self._model.vocab, token, buffer, -size, 0, special)
-            found = self._pieces[token, special] = buffer.raw[:size]
-        return found
+            piece = self._pieces[token, special] = buffer.raw[:size]
+        return piece
 
     def apply_chat_template(
         self,
@@ -96,7 +96,7 @@ class GGUFTokenizer:
         add_generation_prompt: bool = False,
         **_: Any,
     ) -> str | list[int]:
-        """The messages by the file's own template, which is rendered as transformers renders its own."""
+        """Render the messages with the file's template, by transformers' renderer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self.chat_template is None:

