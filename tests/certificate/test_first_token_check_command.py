@@ -65,7 +65,7 @@ def test_first_token_on_models(capsys: Any, pair: list[str], tiny_model: Callabl
 def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
     code, out = run(capsys, "--draws 5000 --top-k 4 --temperature 3 --prompt w5 --verifier token", *pair)
     assert code == 0
-    assert "5,000 first tokens" in out
+    assert "5,000 samples of the first token" in out
     assert 4 <= int(out.split(" possible tokens")[0].split()[-1]) <= 8
     assert out.splitlines()[-2].split()[:2] == ["token", "chain"] and out.splitlines()[-2].endswith("yes")
 

@@ -119,7 +119,7 @@ def test_a_file_in_the_place_of_a_chart(run: Path, refused: Any, tmp_path: Path)
     refused(command, "small-acceptance.png: the file exists")
     assert (tmp_path / "figures" / "small-acceptance.png").read_bytes() == b"mine"
     os.mkfifo(tmp_path / "fifo")
-    refused(["plot", str(run), "--out", str(tmp_path / "fifo")], "it is not a directory")
+    refused(["plot", str(run), "--out", str(tmp_path / "fifo")], "is not a directory")
 
 
 def test_refused_before_the_work(run: Path, refused: Any, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_refused_before_the_work(run: Path, refused: Any, tmp_path: Path) -> Non
     (run / "recipe.json").write_text("{", encoding="utf-8")
     (tmp_path / "mine").write_text("", encoding="utf-8")
     for command in ("report", "table", "plot"):
-        refused([command, str(run), "--out", str(tmp_path / "mine")], "mine: ")
+        refused([command, str(run), "--out", str(tmp_path / "mine")], f"--out {tmp_path / 'mine'}")
 
 
 # -- the writer -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def drip(connection: socket.socket, text: bytes) -> None:
 
 @pytest.mark.parametrize("start", ["", "\r\n", "\r\n\r\n", "\r\nContent-Length: 9000\r\n\r\n"])
 def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_log, "PATIENCE", 1.0)
+    monkeypatch.setattr(engine_log, "TIMEOUT", 1.0)
     with server(lambda connection: drip(connection, f"HTTP/1.1 200 OK{start}".encode())) as url:
         refused(["advise", url], "was not complete after 1 s")
 
@@ -53,7 +53,7 @@ def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) ->
         (b"\x00\xff garbage\r\n\r\n", "cannot read"),
         (b"SSH-2.0-x\r\n", "cannot read"),
         (b"HTTP/1.1 banana\r\n\r\n", "cannot read"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: banana\r\n\r\nx", "no acceptance in any known format"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: banana\r\n\r\nx", "no acceptance in a known format"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\nx", ""),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nx", "cannot read"),
         (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "cannot read"),
@@ -72,7 +72,7 @@ def test_an_answer(answer: bytes, says: str, refused: Any) -> None:
 def test_an_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_log, "METRICS_BYTES", Limit(100, "for a test"))
     with server(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 200)) as url:
-        refused(["advise", url], "answers with too much", "for a test")
+        refused(["advise", url], "is too large", "for a test")
 
 
 @pytest.mark.parametrize(
