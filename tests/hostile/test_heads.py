@@ -102,11 +102,11 @@ def test_eagle(what: str, target: Any, tmp_path: Path) -> None:
 
 FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "a header of 10 GB": ("model.safetensors", (10**10).to_bytes(8, "little") + b"{", ["header too large"]),
-    "nothing": ("model.safetensors", b"", ["is damaged or no safetensors file"]),
-    "cut": ("model.safetensors", b"\x10\0\0\0\0\0\0\0{", ["is damaged or no safetensors file"]),
+    "nothing": ("model.safetensors", b"", ["is damaged or not a safetensors file"]),
+    "cut": ("model.safetensors", b"\x10\0\0\0\0\0\0\0{", ["is damaged or not a safetensors file"]),
     "a pickle of a call": ("heads.bin", b"cos\nsystem\n(S'touch hacked'\ntR.", ["is a pickle of more than tensors"]),
     "a pickle that is cut": ("heads.bin", b"\x80\x02}", ["heads.bin"]),
-    "no pickle": ("heads.pt", b"PK\x03\x04 not a zip", ["is damaged or no PyTorch file"]),
+    "no pickle": ("heads.pt", b"PK\x03\x04 not a zip", ["is damaged or not a PyTorch file"]),
     "a pickle of a list": ("heads.bin", pickle.dumps([1, 2], 2), ["heads.bin"]),
     "an empty pickle": ("heads.pt", b"", ["heads.pt"]),
 }

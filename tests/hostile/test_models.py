@@ -38,11 +38,11 @@ CONFIGS: list[tuple[str, Any, list[str]]] = [
     ("num_hidden_layers", 3, ["missing model.layers.2"]),
     ("hidden_size", 10**9, ["hidden_size is 1000000000", "the most is 16777216"]),
     ("hidden_size", 100_000, ["has hidden_size 100000, but the largest dimension of its weights is 72"]),
-    ("hidden_size", 32, ["other shapes than its config.json describes"]),
+    ("hidden_size", 32, ["the shapes of its weights do not match its config.json"]),
     ("vocab_size", 10**7, ["has vocab_size 10000000, but the largest dimension"]),
-    ("intermediate_size", 10**7, ["says intermediate_size 10000000, but no tensor"]),
+    ("intermediate_size", 10**7, ["has intermediate_size 10000000, but the largest dimension"]),
     ("num_attention_heads", 10**7, ["could not be loaded", "multiple of the number of attention heads"]),
-    ("num_key_value_heads", 3, ["other shapes than its config.json describes"]),
+    ("num_key_value_heads", 3, ["the shapes of its weights do not match its config.json"]),
     ("max_position_embeddings", 10**30, ["positions are counted in 32 bits"]),
     ("text_config", {"hidden_size": 0}, ["text_config.hidden_size is 0"]),
     ("text_config", 3, ["could not be loaded"]),
@@ -84,7 +84,7 @@ def shared(model: Any, sha256: Any = "0") -> str:
 
 #: Files of the directory and what stands in them (None: they are gone), words of the sentence.
 FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "config: gone": ({"config.json": None}, ["it has no config.json"]),
+    "config: gone": ({"config.json": None}, ["config.json is missing"]),
     "config: empty": ({"config.json": ""}, ["config.json:1: not JSON"]),
     "config: cut": ({"config.json": '{"a":\n'}, ["config.json:2: not JSON"]),
     "config: a list": ({"config.json": "[]"}, ["config.json: it must hold a JSON object, not a list"]),
@@ -118,10 +118,10 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "index: weight_map null": ({INDEX: '{"weight_map": null}'}, ["is missing or empty"]),
     "index: weight_map of nothing": ({INDEX: '{"weight_map": {}}'}, ["is missing or empty"]),
     "index: a number for a file": ({INDEX: '{"weight_map": {"a": 3}}'}, ["the file of the weight 'a' is 3"]),
-    "index: a way out": ({INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, ["'../../etc/passwd'", "beside it"]),
+    "index: a way out": ({INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, ["'../../etc/passwd'", "in the same directory"]),
     "index: a directory": ({INDEX: '{"weight_map": {"a": "."}}'}, ["the file of the weight 'a' is '.'"]),
     "index: NUL": ({INDEX: '{"weight_map": {"a": "x\\u0000"}}'}, ["the file of the weight 'a'"]),
-    "index: a file that is gone": ({INDEX: '{"weight_map": {"a": "x.safetensors"}}'}, ["it lacks x.safetensors"]),
+    "index: a file that is gone": ({INDEX: '{"weight_map": {"a": "x.safetensors"}}'}, ["missing x.safetensors"]),
     "index: nested": ({INDEX: TOO_DEEP}, ["nested too deeply"]),
     "index: binary": ({INDEX: b"\xff\xfe"}, ["index.json: it is not UTF-8 text"]),
     "tokenizer: gone": ({TOKENIZER: None, "tokenizer_config.json": None}, ["does not have a tokenizer"]),
@@ -135,9 +135,9 @@ FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tokenizer config: a class that is a number": ({"tokenizer_config.json": '{"tokenizer_class": 3}'}, ["the tokenizer of"]),
     "embedding: cut": ({SHARED: "{"}, ["crossdraft.json:1: not JSON"]),
     "embedding: a list": ({SHARED: "[]"}, ["crossdraft.json: it must hold a JSON object"]),
-    "embedding: nothing": ({SHARED: "{}"}, ["crossdraft.json must read"]),
-    "embedding: a number": ({SHARED: shared(3)}, ["crossdraft.json must read"]),
-    "embedding: a number for a digest": ({SHARED: shared("x", 3)}, ["crossdraft.json must read"]),
+    "embedding: nothing": ({SHARED: "{}"}, ["crossdraft.json must be"]),
+    "embedding: a number": ({SHARED: shared(3)}, ["crossdraft.json must be"]),
+    "embedding: a number for a digest": ({SHARED: shared("x", 3)}, ["crossdraft.json must be"]),
     "embedding: nested": ({SHARED: TOO_DEEP}, ["nested too deeply"]),
     "embedding: of nobody": ({SHARED: shared("nobody")}, ["there is no model named 'nobody'"]),
     "embedding: of nothing": ({SHARED: shared("")}, ["'' is not a model name"]),
@@ -193,11 +193,11 @@ def test_weights_that_are_cut(directory: Path) -> None:
 def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(directory, tmp_path / "other"))
     spoil(directory, {SHARED: shared(str(directory))})
-    refusal(directory, "crossdraft.json says that the embedding of", "leads back")
+    refusal(directory, "as owner of the embedding of", "is a cycle")
     spoil(directory, {SHARED: shared(str(other))})
     spoil(other, {SHARED: shared(str(directory))})
-    refusal(directory, "leads back")
-    refusal(other, "leads back")
+    refusal(directory, "is a cycle")
+    refusal(other, "is a cycle")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
         ("a\0b", "'a\\x00b' is not a valid path"),
         ("~nosuchuser/x", "home directory"),
         ("x" * 5000, "File name too long"),
-        ("/dev/zero", "a file that no installed backend takes"),
+        ("/dev/zero", "a file that is not supported by any installed backend"),
         ("\udcff", "there is no model named '\\udcff'"),
         ("../no/where", "model directory ../no/where does not exist"),
         ("a\\b", "model directory a\\b does not exist"),
@@ -275,8 +275,8 @@ class _Source(ModelSource):
         (raising(RuntimeError("boom")), ["RuntimeError: boom"]),
         (raising(SystemExit(0)), ["SystemExit: 0"]),
         (raising(SystemExit("bye\x1b[31m")), ["SystemExit: bye\\x1b[31m"]),
-        (lambda: None, ["must give a path or a ModelSource, not None"]),
-        (lambda: 3, ["must give a path or a ModelSource, not 3"]),
+        (lambda: None, ["must return a path or a ModelSource, not None"]),
+        (lambda: 3, ["must return a path or a ModelSource, not 3"]),
         (lambda x: x, ["TypeError"]),
         (_Source(RuntimeError("boom")), ["fetch() raised RuntimeError: boom"]),
         (_Source(SystemExit(3)), ["fetch() raised SystemExit: 3"]),

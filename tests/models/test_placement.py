@@ -81,5 +81,5 @@ def test_under_torchrun_a_target_on_one_device_is_refused(target: str, monkeypat
         monkeypatch.setenv(key, value)
     with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto uses only one"):
         load_model(target)
-    with pytest.raises(UsageError, match="not for scripts of your own"):
+    with pytest.raises(UsageError, match="supported by the crossdraft command only"):
         load_model(target, device="tp")

@@ -131,7 +131,7 @@ def test_k_sequences_need_a_text_distribution(target: Any) -> None:
     "text, says",
     [
         (RecordedResponse([], [1]), "the prompt is empty"),
-        (RecordedResponse([1], [2, V]), f"the token {V}, outside of the target's vocabulary of {V}"),
+        (RecordedResponse([1], [2, V]), f"token {V} is outside of the target's vocabulary of {V}"),
         (RecordedResponse([-1], [2]), "token -1 is outside"),
         (RecordedResponse([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
         (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),

@@ -214,7 +214,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     ended, begun = facts["log"][-1]["positions"], again["log"][0]["positions"]
     assert begun == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
     card = " ".join((tmp_path / "twice" / "README.md").read_text().split())
-    assert f"Starts from the weights of `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
+    assert f"Initial weights: `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
 
 
 @pytest.mark.parametrize(
