@@ -96,7 +96,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
 
 def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     """Traits of a drafter with its default options and its compatible verifiers, as JSON and as lines."""
-    from ..api.build import configured, default_rule, fitting_rules
+    from ..api.build import compatible_verifiers, configured, default_verifier
     from ..contracts.sampling import Sampling
 
     fields = drafter.Config.model_fields.items()
@@ -107,7 +107,7 @@ def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     zero = plugins.traits_of("drafters", *strategy, Sampling(temperature=0)).temperature_zero_only
     sampling = Sampling(temperature=0 if zero else 1)
     traits = plugins.traits_of("drafters", *strategy, sampling)
-    fitting, default = fitting_rules(strategy, sampling), default_rule(strategy, sampling)[0].name
+    fitting, default = compatible_verifiers(strategy, sampling), default_verifier(strategy, sampling)[0].name
     facts = {"kind": traits.kind and traits.kind.name, "point_mass": traits.point_mass, "nodes": traits.nodes}
     facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": default}
     kind = f"{traits.kind} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"

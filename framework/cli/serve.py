@@ -133,8 +133,8 @@ def default_sampling(args: argparse.Namespace, target: LoadedModel) -> Sampling:
 
 def build_pool(args: argparse.Namespace) -> DecoderPool:
     """Load the target and return the decoders for the chosen drafter and verifier. Raises UsageError."""
-    from ..api.build import configured, load_drafting_model
-    from ..api.generate import fitting_pair, pair_decoder
+    from ..api.build import configured, load_draft_model
+    from ..api.generate import compatible_pair, pair_decoder
     from ..models.load import load_model
     from ..recipe.recipe import Strategy
     from ..serve.decoder_pool import DecoderPool
@@ -151,7 +151,7 @@ def build_pool(args: argparse.Namespace) -> DecoderPool:
     if target.tokenizer is None:
         raise UsageError(f"{target.name} has no tokenizer, which the server needs; choose another --target")
     sampling = default_sampling(args, target)
-    pair = fitting_pair(drafter, verifier, sampling)
+    pair = compatible_pair(drafter, verifier, sampling)
     max_length = args.max_length or min(4096, target.context_length or 4096)
     if target.context_length is not None and max_length > target.context_length:
         raise UsageError(
@@ -159,8 +159,8 @@ def build_pool(args: argparse.Namespace) -> DecoderPool:
         )
 
     @cache
-    def load_draft_model(name: str) -> LoadedModel:
-        return load_drafting_model(name, target)  # shared by all decoders
+    def draft_model(name: str) -> LoadedModel:
+        return load_draft_model(name, target)  # shared by all decoders
 
     def build(sampling: Sampling) -> Decoder:
         return pair_decoder(
@@ -173,11 +173,11 @@ def build_pool(args: argparse.Namespace) -> DecoderPool:
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
             prefill_tokens=args.prefill_tokens,
-            load=lambda name, _: load_draft_model(name),
+            load=lambda name, _: draft_model(name),
         )
 
     def check(sampling: Sampling) -> None:
-        fitting_pair(drafter, verifier, sampling)
+        compatible_pair(drafter, verifier, sampling)
 
     title = (
         f"{target.name}, drafter {pair[0][0].name}, verifier {pair[1][0].name}, temperature {sampling.temperature:g}"

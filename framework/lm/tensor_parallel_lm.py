@@ -62,7 +62,7 @@ class SplitLM(RaggedLM):
         self._all("commit", super().commit, list(counts), *([] if path is None else [path]))
 
     def free(self, row: int) -> None:
-        if distributed.broken():  # nothing is decoded after that; clean-up must not hide the error
+        if distributed.has_failed():  # nothing is decoded after that; clean-up must not hide the error
             self.lengths[row] = 0
         else:
             self._all("free", super().free, row)
@@ -84,9 +84,9 @@ class SplitLM(RaggedLM):
         """Call a method in every process; tensors follow the other arguments."""
         values = [argument for argument in arguments if not isinstance(argument, Tensor)]
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        with distributed.together():
+        with distributed.collective():
             state = self._key, list(self.lengths), self.hidden_layers
-            distributed.tell("pass", *state, name, values, tensors=tensors)
+            distributed.broadcast_operation("pass", *state, name, values, tensors=tensors)
             return method(*arguments)
 
 
@@ -129,8 +129,8 @@ class Tables:
     @property
     def _tables(self) -> list[Tensor]:
         if not self._gathered and is_split(self._model):
-            with distributed.together():
-                distributed.tell("tables", split_of(self._model).key)
+            with distributed.collective():
+                distributed.broadcast_operation("tables", split_of(self._model).key)
                 self._gathered = _tables(self._model)
         elif not self._gathered:
             self._gathered = [table.to(self.device) for table in _tables(self._model)]
@@ -169,12 +169,12 @@ def follow() -> int:
     logging.getLogger("crossdraft").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    distributed.join()
+    distributed.init_process_group()
     objects: dict[int, Any] = {}
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     while True:
         try:
-            step, arguments, tensors, dropped = distributed.hear(device)
+            step, arguments, tensors, dropped = distributed.receive(device)
         except RuntimeError:  # the first process has ended and reported the reason
             return 0
         for key in dropped:
@@ -198,7 +198,7 @@ def _step(objects: dict[int, Any], step: str, arguments: tuple[Any, ...], tensor
         objects[key] = load_model(name, device=distributed.SPLIT, **options).model
     elif step == "slots":
         model, key, batch_size, max_length, untried = arguments
-        forward_pass = distributed.everywhere(
+        forward_pass = distributed.run_everywhere(
             lambda: _checked_pass(objects[model], batch_size, max_length, untried), step
         )
         objects[key] = RaggedLM(forward_pass, batch_size, max_length)

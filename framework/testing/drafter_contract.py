@@ -130,7 +130,7 @@ class DrafterContract(OneThread):
             watched = {"on_step": lambda event, widths=widths: widths.append(event.draft.width)}
             decoder = self.decoder(3, temperature, max_new_tokens=NEW_TOKENS, eos=[self.setting.eos], **watched)
             list(decoder.run(self.setting.prompts))
-            if self.drafting.traits(self.config, Sampling(temperature=temperature)).drawn is not None:
+            if self.drafting.traits(self.config, Sampling(temperature=temperature)).kind is not None:
                 assert any(widths), "nothing was drafted: choose options or prompts with which it drafts"
 
     def test_q_is_the_draft_distribution(self) -> None:

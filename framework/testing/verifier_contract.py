@@ -102,7 +102,7 @@ class VerifierContract(OneThread):
         traits = self.rule.traits(self.rule.Config(**self.options))
         assert traits == self.traits, "traits() must return equal values for equal configs"
         assert isinstance(self.rule.name, str) and self.rule.name, "the class needs a name"
-        assert self.labels(), f"'{self.rule.name}' does not accept any known draft: traits.kind is {traits.kind}"
+        assert self.labels(), f"'{self.rule.name}' does not accept any known draft: traits.accepts is {traits.accepts}"
 
     def test_lossless_by_enumeration(self) -> None:
         """The joint distribution of the output is exactly the target's, for all compatible drafts.

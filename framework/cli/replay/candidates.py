@@ -135,7 +135,7 @@ def candidates_of(
             if policy.name == "static":
                 random = drawn if drawn is not None and _has_random_length(drafter, params) else None
                 drafted = None if random is None else partial(_lengths, random)
-                candidates[name] = build(name, gammas=lengths, scores=forced(), drafted=drafted)
+                candidates[name] = build(name, gammas=lengths, scores=forced(), lengths=drafted)
             else:
                 candidates[name] = _with_policy(policy, build, name, max(lengths), forced(), drawn, drafter, params)
     return list(candidates.values())
@@ -176,7 +176,7 @@ def _with_policy(
         for draft in drawn(texts):
             yield _minimum(draft.lengths, lengths(draft))
 
-    return build(name, gammas=(gamma,), forced=cut, drafted=free)
+    return build(name, gammas=(gamma,), forced=cut, lengths=free)
 
 
 def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
