@@ -234,7 +234,7 @@ def _roofline_report(args: argparse.Namespace) -> dict[str, Any]:
         f"{100 * compute:.0f} % of the FLOP rate of: {device.source}"
     )
     report["text"].insert(0, head)
-    bytes_held = [sum(r.(b, context) for r in (target, drafter) if r) for b in batch_sizes]
+    bytes_held = [sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes]
     report["text"].append("\n".join([*remarks, *_free(args)]))
     if full := [b for b, bytes_ in zip(batch_sizes, bytes_held, strict=True) if bytes_ > device.memory]:
         size = f"{device.memory / 1e9:.0f} GB"

@@ -176,7 +176,7 @@ def _with_policy(
         for draft in drawn(texts):
             yield _minimum(draft.lengths, lengths(draft))
 
-    return build(name, gammas=(gamma,), forced=cut, lengths=free)
+    return build(name, gammas=(gamma,), scores=cut, lengths=free)
 
 
 def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
