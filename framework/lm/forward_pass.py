@@ -23,9 +23,9 @@ from .small_batch_linear import speed_up_small_batches
 SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelDims:
-    """Sizes of a whole model, which forks with fewer layers share."""
+    """Sizes of a whole model, which forks with fewer layers share; see `RaggedLM.context_length`."""
 
     vocab_size: int
     context_length: int | None

@@ -39,7 +39,6 @@ class RaggedLM:
         self.model, self.cache = forward_pass.model, forward_pass.cache
         self.batch_size, self.max_length = batch_size, max_length
         self.vocab_size = forward_pass.dims.vocab_size
-        self.context_length = forward_pass.dims.context_length
         self.device = forward_pass.dims.device
         self.lengths = [0] * batch_size
         self.passes = 0
@@ -50,6 +49,15 @@ class RaggedLM:
         self._forks: WeakSet[Any] = WeakSet()
         self._nodes = 0  # speculative nodes of every row
         self._parents: Tensor | None = None  # [B, nodes] int64, the parent of each of them; None = chains
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions are clamped below it; set it to None for modules without a limit, before the first pass."""
+        return self.forward_pass.dims.context_length
+
+    @context_length.setter
+    def context_length(self, length: int | None) -> None:
+        self.forward_pass.dims.context_length = length
 
     @property
     def graphs(self) -> Graphs:
