@@ -13,6 +13,14 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ..contracts.draft_kind import (
+    CHAIN,
+    CONDITIONAL_SIBLINGS,
+    INDEPENDENT_SEQUENCES,
+    ONE_SAMPLED_SIBLING,
+    POINT_MASSES,
+    SINGLE_CHILD,
+)
 from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings_file
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
@@ -48,11 +56,11 @@ StrategyLike = str | Mapping[str, Any] | type[Any] | Drafter | Verifier | Config
 
 #: The verifier that ``docs/verifiers.md`` advises for each kind of draft; all of them are lossless.
 DEFAULT_VERIFIERS = {
-    "chain": "block",
-    "iid": "spectr",
-    "without_replacement": "traversal",
-    "greedy_draft": "greedy-draft-optimal",
-    "deterministic": "sample-match",
+    SINGLE_CHILD: "block",
+    INDEPENDENT_SEQUENCES: "spectr",
+    ONE_SAMPLED_SIBLING: "greedy-draft-optimal",
+    POINT_MASSES: "sample-match",
+    CONDITIONAL_SIBLINGS: "traversal",
 }
 
 
@@ -143,9 +151,11 @@ def check_pair(drafter: Configured, verifier: Configured, sampling: Sampling) ->
 
 def default_verifier(drafter: Configured, sampling: Sampling) -> Configured:
     """The verifier for a drafter by default: ``greedy`` at temperature 0, else the one of `DEFAULT_VERIFIERS`."""
-    drawn = traits_of("drafters", *drafter, sampling).drawn
-    name = "greedy" if sampling.temperature == 0 else DEFAULT_VERIFIERS[drawn or "chain"]
-    return configured("verifiers", name)
+    kind = traits_of("drafters", *drafter, sampling).kind or CHAIN
+    best = next((name for capability, name in DEFAULT_VERIFIERS.items() if capability in kind.capabilities), None)
+    if best is None:
+        raise UsageError(f"drafter '{drafter[0].name}' makes drafts of the kind '{kind}'; name the verifier for them")
+    return configured("verifiers", "greedy" if sampling.temperature == 0 else best)
 
 
 def compatible_verifiers(drafter: Configured, sampling: Sampling) -> list[str]:

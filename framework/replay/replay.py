@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from .. import plugins
 from ..api.build import Configured, configured
-from ..contracts.draft_kind import IID
+from ..contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, UsageError
@@ -109,12 +109,12 @@ def verifiers_for(
     traits = plugins.traits_of("drafters", cls, config, sampling)
     if traits.kind is None:
         raise UsageError(f"drafter '{title}' does not draft with these options, so it cannot be replayed")
-    if traits.kind not in ("chain", "iid"):
+    if INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
         raise UsageError(
             f"drafter '{title}' drafts trees ('{traits.kind}'), which cannot be replayed; measure it with crossdraft "
             "run"
         )
-    multi = traits.kind is IID
+    multi = traits.kind.merged_sequences
     if not names:
         # All verifiers accept a point mass alike.
         single = ("token",) if traits.point_mass else ("token", "block")

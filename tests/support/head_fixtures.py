@@ -194,8 +194,10 @@ def enumerate_steps(
             tokens = tuple(history[len(prompt) :])
             emitted[tokens] = emitted.get(tokens, 0.0) + float(probability)
         paths += b
-        weight = np.concatenate([weight[BATCH:], *(w for _, _, w in rng.opened)])
-        scripts = np.concatenate([_widen(s, len(columns)) for s in (scripts[BATCH:], *(s for _, s, _ in rng.opened))])
+        weight = np.concatenate([weight[BATCH:], *(w for _, _, w in rng.alternatives)])
+        scripts = np.concatenate(
+            [_widen(s, len(columns)) for s in (scripts[BATCH:], *(s for _, s, _ in rng.alternatives))]
+        )
     return ModelCertificate(_distance(emitted, _laws(model, prompt, length, sampling)), tau.tolist(), paths)
 
 

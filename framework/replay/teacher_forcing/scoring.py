@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...api.build import Configured, TargetContext, make_slots
-from ...contracts.draft_kind import IID
+from ...contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ...contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
 from ...contracts.models import LoadedModel
 from ...contracts.options import fault
@@ -199,7 +199,9 @@ class _Scorer:
             self._construct(configs, make(rows, longest, slack))
         for request, distribution, traits in zip(requests, self.text_distributions, self.traits, strict=True):
             name = request.drafter[0].name
-            if distribution is None and (request.sequences or traits.kind is IID):
+            if distribution is None and (
+                request.sequences or (traits.kind is not None and traits.kind.merged_sequences)
+            ):
                 raise not_replayable(name, "the distribution of its sequences depends on where a step starts")
             if (
                 request.sequences
@@ -282,7 +284,7 @@ def _checked_traits(cls: type[Drafter], config: Any, sampling: Sampling) -> Draf
         raise not_replayable(cls.name, "it adapts to the outcome of earlier steps")
     if not traits.nested:
         raise not_replayable(cls.name, "its shorter drafts are not prefixes of longer ones")
-    if traits.kind not in (None, "chain", "iid"):
+    if traits.kind is not None and INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
         raise not_replayable(cls.name, f"it drafts trees ('{traits.kind}')")
     if traits.temperature_zero_only and sampling.temperature:
         raise UsageError(f"drafter '{cls.name}' requires temperature 0, not {sampling.temperature:g}")

@@ -278,7 +278,7 @@ def _draft_probs(draft: Draft, like: Tensor) -> Tensor:
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:
     """Reason why drafts with these traits cannot be combined; None if they can."""
-    if traits.kind not in ("chain", "deterministic"):
+    if traits.kind not in (CHAIN, DETERMINISTIC):
         return f"it drafts '{traits.kind}'" if traits.kind else "it never drafts"
     if traits.hidden_layers:
         return "it reads the target's hidden states of its own drafts only"
